@@ -1,0 +1,1 @@
+"""Bitwidth schemes, quantization, packing, kernel backends and the loader of quantized shards."""

@@ -1,0 +1,29 @@
+"""The errors a user can cause or mend; every command line turns them into one message and exit code 2."""
+
+
+class LlmpqError(Exception):
+    """Something the user can mend: the message names the problem, the number and the remedy."""
+
+
+class SpecError(LlmpqError):
+    """A cluster, model, workload or command-line option that cannot be used as written."""
+
+
+class InfeasibleError(LlmpqError):
+    """No plan fits; the message says which resource is short by how much, and what would fit."""
+
+
+class CheckpointError(LlmpqError):
+    """Model weights that are missing, truncated or of another model."""
+
+
+class PlanMismatchError(LlmpqError):
+    """A plan that belongs to another model or cluster than the one it is run on."""
+
+
+class InputError(LlmpqError):
+    """A batch file that cannot be read as a whole, or an output that cannot be written."""
+
+
+class DeviceError(LlmpqError):
+    """A device that is missing, or offers less than the plan needs."""
