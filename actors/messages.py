@@ -1,0 +1,125 @@
+"""What the scheduler, the stages and the driver tell each other: requests, micro-batches, sampled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quant.errors import SpecError
+
+FinishReason = Literal["stop", "length"]
+TokenIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when a request ends.
+
+    `temperature=0` is greedy. `top_k=0` and `top_p=1` keep every token. Draws are keyed by `seed`, the
+    request's `custom_id` and the position, so they do not depend on how requests are batched.
+    `max_new_tokens=None` means the plan's `new_tokens`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check ranges; raises `SpecError` naming the field."""
+        rules = {
+            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "max_new_tokens": (self.max_new_tokens is None or self.max_new_tokens >= 1, "1 or more"),
+            "stop": (all(self.stop), "free of empty strings"),
+        }
+        for field, (holds, wanted) in rules.items():
+            if not holds:
+                raise SpecError(f"sampling.{field} is {getattr(self, field)!r}; it must be {wanted}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One tokenized prompt; `max_new_tokens` is already settled."""
+
+    custom_id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the last stage must know of a request that takes a slot."""
+
+    slot: int
+    custom_id: str
+    max_new_tokens: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pass through the pipeline: for each request its KV slot, its tokens' start and count.
+
+    `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the requests'
+    new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the requests that
+    begin with this micro-batch (prefill).
+    """
+
+    slots: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    admitted: tuple[Admission, ...] = ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request adds exactly one token to what its slot holds."""
+        return bool((self.counts == 1).all() and (self.starts > 0).all())
+
+    @property
+    def positions(self) -> TokenIds:
+        """Position of every new token within its request, `[sum(counts)]`."""
+        first = np.repeat(self.starts - np.concatenate([[0], np.cumsum(self.counts)[:-1]]), self.counts)
+        return np.arange(int(self.counts.sum()), dtype=np.int64) + first
+
+    @property
+    def last_token_rows(self) -> TokenIds:
+        """Row of each request's last new token in the flattened batch, `[requests]`."""
+        return np.cumsum(self.counts) - 1
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The last stage's answer to a micro-batch: `token_ids` `[requests]`, and why a request ended."""
+
+    token_ids: TokenIds
+    finish_reasons: tuple[FinishReason | None, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request that has all its tokens (EOS included, prompt not)."""
+
+    custom_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """What a stage has done so far."""
+
+    busy_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    micro_batches: int
+    weight_bytes: int
+    kv_cache_bytes: int

@@ -1,0 +1,83 @@
+"""Which Ray resources hold each stage to its kind of device: decided before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.accelerators import find_accelerator
+from planner.plan import StagePlan
+from quant.errors import DeviceError
+
+ACCELERATOR_TYPE = "accelerator_type:"
+# Ray advertises one unit of an accelerator type per node, to be asked for in crumbs.
+CRUMB = 0.001
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Resources one stage's actor asks of Ray; `threads` are its torch threads."""
+
+    resources: Mapping[str, float]
+    num_gpus: float
+    num_cpus: float
+    threads: int
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The same as a placement-group bundle; empty for a plain actor."""
+        amounts = {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+
+def place(stages: Sequence[StagePlan], offered: Mapping[str, float]) -> tuple[Placement, ...]:
+    """Resources for every stage out of what the Ray cluster offers in total.
+
+    A stage asks for Ray's own `accelerator_type:` resource of its GPU where a node has it, else for a
+    custom resource that bears the GPU's name or an alias. CPU and emulated devices do without when there
+    is neither. Raises `DeviceError` naming what is missing.
+    """
+    placements = tuple(_place_one(stage, offered) for stage in stages)
+    asked: Counter[str] = Counter()
+    for placement in placements:
+        asked.update(placement.bundle)
+    for name, amount in asked.items():
+        if amount > offered.get(name, 0.0) + 1e-9:
+            raise DeviceError(
+                f"the plan needs {amount:g} of Ray resource {name!r}, but the cluster offers "
+                f"{offered.get(name, 0.0):g}; {_what_is_offered(offered)}"
+            )
+    return placements
+
+
+def _place_one(stage: StagePlan, offered: Mapping[str, float]) -> Placement:
+    resources = _device_resource(stage, offered)
+    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    if not on_host and not resources:
+        raise DeviceError(
+            f"stage {stage.index} needs a {stage.accelerator}, which no node of the Ray cluster has; "
+            f"{_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` where Ray "
+            f"knows the GPU, else add --resources='{{\"{stage.accelerator}\": 1}}'"
+        )
+    num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
+    return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
+
+
+def _device_resource(stage: StagePlan, offered: Mapping[str, float]) -> dict[str, float]:
+    accelerator = find_accelerator(stage.accelerator)
+    if stage.custom_resource is not None:
+        return {stage.custom_resource: 1.0}
+    typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
+    if accelerator.ray_type and offered.get(typed) and not stage.emulated:
+        return {typed: CRUMB}
+    for name in (accelerator.name, *accelerator.aliases):
+        if offered.get(name) and name != "CPU":
+            return {name: 1.0}
+    return {}
+
+
+def _what_is_offered(offered: Mapping[str, float]) -> str:
+    hidden = ("node:", "memory", "object_store_memory")
+    names = [f"{name} x {amount:g}" for name, amount in sorted(offered.items()) if not name.startswith(hidden)]
+    return f"it offers {', '.join(names) or 'nothing'}"

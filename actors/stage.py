@@ -1,0 +1,182 @@
+"""One pipeline stage on one device: its shard of the model, its KV slots and, on the last stage, the sampler."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from actors.architectures import (
+    ContextAsCache,
+    architecture_of,
+    empty_model,
+    keep_stage,
+)
+from actors.attention import RaggedContext
+from actors.kv_cache import KVCache, SlotRows
+from actors.messages import MicroBatch, Sampled, StageStats
+from actors.sampler import Sampler
+from actors.stage_spec import StageSpec
+from quant.checkpoint import Checkpoint
+from quant.errors import DeviceError
+from quant.loader import load_layer, load_tensors, module_nbytes
+from quant.scheme import Processor
+
+
+class Stage:
+    """Loads the shard of `spec` from the checkpoint folder, layer by layer, and computes micro-batches.
+
+    Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed the
+    planned limit.
+    """
+
+    def __init__(
+        self, spec: StageSpec, checkpoint: Path, device: torch.device, processor: Processor
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        config = AutoConfig.from_pretrained(checkpoint)
+        self._model = _load_shard(config, spec, Checkpoint(checkpoint), device, processor, self.dtype)
+        self._architecture = architecture_of(config)
+        self._cache = _make_cache(config, spec, self.dtype, device)
+        self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.is_last else None
+        self._busy_s = 0.0
+        self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        stats, limit = self.stats(), self.spec.memory_limit_bytes
+        needed = stats.weight_bytes + stats.kv_cache_bytes
+        if limit and needed > limit:
+            raise DeviceError(
+                f"stage {self.spec.index} holds {stats.weight_bytes} bytes of weights and "
+                f"{stats.kv_cache_bytes} of KV cache, but {self.spec.device_name} was planned with "
+                f"{limit} bytes; plan again with this version of llmpq"
+            )
+
+    @torch.inference_mode()
+    def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
+        """Compute one micro-batch.
+
+        `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on the
+        others. Returns hidden states of the same shape, or the sampled tokens on the last stage.
+        """
+        began = time.perf_counter()
+        where = SlotRows.of(batch, self.device)
+        output = self._forward(RaggedContext(self._cache, batch, where), inputs.to(self.device))
+        result = self._sampler.sample(batch, output) if self._sampler else output
+        self._count(batch, time.perf_counter() - began)
+        return result
+
+    def _forward(self, context: RaggedContext, inputs: Tensor) -> Tensor:
+        """Hidden states `[tokens, hidden_size]`, or logits `[requests, vocabulary]` on the last stage."""
+        arguments: dict[str, object] = {"use_cache": False}
+        if self._architecture.context_as_cache:
+            arguments["past_key_values"] = ContextAsCache(context)
+        else:
+            arguments["ragged"] = context
+            arguments["position_ids"] = context.where.position_of_token[None]
+        if self.spec.is_first:
+            arguments["input_ids"] = inputs[None]
+        else:
+            arguments["inputs_embeds"] = inputs.to(self.dtype)[None]
+        if self.spec.is_last:
+            rows = torch.as_tensor(context.batch.last_token_rows, device=self.device)
+            logits: Tensor = self._model(logits_to_keep=rows, **arguments).logits[0]
+            return logits
+        hidden: Tensor = self._model.get_decoder()(**arguments).last_hidden_state[0]
+        return hidden
+
+    def _count(self, batch: MicroBatch, seconds: float) -> None:
+        self._busy_s += seconds
+        self._micro_batches += 1
+        tokens = int(batch.counts.sum())
+        if batch.is_decode:
+            self._decode_tokens += tokens
+        else:
+            self._prefill_tokens += tokens
+
+    def stats(self) -> StageStats:
+        """Work done and bytes held so far."""
+        return StageStats(
+            busy_s=self._busy_s,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            micro_batches=self._micro_batches,
+            weight_bytes=module_nbytes(self._model),
+            kv_cache_bytes=self._cache.nbytes,
+        )
+
+
+def _make_cache(
+    config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KVCache(spec.layers, spec.slots, spec.max_tokens, kv_heads, head_dim, dtype, device)
+
+
+def _load_shard(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    processor: Processor,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    """The stage's part of the model, quantized while it is read; everything else stays a pass-through."""
+    architecture = architecture_of(config)
+    model = empty_model(config)
+    keep_stage(model, spec.layers, spec.is_first, spec.is_last)
+    decoder = model.get_decoder()
+    path = _path_of(model, decoder)
+    for name, bits in zip(spec.layers, spec.bitwidths, strict=True):
+        layer = getattr(decoder, architecture.layers)[name]
+        prefix = f"{path}.{architecture.layers}.{name}"
+        load_layer(
+            layer, checkpoint, prefix, bits, processor, dtype, device, spec.backends.get(bits)
+        )
+    owned = (architecture.embedding if spec.is_first else ()) + (
+        architecture.final if spec.is_last else ()
+    )
+    for child in owned:
+        module = getattr(decoder, child)
+        if module is not None:
+            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
+    if spec.is_last:
+        _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        rotary.to(device)
+    return model
+
+
+def _load_head(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    embedding_path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """The LM head: shared with the embedding when tied and both live here, else read (again)."""
+    head = model.get_output_embeddings()
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    if tied and spec.is_first:
+        head.weight = model.get_input_embeddings().weight
+        return
+    prefix = embedding_path
+    if not tied:
+        stored = set(checkpoint.names())
+        names = architecture_of(model.config).head_names
+        prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
+    load_tensors(head, checkpoint, prefix, dtype, device)
+
+
+def _path_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)

@@ -1,0 +1,105 @@
+"""The Ray actor around a stage, and the chain of actors as the first stage's scheduler sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.actor import ActorHandle
+
+from actors.device import local_device
+from actors.messages import Finished, MicroBatch, Request, Sampled, StageStats
+from actors.pipeline import drive
+from actors.scheduler import StaticBatchScheduler
+from actors.stage import Stage
+from actors.stage_spec import StageSpec
+from actors.transport import PackedTensor, pack, unpack
+from quant.processor import local_processor
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Modelled seconds of an emulated device's full micro-batch, already scaled; 0: compute at own pace."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def wait(self, batch: MicroBatch, began: float) -> None:
+        """Sleep until the modelled time since `began` has passed."""
+        modelled = self.decode_s if batch.is_decode else self.prefill_s
+        time.sleep(max(0.0, began + modelled - time.perf_counter()))
+
+
+class StageActor:
+    """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is held."""
+
+    def __init__(self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold) -> None:
+        torch.set_num_threads(threads)
+        self._spec = spec
+        self._checkpoint = Path(checkpoint)
+        self._hold = hold
+        self._stage: Stage | None = None
+
+    def load(self) -> StageStats:
+        """Read, quantize and keep the stage's shard; raises what `Stage` raises."""
+        device = local_device(self._spec)
+        self._stage = Stage(self._spec, self._checkpoint, device, local_processor(device))
+        return self._stage.stats()
+
+    def step(self, batch: MicroBatch, inputs: PackedTensor) -> PackedTensor | Sampled:
+        """Compute a micro-batch that came from the stage before."""
+        began = time.perf_counter()
+        result = self._loaded().step(batch, unpack(inputs))
+        self._hold.wait(batch, began)
+        return result if isinstance(result, Sampled) else pack(result)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        prefill_micro_batch: int,
+        decode_micro_batch: int,
+        following: Sequence[ActorHandle[StageActor]],
+    ) -> Iterator[tuple[Finished, ...]]:
+        """First stage only: schedule one global batch over the chain; streams requests as they end."""
+        scheduler = StaticBatchScheduler(requests, prefill_micro_batch, decode_micro_batch)
+        for finished in drive(scheduler, ActorChain(self, following)):
+            if finished:
+                yield finished
+
+    def stats(self) -> StageStats:
+        """Work done and bytes held so far."""
+        return self._loaded().stats()
+
+    def _loaded(self) -> Stage:
+        if self._stage is None:
+            raise RuntimeError(f"stage {self._spec.index} was used before it was loaded")
+        return self._stage
+
+
+class ActorChain:
+    """The pipeline from the first stage on: hidden states go from actor to actor, tokens come back."""
+
+    def __init__(self, first: StageActor, following: Sequence[ActorHandle[StageActor]]) -> None:
+        self._first = first
+        self._following = following
+        self.stages = 1 + len(following)
+
+    def submit(self, batch: MicroBatch, token_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+        """Compute the first stage here and hand the result down the chain."""
+        passed: Any = self._first.step(batch, pack(torch.from_numpy(token_ids)))
+        for actor in self._following:
+            passed = actor.step.remote(batch, passed)
+        return passed
+
+    def result(self, handle: Any) -> Sampled:
+        """The last stage's answer."""
+        sampled = ray.get(handle) if isinstance(handle, ray.ObjectRef) else handle
+        if not isinstance(sampled, Sampled):
+            raise TypeError("the last stage answered with hidden states")
+        return sampled

@@ -1,0 +1,39 @@
+"""What one pipeline stage is told: its layers and bits, its numbers of slots and tokens, its memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a plan, as its actor needs it.
+
+    `bitwidths`: one per layer of `layers`; `backends`: kernel backend per bitwidth (missing: the
+    processor's preferred one); `slots` x `max_tokens`: capacity of the KV cache; `memory_limit_bytes`
+    (0: none) bounds weights and KV cache together. `accelerator` is the registry name of the GPU that
+    the process must find; None where the stage computes on the host's CPU.
+    """
+
+    index: int
+    stages: int
+    layers: range
+    bitwidths: tuple[int, ...]
+    dtype: str
+    slots: int
+    max_tokens: int
+    backends: Mapping[int, str] = field(default_factory=dict)
+    memory_limit_bytes: int = 0
+    device_name: str = "CPU"
+    accelerator: str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the embedding lives here."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether final norm, LM head and sampling live here."""
+        return self.index == self.stages - 1

@@ -1,0 +1,132 @@
+"""`llmpq-algo`: plan a model on a cluster, under the options of LLM-PQ section 5."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cluster import Cluster
+from llmpq.tables import plan_table
+from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
+from planner.options import PlanOptions
+from planner.workload import Workload
+from quant.errors import InputError, SpecError
+from quant.scheme import BITWIDTHS
+
+_PLANNING = (
+    "theta", "bits", "dtype", "objective", "method", "solver", "group", "all_orders", "omega_file",
+    "profiles", "profile_use", "prefill_micro_batch", "decode_micro_batch", "ilp_time_limit",
+    "relative_gap",
+)  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    return run_command("llmpq-algo", lambda: _plan(options))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    model = _model(options)
+    cluster = _cluster(options)
+    if "write_cluster" in options:
+        _write(Path(options.write_cluster), cluster.to_yaml())
+    given = {name: getattr(options, name) for name in _PLANNING if name in options}
+    plan = cluster.plan(model, _workload(options, model), **given)
+    if "output" in options:
+        plan.save(options.output)
+    if options.json:
+        sys.stdout.write(plan.data.to_json())
+    else:
+        console().print(plan_table(plan.data))
+    return EXIT_DONE
+
+
+def _model(options: argparse.Namespace) -> str:
+    if ("model" in options) == ("model_name" in options):
+        raise SpecError("name the model once: --model, or --model-name with --model_size")
+    if "model" in options:
+        return str(options.model)
+    size = f"-{options.model_size}" if "model_size" in options else ""
+    return f"{options.model_name}{size}"
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    by_counts = "device_names" in options or "device_numbers" in options
+    if "cluster" in options:
+        if by_counts:
+            raise SpecError("describe the cluster once: --cluster, or --device_names and --device_numbers")
+        return Cluster.from_yaml(options.cluster)
+    if not by_counts:
+        return Cluster.detect(getattr(options, "address", None))
+    if not ("device_names" in options and "device_numbers" in options):
+        raise SpecError("--device_names and --device_numbers go together, one number for each name")
+    return Cluster.from_counts(options.device_names, options.device_numbers)
+
+
+def _workload(options: argparse.Namespace, model: str) -> Workload:
+    given = {
+        name: getattr(options, name)
+        for name in ("global_batch", "prompt_length", "new_tokens")
+        if name in options
+    }
+    if "input" in options:
+        return workload_of_prompts(Path(options.input), model, given)
+    return Workload(**(DEFAULT_WORKLOAD | given))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="llmpq-algo", description=__doc__)
+    add = parser.option
+    add("--model", help="folder, config.json, built-in name (opt-30b) or hub id")
+    add("--model-name", help="family, as in the paper: opt, bloom")
+    add("--model_size", help="size, as in the paper: 30b")
+    add("--cluster", help="cluster YAML; without one the GPUs of this machine or of Ray are used")
+    add("--device_names", nargs="+", metavar="NAME", help="device types: T4 V100")
+    add("--device_numbers", nargs="+", type=int, metavar="COUNT", help="how many of each: 3 1")
+    add("--address", help="Ray cluster to detect devices on")
+    add("--write_cluster", metavar="FILE", help="write the cluster used as YAML")
+    add("--input", help="prompts.jsonl to take the workload from")
+    add("--global_bz", "--global_batch", dest="global_batch", type=int, metavar="COUNT",
+        help="prompts in one batch (32)")  # fmt: skip
+    add("--s", "--prompt_length", dest="prompt_length", type=int, metavar="TOKENS",
+        help="prompt tokens (512)")  # fmt: skip
+    add("--n", "--new_tokens", dest="new_tokens", type=int, metavar="TOKENS",
+        help="tokens to generate (100)")  # fmt: skip
+    _add_planning(add)
+    add("-o", "--output", dest="output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def _add_planning(add: Any) -> None:
+    default = PlanOptions()
+    add("--theta", type=float, help=f"seconds that a unit of sensitivity is worth ({default.theta:g})")
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
+    add("--omega_file", metavar="FILE", help="sensitivity JSON")
+    add("--group", type=int, help="decide this many layers together (1)")
+    add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
+    add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
+    add("--method", help="how to solve (auto)")
+    add("--solver", help="highs, gurobi or cbc (highs)")
+    add("--ilp_time_limit", type=float, metavar="S", help=f"seconds per ILP ({default.ilp_time_limit:g})")
+    add("--relative_gap", type=float, help=f"accepted distance from the optimum ({default.relative_gap:g})")
+    add("--all_orders", action="store_const", const=True, help="try every distinct device order")
+    add("--profiles", metavar="FILE", help="CSV of measured layer times")
+    add("--fit", dest="profile_use", action="store_const", const="fit",
+        help="fit the latency model on the profiles (default)")  # fmt: skip
+    add("--use_profiler_prediction", dest="profile_use", action="store_const", const="measured",
+        help="take profiled times as measured where the workload was measured")  # fmt: skip
+    add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
+    add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")

@@ -1,0 +1,24 @@
+"""`llmpq-convert`: make a safetensors checkpoint of a `.bin` one, which stages do not read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = Parser(prog="llmpq-convert", description=__doc__)
+    parser.add_argument("source", type=Path, help="folder with pytorch_model.bin or its index")
+    parser.add_argument("target", type=Path, help="folder to make")
+    options = parser.parse_args(arguments)
+    return run_command("llmpq-convert", lambda: _convert(options.source, options.target))
+
+
+def _convert(source: Path, target: Path) -> int:
+    from quant.convert import convert
+
+    console().print(f"{convert(source, target)}")
+    return EXIT_DONE

@@ -1,0 +1,55 @@
+"""`Cluster` as Python users meet it: read or detect one, and plan for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.plan import Plan
+from planner.cluster import ClusterSpec
+from planner.model_shape import model_shape
+from planner.options import PlanOptions
+from planner.search import find_plan
+from planner.workload import Workload
+
+
+class Cluster:
+    """Devices, their nodes and the network between them."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        self.spec = spec
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """Read a cluster file; raises `SpecError` naming file, key and the nearest known key."""
+        return cls(ClusterSpec.from_yaml(Path(path)))
+
+    @classmethod
+    def from_counts(cls, device_names: Sequence[str], device_numbers: Sequence[int]) -> Cluster:
+        """A cluster with one node per device type, as the paper's command line describes it."""
+        return cls(ClusterSpec.from_counts(device_names, device_numbers))
+
+    @classmethod
+    def detect(cls, address: str | None = None) -> Cluster:
+        """The GPUs of a running Ray cluster (`address` or RAY_ADDRESS), else those of this machine.
+
+        A machine without a GPU becomes one CPU device. Raises `DeviceError` when `address` does not
+        answer.
+        """
+        from llmpq.detect import detect_cluster
+
+        return cls(detect_cluster(address))
+
+    def to_yaml(self) -> str:
+        """The cluster as the text of a cluster file."""
+        return self.spec.to_yaml()
+
+    def plan(self, model: str | Path, workload: Workload, **options: object) -> Plan:
+        """The best plan for `model` (folder, config.json, built-in name or hub id) and `workload`.
+
+        `options` are the fields of `PlanOptions`: `theta`, `bits`, `dtype`, `objective`, `method`,
+        `solver`, `group`, … Raises `SpecError` for what cannot be planned as asked and
+        `InfeasibleError` when it does not fit.
+        """
+        shape = model_shape(model)
+        return Plan(find_plan(self.spec, shape, str(model), workload, PlanOptions.of(options)))

@@ -1,0 +1,97 @@
+"""Finding the devices of this machine or of a live Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections import Counter
+from typing import Any
+
+from llmpq.session import ray_session
+from planner.accelerators import find_accelerator
+from planner.cluster import ClusterSpec
+from quant.errors import DeviceError, SpecError
+
+GIB = 2**30
+_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+
+
+def detect_cluster(address: str | None = None) -> ClusterSpec:
+    """The GPUs of a Ray cluster (`address` or RAY_ADDRESS or the one joined), else of this machine."""
+    if address or os.environ.get("RAY_ADDRESS") or _ray_is_joined():
+        return _ray_cluster(address)
+    return ClusterSpec.from_dict(
+        {"name": "this-machine", "nodes": [local_node(platform.node() or "localhost")]}, "detected"
+    )
+
+
+def _ray_is_joined() -> bool:
+    """Whether this process has Ray running, without importing it for the question."""
+    import sys
+
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+
+
+def local_node(name: str) -> dict[str, Any]:
+    """This machine as a node of a cluster file: its NVIDIA GPUs, or its CPU where there is none."""
+    gpus = local_gpu_names()
+    if gpus:
+        return {"name": name, "accelerators": dict(Counter(find_accelerator(g).name for g in gpus))}
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "name": name,
+        "accelerators": {"CPU": 1},
+        "threads": threads,
+        "memory_gib": round(memory_gib * 0.8, 1),
+    }
+
+
+def local_gpu_names() -> tuple[str, ...]:
+    """Product names that the NVIDIA driver reports; none without a driver."""
+    try:
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())
+
+
+def _ray_cluster(address: str | None) -> ClusterSpec:
+    import ray
+
+    with ray_session(address):
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        described = [d for d in (_ray_node(node) for node in nodes) if d]
+    if not described:
+        raise DeviceError("the Ray cluster has no GPU and no resource named after one")
+    return ClusterSpec.from_dict({"name": "ray-cluster", "nodes": described}, "detected")
+
+
+def _ray_node(node: dict[str, Any]) -> dict[str, Any] | None:
+    """A Ray node's devices: as its driver names them, else by its resources' names."""
+    import ray
+
+    resources: dict[str, float] = node["Resources"]
+    counts: Counter[str] = Counter()
+    if resources.get("GPU"):
+        on_node = next(r for r in resources if r.startswith("node:") and r != "node:__internal_head__")
+        task = ray.remote(local_gpu_names).options(num_cpus=0, resources={on_node: 0.001})
+        names: tuple[str, ...] = ray.get(task.remote(), timeout=60)
+        counts.update(find_accelerator(name).name for name in names[: int(resources["GPU"])])
+    named_by_driver = bool(counts)
+    for name, amount in resources.items():
+        if not named_by_driver and not name.startswith(("node:", "accelerator_type:")) and name != "CPU":
+            kind = _accelerator_name(name)
+            if kind:
+                counts[kind] = int(amount)
+    if not counts:
+        return None
+    return {"name": node["NodeName"], "accelerators": dict(counts)}
+
+
+def _accelerator_name(resource: str) -> str | None:
+    try:
+        return find_accelerator(resource).name
+    except SpecError:
+        return None

@@ -1,0 +1,78 @@
+"""`Plan` as Python users meet it: the planner's data, and `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from actors.messages import Sampling
+from llmpq.results import Result
+from llmpq.rows import RowInput, rows_of
+from planner.micro_batches import MicroBatches
+from planner.plan import Plan as PlanData
+from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
+from planner.workload import Workload
+
+
+class Plan:
+    """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or `load`."""
+
+    def __init__(self, data: PlanData) -> None:
+        self.data = data
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file; raises `SpecError` naming file and field."""
+        return cls(PlanData.load(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        self.data.save(path)
+
+    @property
+    def model(self) -> PlannedModel:
+        """The planned model."""
+        return self.data.model
+
+    @property
+    def workload(self) -> Workload:
+        """The planned workload."""
+        return self.data.workload
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Micro-batch sizes of prefill and decode."""
+        return self.data.micro_batches
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """The stages in pipeline order."""
+        return self.data.stages
+
+    @property
+    def predicted(self) -> Prediction:
+        """Predicted seconds and tokens per second of one global batch."""
+        return self.data.predicted
+
+    @property
+    def solver(self) -> SolverRecord:
+        """How the plan was found."""
+        return self.data.solver
+
+    def run(
+        self,
+        rows: Iterable[RowInput],
+        sampling: Sampling | None = None,
+        model: str | None = None,
+        address: str | None = None,
+    ) -> Iterator[Result]:
+        """Generate for every row; yields results in the order they finish, bad rows first.
+
+        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line. `model` names another
+        place of the same weights. Joins a running Ray (initialised, `address` or RAY_ADDRESS) or starts
+        a local one. Raises what `llmpq.errors` lists before anything is started.
+        """
+        from llmpq.run import Run, RunOptions
+
+        options = RunOptions(model=model, sampling=sampling or Sampling(), address=address)
+        return Run(self.data, rows_of(rows), options).results()

@@ -1,0 +1,131 @@
+"""Running a plan over rows on Ray: tokenize, batch, generate, detokenize, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.messages import Finished, Request, Sampling, StageStats
+from llmpq.results import Result
+from llmpq.rows import BadRow, Row
+from llmpq.session import ray_session
+from llmpq.tokenize import RequestMaker, load_tokenizer
+from planner.model_shape import model_shape
+from planner.plan import Plan
+from quant.errors import PlanMismatchError, SpecError
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did: `seconds` of generating, without loading; per-stage figures in stage order."""
+
+    prompts: int
+    errors: int
+    generated_tokens: int
+    load_s: float
+    seconds: float
+    stages: tuple[StageStats, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`: Ray's."""
+
+    model: str | None = None
+    sampling: Sampling = Sampling()
+    address: str | None = None
+
+
+class Run:
+    """One run over `rows` as they finish; afterwards `summary` holds the figures.
+
+    Bad rows come first, as results with `error`. Leaving the iteration early frees the actors.
+    """
+
+    def __init__(self, plan: Plan, rows: Sequence[Row | BadRow], options: RunOptions) -> None:
+        self._plan = plan
+        self._options = options
+        self.folder = checkpoint_folder(plan, options.model)
+        self._maker = self._request_maker()
+        made = [self._maker.request(row) if isinstance(row, Row) else row for row in rows]
+        self.bad_rows = tuple(m for m in made if isinstance(m, BadRow))
+        self.requests = tuple(m for m in made if isinstance(m, Request))
+        self.summary: RunSummary | None = None
+
+    def _request_maker(self) -> RequestMaker:
+        plan, sampling = self._plan, self._options.sampling
+        if (sampling.max_new_tokens or 0) > plan.workload.new_tokens:
+            raise SpecError(
+                f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
+                f"{plan.workload.new_tokens}; plan with a larger --n"
+            )
+        shape = model_shape(str(self.folder))
+        if shape.fingerprint() != plan.model.fingerprint:
+            raise PlanMismatchError(
+                f"{self.folder} holds {shape.name} ({shape.layers} layers, hidden size "
+                f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} layers); "
+                "plan again for this model or pass --model"
+            )
+        return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self.folder))
+
+    def results(self) -> Generator[Result]:
+        """Yield every row's result once."""
+        for bad in self.bad_rows:
+            yield Result(bad.custom_id, None, (), None, bad.error)
+        if not self.requests:
+            self.summary = RunSummary(len(self.bad_rows), len(self.bad_rows), 0, 0.0, 0.0, ())
+            return
+        yield from self._generate()
+
+    def _generate(self) -> Generator[Result]:
+        from actors.stage_group import StageGroup
+
+        stop_of = {r.custom_id: r.sampling.stop for r in self.requests}
+        tokens = 0
+        with ExitStack() as stack:
+            stack.enter_context(ray_session(self._options.address))
+            began = time.perf_counter()
+            group = stack.enter_context(StageGroup(self._plan, self.folder))
+            loaded = time.perf_counter()
+            for batch in _chunks(self.requests, self._plan.workload.global_batch):
+                for finished in group.generate(batch):
+                    for request in finished:
+                        tokens += len(request.token_ids)
+                        yield self._result(request, stop_of[request.custom_id])
+            ended = time.perf_counter()
+            self.summary = RunSummary(
+                prompts=len(self.requests) + len(self.bad_rows),
+                errors=len(self.bad_rows),
+                generated_tokens=tokens,
+                load_s=loaded - began,
+                seconds=ended - loaded,
+                stages=group.stats(),
+            )
+
+    def _result(self, finished: Finished, stop: tuple[str, ...]) -> Result:
+        text = self._maker.text(finished.token_ids, stop)
+        return Result(finished.custom_id, text, finished.token_ids, finished.finish_reason)
+
+
+def checkpoint_folder(plan: Plan, model: str | None) -> Path:
+    """Where the weights are: `model` if given, else what the plan was made from.
+
+    Raises `CheckpointError` when there is nothing usable.
+    """
+    from quant.checkpoint import resolve
+
+    return resolve(model or plan.model.source)
+
+
+def _chunks(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:
+    return (requests[i : i + size] for i in range(0, len(requests), size))
+
+

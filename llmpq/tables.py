@@ -1,0 +1,122 @@
+"""Plans and runs as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from llmpq.run import RunSummary
+from planner.plan import Plan, StagePlan
+
+GIB = 2**30
+MIB = 2**20
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """The stages of a plan, its prediction, its solver and its baselines."""
+    table = Table(title=_headline(plan), title_justify="left", title_style="bold")
+    for name, justify in (
+        ("stage", "right"),
+        ("device", "left"),
+        ("layers", "left"),
+        ("bits", "left"),
+        ("memory", "right"),
+        ("limit", "right"),
+        ("prefill", "right"),
+        ("decode", "right"),
+    ):
+        table.add_column(name, justify="right" if justify == "right" else "left")
+    for stage in plan.stages:
+        table.add_row(*_stage_cells(stage, plan))
+    return Group(table, *(Text(line) for line in _notes(plan)))
+
+
+def _headline(plan: Plan) -> str:
+    w = plan.workload
+    return (
+        f"{plan.model.name} on {plan.cluster}: {w.global_batch} prompts of {w.prompt_length} tokens, "
+        f"{w.new_tokens} new; micro-batches {plan.micro_batches.prefill} (prefill), "
+        f"{plan.micro_batches.decode} (decode)"
+    )
+
+
+def _stage_cells(stage: StagePlan, plan: Plan) -> Sequence[str]:
+    slowest = plan.predicted
+    mark = "*" if stage.index in (slowest.prefill_bottleneck, slowest.decode_bottleneck) else ""
+    return (
+        f"{stage.index}{mark}",
+        stage.device + (" (emulated)" if stage.emulated else ""),
+        f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
+        _bits(stage),
+        _size(stage.memory_bytes),
+        _size(stage.memory_limit_bytes),
+        _seconds(stage.prefill_s),
+        _seconds(stage.decode_s),
+    )
+
+
+def _bits(stage: StagePlan) -> str:
+    """Runs of equal bits in layer order, or counts where they alternate too often to read."""
+    runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
+    if len(runs) <= 6:
+        return " ".join(f"{bits}x{count}" for bits, count in runs)
+    counts = Counter(stage.bitwidths)
+    return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts)) + " (mixed)"
+
+
+def _notes(plan: Plan) -> list[str]:
+    p, s = plan.predicted, plan.solver
+    lines = [
+        f"predicted: {p.latency_s:.4g} s a batch, {p.tokens_per_s:.4g} tokens/s "
+        f"(prefill {p.prefill_s:.4g} s, decode {p.decode_s:.4g} s); * slowest stage of a phase",
+        f"solver: {s.method} with {s.solver}, {s.status}, gap {s.gap:.2%}, {s.seconds:.2f} s for "
+        f"{s.candidates} orders and micro-batches ({s.solved} solved); theta {s.theta:g}, "
+        f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
+        "times: " + "; ".join(sorted({stage.provenance for stage in plan.stages})),
+    ]
+    if plan.unused_devices:
+        lines.append(f"not used: {', '.join(plan.unused_devices)}")
+    for baseline in plan.baselines:
+        if baseline.latency_s is None:
+            lines.append(f"{baseline.name}: does not fit at any bitwidth")
+        else:
+            lines.append(
+                f"{baseline.name} ({baseline.bitwidth} bit): {baseline.latency_s:.4g} s a batch, "
+                f"this plan is {baseline.latency_s / p.latency_s:.2f} times as fast"
+            )
+    return lines
+
+
+def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
+    """Throughput of a run and the busy share of every stage."""
+    table = Table(title="stages", title_justify="left", title_style="bold")
+    for name in ("stage", "device", "busy", "share", "micro-batches", "weights", "KV cache"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    for stage, stats in zip(plan.stages, summary.stages, strict=False):
+        table.add_row(
+            str(stage.index),
+            stage.device,
+            _seconds(stats.busy_s),
+            f"{stats.busy_s / summary.seconds:.0%}" if summary.seconds else "",
+            str(stats.micro_batches),
+            _size(stats.weight_bytes),
+            _size(stats.kv_cache_bytes),
+        )
+    line = (
+        f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} tokens "
+        f"in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s (loading {summary.load_s:.1f} s)"
+    )
+    return Group(table, Text(line)) if summary.stages else Text(line)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.2f} MiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

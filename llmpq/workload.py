@@ -1,0 +1,51 @@
+"""The workload that a file of prompts amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from actors.messages import Sampling
+from llmpq.rows import Row, read_rows
+from llmpq.tokenize import RequestMaker, load_tokenizer
+from planner.workload import Workload
+from quant.errors import InputError, SpecError
+
+# LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
+DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
+_NO_LIMIT = 2**31
+
+
+def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
+    """Batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
+
+    `model` must be a local folder when prompts are text, for its tokenizer. Raises `InputError` when no
+    prompt can be used.
+    """
+    rows = [row for row in read_rows(path) if isinstance(row, Row)]
+    if not rows:
+        raise InputError(f"{path}: no row can be used; llmpq-dist would write only errors")
+    derived = {
+        "global_batch": min(len(rows), DEFAULT_WORKLOAD["global_batch"]),
+        "new_tokens": max(
+            (row.sampling.get("max_new_tokens") or DEFAULT_WORKLOAD["new_tokens"] for row in rows)
+        ),
+    }
+    if "prompt_length" not in given:
+        derived["prompt_length"] = _longest(rows, model)
+    return Workload(**(derived | dict(given)))
+
+
+def _longest(rows: list[Row], model: str) -> int:
+    folder = Path(model)
+    tokenizer = None
+    if any(row.token_ids is None for row in rows):
+        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        if tokenizer is None:
+            raise SpecError(f"{model} has no local tokenizer to measure the prompts; give --s")
+    room = Workload(1, _NO_LIMIT, _NO_LIMIT)
+    maker = RequestMaker(room, _NO_LIMIT, Sampling(), tokenizer)
+    lengths = [len(made.prompt_ids) for made in map(maker.request, rows) if hasattr(made, "prompt_ids")]
+    if not lengths:
+        raise InputError("no prompt could be tokenized; give --s")
+    return max(lengths)

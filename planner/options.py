@@ -1,0 +1,72 @@
+"""What a user can choose about planning; the same names in Python, on the command line and in plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.problem import Objective
+from quant.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
+
+PROFILE_USES = ("fit", "measured")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """`theta`: seconds that a unit of sensitivity is worth. `bits`: bitwidths to choose from.
+
+    `dtype`: compute and 16-bit storage type, `auto` picks per device. `omega_file`: measured
+    sensitivities (JSON). `profiles`: CSV of measured layer times; `profile_use` says whether they are
+    fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`: layers
+    decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching.
+    `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the optimum.
+    """
+
+    theta: float = 1.0
+    bits: tuple[int, ...] = BITWIDTHS
+    dtype: str = "auto"
+    objective: Objective = "pipeline"
+    method: str = "auto"
+    solver: str = "highs"
+    group: int = 1
+    all_orders: bool = False
+    omega_file: str | Path | None = None
+    profiles: str | Path | None = None
+    profile_use: str = "fit"
+    prefill_micro_batch: int | None = None
+    decode_micro_batch: int | None = None
+    ilp_time_limit: float = 60.0
+    relative_gap: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
+        bits = tuple(sorted({int(b) for b in self.bits}))
+        object.__setattr__(self, "bits", bits)
+        sizes = (self.prefill_micro_batch, self.decode_micro_batch)
+        rules: dict[str, tuple[bool, str]] = {
+            "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
+            "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
+            "theta": (0 <= self.theta < float("inf"), "a finite number of at least 0"),
+            "group": (self.group >= 1, "at least 1"),
+            "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
+            "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
+            "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),
+            "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
+            "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> PlanOptions:
+        """Options by name; raises `SpecError` for a name that does not exist."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise SpecError(f"unknown planning option {unknown[0]!r}; known: {', '.join(known)}")
+        return cls(**options)

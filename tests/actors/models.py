@@ -1,0 +1,145 @@
+"""Tiny random checkpoints of every supported architecture, and pipelines over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from actors.messages import Request, Sampling
+from actors.pipeline import LocalPipeline, drive
+from actors.scheduler import StaticBatchScheduler
+from actors.stage import Stage
+from actors.stage_spec import StageSpec
+from quant.scheme import Processor
+
+LAYERS = 5
+VOCABULARY = 199
+_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_ROPE = _COMMON | {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+}
+_OPT = _COMMON | {
+    "hidden_size": 48,
+    "ffn_dim": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 48,
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_ROPE, num_key_value_heads=2),
+    "llama-tied": LlamaConfig(**_ROPE, num_key_value_heads=6, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**_ROPE, num_key_value_heads=3),
+    "qwen2-sliding": Qwen2Config(
+        **_ROPE, num_key_value_heads=3, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),
+    "qwen3": Qwen3Config(**_ROPE, num_key_value_heads=2, head_dim=16),
+    "mistral": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=None),
+    "mistral-sliding": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=7),
+    "gpt_neox": GPTNeoXConfig(**_ROPE),
+    "gpt_neox-serial": GPTNeoXConfig(**_ROPE, use_parallel_residual=False),
+    "opt": OPTConfig(**_OPT),
+    "opt-post-norm": OPTConfig(**_OPT | {"word_embed_proj_dim": 24}, do_layer_norm_before=False),
+    "bloom": BloomConfig(**_COMMON, hidden_size=48, n_layer=LAYERS, n_head=6),
+}
+
+
+def save_tiny(folder: Path, config: PretrainedConfig, seed: int = 0, shard: str = "5GB") -> Any:
+    """Write a random checkpoint of `config` and return the model that was saved."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def stages_of(
+    folder: Path,
+    bounds: Sequence[int],
+    slots: int,
+    max_tokens: int,
+    bits: int | Sequence[int] = 16,
+    dtype: str = "float32",
+) -> list[Stage]:
+    """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
+    spans = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    all_bits = [bits] * bounds[-1] if isinstance(bits, int) else list(bits)
+    return [
+        Stage(
+            StageSpec(
+                index=j,
+                stages=len(spans),
+                layers=span,
+                bitwidths=tuple(all_bits[i] for i in span),
+                dtype=dtype,
+                slots=slots,
+                max_tokens=max_tokens,
+            ),
+            folder,
+            torch.device("cpu"),
+            Processor(),
+        )
+        for j, span in enumerate(spans)
+    ]
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 7) -> list[tuple[int, ...]]:
+    """Prompts of the given lengths without special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def generate(
+    stages: Sequence[Stage],
+    prompts: Sequence[tuple[int, ...]],
+    new_tokens: int | Sequence[int],
+    prefill: int,
+    decode: int,
+    sampling: Sampling | None = None,
+) -> list[list[int]]:
+    """New tokens of every prompt through the stages, in the order of the prompts."""
+    counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    requests = [
+        Request(str(i), prompt, count, sampling or Sampling())
+        for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+    ]
+    results: dict[str, list[int]] = {}
+    for finished in drive(StaticBatchScheduler(requests, prefill, decode), LocalPipeline(stages)):
+        results |= {f.custom_id: list(f.token_ids) for f in finished}
+    return [results[str(i)] for i in range(len(prompts))]
+
+
+def reference(model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False) -> list[int]:
+    """What transformers' greedy `generate` adds to one unpadded prompt."""
+    ids = torch.tensor([prompt])
+    options: dict[str, Any] = {"eos_token_id": None} if ignore_eos else {}
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    return list(out[0, len(prompt) :].tolist())

@@ -1,0 +1,59 @@
+"""Stages against `transformers` generate: every architecture, token for token in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.actors.models import (
+    CONFIGS,
+    LAYERS,
+    generate,
+    random_prompts,
+    reference,
+    save_tiny,
+    stages_of,
+)
+
+LENGTHS = (5, 11, 1, 8, 17, 2, 11)
+NEW_TOKENS = 14
+SPLITS = {1: (0, LAYERS), 2: (0, 1, LAYERS), 3: (0, 2, 3, LAYERS)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_equal_generate(name: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS[name], shard="60KB")
+    prompts = random_prompts(LENGTHS)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    for bounds in SPLITS.values():
+        stages = stages_of(tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS)
+        assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected, bounds
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])
+def test_equal_length_batches_take_the_dense_path_to_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS[name])
+    prompts = random_prompts((9,) * 6)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    stages = stages_of(tmp_path, (0, 3, LAYERS), len(prompts), 9 + NEW_TOKENS)
+    assert generate(stages, prompts, NEW_TOKENS, prefill=3, decode=6) == expected
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 7), (4, 5), (7, 7)])
+def test_micro_batch_sizes_do_not_change_tokens(prefill: int, decode: int, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    prompts = random_prompts(LENGTHS)
+    counts = [3, 14, 1, 9, 14, 6, 2]
+    expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
+    stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
+    assert generate(stages, prompts, counts, prefill, decode) == expected
+
+
+def test_slots_are_reused_by_the_next_global_batch(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    stages = stages_of(tmp_path, (0, 2, LAYERS), 3, 30)
+    for seed, lengths in enumerate([(16, 12, 9), (2, 5, 3)]):
+        prompts = random_prompts(lengths, seed)
+        expected = [reference(model, prompt, 10) for prompt in prompts]
+        assert generate(stages, prompts, 10, prefill=2, decode=2) == expected
