@@ -1,8 +1,8 @@
 """The model families a stage can run, and what of each belongs to the first and to the last stage.
 
-A stage keeps transformers' own forward pass and replaces what it does not own by pass-throughs. That was
-held token for token against `generate` for the families listed here and for no other, hence the list:
-some architectures lose information at a cut without any error.
+A stage keeps transformers' own forward pass and replaces what it does not own by pass-throughs.
+That was held token for token against `generate` for the families listed here and for no other,
+hence the list: some architectures lose information at a cut without any error.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quant.errors import SpecError
 class Architecture:
     """Names of the decoder's children, by owner.
 
-    `embedding`: only the first stage has them; `final`: only the last. `head_names`: names under which
-    checkpoints store an untied LM head.
+    `embedding`: only the first stage has them; `final`: only the last. `head_names`: names under
+    which checkpoints store an untied LM head.
     """
 
     layers: str
@@ -68,7 +68,9 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     found = ARCHITECTURES.get(config.model_type)
     if found is None:
         known = ", ".join(sorted(ARCHITECTURES))
-        raise SpecError(f"model type {config.model_type!r} cannot run in stages; supported: {known}")
+        raise SpecError(
+            f"model type {config.model_type!r} cannot run in stages; supported: {known}"
+        )
     return found
 
 
@@ -119,7 +121,8 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     model.config._attn_implementation = RAGGED_ATTENTION
-    return model.eval()
+    model.eval()
+    return model
 
 
 def keep_stage(model: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> None:

@@ -1,4 +1,5 @@
-"""Attention of a flattened micro-batch over per-request KV slots (ORCA's selective batching, section 4.2).
+"""Attention of a flattened micro-batch over per-request KV slots (ORCA's selective batching,
+section 4.2).
 
 Every operation but attention treats the new tokens of all requests as one long row. Here they part:
 equal-length prefills and pure decodes run as one dense call, anything else request by request.
@@ -48,7 +49,8 @@ def attend(
     """Store the new keys and values, then attend causally within each request.
 
     `query`: `[tokens, heads, head_dim]`; `key`, `value`: `[tokens, kv_heads, head_dim]`; returns
-    `[tokens, heads, head_dim]`. `window` limits how many latest positions a token sees (itself included).
+    `[tokens, heads, head_dim]`. `window` limits how many latest positions a token sees (itself
+    included).
     """
     keys, values = context.cache.append(layer, context.where, key, value)
     if window is not None and window >= context.where.max_length:
@@ -76,7 +78,8 @@ class _MaskKind:
     def mask(self, query_positions: Tensor, key_count: int) -> Tensor:
         """Visible keys (boolean), or alibi bias with minus infinity where hidden.
 
-        `query_positions`: `[requests, queries]`; returns `[requests, 1 or heads, queries, key_count]`.
+        `query_positions`: `[requests, queries]`; returns `[requests, 1 or heads, queries,
+        key_count]`.
         """
         keys = torch.arange(key_count, device=query_positions.device)
         distance = query_positions[:, None, :, None] - keys
@@ -86,7 +89,8 @@ class _MaskKind:
         if self.alibi_slopes is None:
             return visible
         bias = (self.alibi_slopes[:, None] * keys).to(self.dtype)[None, :, None, :]
-        return bias.masked_fill(~visible, -math.inf)
+        masked: Tensor = bias.masked_fill(~visible, -math.inf)
+        return masked
 
 
 def _dense_prefill(
@@ -96,7 +100,7 @@ def _dense_prefill(
     requests = len(context.batch.slots)
 
     def batched(x: Tensor) -> Tensor:
-        return x.unflatten(0, (requests, -1)).transpose(1, 2)
+        return x.view(requests, -1, *x.shape[1:]).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
         batched(query),
@@ -177,7 +181,9 @@ def ragged_attention(
     ragged: RaggedContext | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface on the flattened batch, `query`: `[1, heads, tokens, head_dim]`."""
+    """transformers' attention interface on the flattened batch, `query`: `[1, heads, tokens,
+    head_dim]`.
+    """
     if ragged is None:
         raise ValueError("ragged attention was called without its context")
     out = attend(

@@ -13,13 +13,13 @@ TOLERATED_SHORTFALL = 0.03
 
 
 def local_device(spec: StageSpec) -> torch.device:
-    """The device of this process; raises `DeviceError` when the planned GPU is not the one it got."""
+    """The device of this process; raises `DeviceError` unless it is the planned GPU."""
     if spec.accelerator is None:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(
-            f"stage {spec.index} was planned for {spec.device_name}, but its process sees no CUDA device "
-            f"that torch {torch.__version__} can use; install the torch wheel that still serves it"
+            f"stage {spec.index} was planned for {spec.device_name}, but its process sees no CUDA "
+            f"device that torch {torch.__version__} can use; install a torch wheel that serves it"
         )
     found = torch.cuda.get_device_properties(0)
     try:
@@ -28,13 +28,15 @@ def local_device(spec: StageSpec) -> torch.device:
         kind = found.name
     if kind != spec.accelerator:
         raise DeviceError(
-            f"stage {spec.index} was planned for {spec.accelerator}, but its process got {found.name}; "
-            "start the Ray nodes with one GPU type each, or with a custom resource per type"
+            f"stage {spec.index} was planned for {spec.accelerator}, but its process got "
+            f"{found.name}; start the Ray nodes with one GPU type each, or with a custom "
+            "resource per type"
         )
     wanted = spec.memory_limit_bytes * (1 - TOLERATED_SHORTFALL)
     if found.total_memory < wanted:
         raise DeviceError(
-            f"stage {spec.index} was planned with {spec.memory_limit_bytes} bytes on {spec.device_name}, "
-            f"but the GPU has {found.total_memory}; state usable_memory_gib in the cluster file"
+            f"stage {spec.index} was planned with {spec.memory_limit_bytes} bytes on "
+            f"{spec.device_name}, but the GPU has {found.total_memory}; state usable_memory_gib in "
+            "the cluster file"
         )
     return torch.device("cuda", 0)

@@ -1,4 +1,6 @@
-"""Keys and values of a stage's layers, one fixed slot per request, allocated once and written in place."""
+"""Keys and values of a stage's layers, one fixed slot per request, allocated once and written in
+place.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from actors.messages import MicroBatch
 class KVCache:
     """Slots for `slots` requests of up to `max_tokens` tokens in each of the stage's `layers`.
 
-    Storage per layer: keys and values `[slots, kv_heads, max_tokens, head_dim]`. It is zeroed, not just
-    reserved: a masked position that holds NaN would still poison the attention's weighted sum.
+    Storage per layer: keys and values `[slots, kv_heads, max_tokens, head_dim]`. It is zeroed, not
+    just reserved: a masked position that holds NaN would still poison the attention's weighted sum.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class KVCache:
         """Bytes allocated."""
         return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
 
-    def append(self, layer: int, where: SlotRows, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(
+        self, layer: int, where: SlotRows, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Write the batch's new keys and values; return the layer's whole keys and values.
 
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
@@ -52,8 +56,8 @@ class KVCache:
 class SlotRows:
     """A micro-batch's addresses in the cache as tensors on the stage's device, made once per pass.
 
-    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`, the length
-    with the new tokens included.
+    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`, the
+    length with the new tokens included.
     """
 
     slot_of_token: Tensor
@@ -82,6 +86,8 @@ class SlotRows:
         )
 
     def gather(self, stored: Tensor) -> Tensor:
-        """The batch's slots of `stored` up to the longest request: a view when the slots lie in a row."""
+        """The batch's slots of `stored` up to the longest request: a view when the slots lie in a
+        row.
+        """
         rows = stored[self.contiguous] if self.contiguous else stored.index_select(0, self.slots)
         return rows[:, :, : self.max_length]

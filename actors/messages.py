@@ -1,4 +1,6 @@
-"""What the scheduler, the stages and the driver tell each other: requests, micro-batches, sampled tokens."""
+"""What the scheduler, the stages and the driver tell each other: requests, micro-batches, sampled
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ TokenIds = npt.NDArray[np.int64]
 class Sampling:
     """How the next token is chosen, and when a request ends.
 
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` keep every token. Draws are keyed by `seed`, the
-    request's `custom_id` and the position, so they do not depend on how requests are batched.
+    `temperature=0` is greedy. `top_k=0` and `top_p=1` keep every token. Draws are keyed by `seed`,
+    the request's `custom_id` and the position, so they do not depend on how requests are batched.
     `max_new_tokens=None` means the plan's `new_tokens`.
     """
 
@@ -37,12 +39,17 @@ class Sampling:
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            "max_new_tokens": (self.max_new_tokens is None or self.max_new_tokens >= 1, "1 or more"),
+            "max_new_tokens": (
+                self.max_new_tokens is None or self.max_new_tokens >= 1,
+                "1 or more",
+            ),
             "stop": (all(self.stop), "free of empty strings"),
         }
         for field, (holds, wanted) in rules.items():
             if not holds:
-                raise SpecError(f"sampling.{field} is {getattr(self, field)!r}; it must be {wanted}")
+                raise SpecError(
+                    f"sampling.{field} is {getattr(self, field)!r}; it must be {wanted}"
+                )
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,9 @@ class Admission:
 class MicroBatch:
     """One pass through the pipeline: for each request its KV slot, its tokens' start and count.
 
-    `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the requests'
-    new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the requests that
-    begin with this micro-batch (prefill).
+    `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the
+    requests' new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the
+    requests that begin with this micro-batch (prefill).
     """
 
     slots: npt.NDArray[np.int64]
@@ -87,8 +94,11 @@ class MicroBatch:
     @property
     def positions(self) -> TokenIds:
         """Position of every new token within its request, `[sum(counts)]`."""
-        first = np.repeat(self.starts - np.concatenate([[0], np.cumsum(self.counts)[:-1]]), self.counts)
-        return np.arange(int(self.counts.sum()), dtype=np.int64) + first
+        first = np.repeat(
+            self.starts - np.concatenate([[0], np.cumsum(self.counts)[:-1]]), self.counts
+        )
+        positions: TokenIds = np.arange(int(self.counts.sum()), dtype=np.int64) + first
+        return positions
 
     @property
     def last_token_rows(self) -> TokenIds:
@@ -98,7 +108,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The last stage's answer to a micro-batch: `token_ids` `[requests]`, and why a request ended."""
+    """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did."""
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from actors.messages import Finished, MicroBatch, Sampled, StageStats
+from actors.messages import Finished, MicroBatch, Sampled, StageStats, TokenIds
 from actors.scheduler import Scheduler
 from actors.stage import Stage
 
@@ -19,7 +18,7 @@ class Pipeline(Protocol):
 
     stages: int
 
-    def submit(self, batch: MicroBatch, token_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
         """Start a micro-batch of `token_ids` `[sum(counts)]`; returns what `result` takes."""
 
     def result(self, handle: Any) -> Sampled:
@@ -33,7 +32,7 @@ class LocalPipeline:
         self._stages = stages
         self.stages = len(stages)
 
-    def submit(self, batch: MicroBatch, token_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Sampled:
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
         """Compute the micro-batch now."""
         x: torch.Tensor | Sampled = torch.from_numpy(token_ids)
         for stage in self._stages:
@@ -56,8 +55,8 @@ class LocalPipeline:
 def drive(scheduler: Scheduler, pipeline: Pipeline) -> Iterator[tuple[Finished, ...]]:
     """Run the scheduler dry; yields the requests that ended, micro-batch by micro-batch.
 
-    At most two micro-batches a stage are under way: enough to hide the hops, and a bound on the hidden
-    states that wait between the stages.
+    At most two micro-batches a stage are under way: enough to hide the hops, and a bound on the
+    hidden states that wait between the stages.
     """
     limit = 2 * pipeline.stages
     under_way: deque[tuple[MicroBatch, Any]] = deque()

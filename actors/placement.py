@@ -34,9 +34,9 @@ class Placement:
 def place(stages: Sequence[StagePlan], offered: Mapping[str, float]) -> tuple[Placement, ...]:
     """Resources for every stage out of what the Ray cluster offers in total.
 
-    A stage asks for Ray's own `accelerator_type:` resource of its GPU where a node has it, else for a
-    custom resource that bears the GPU's name or an alias. CPU and emulated devices do without when there
-    is neither. Raises `DeviceError` naming what is missing.
+    A stage asks for Ray's own `accelerator_type:` resource of its GPU where a node has it, else for
+    a custom resource that bears the GPU's name or an alias. CPU and emulated devices do without
+    when there is neither. Raises `DeviceError` naming what is missing.
     """
     placements = tuple(_place_one(stage, offered) for stage in stages)
     asked: Counter[str] = Counter()
@@ -56,9 +56,9 @@ def _place_one(stage: StagePlan, offered: Mapping[str, float]) -> Placement:
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     if not on_host and not resources:
         raise DeviceError(
-            f"stage {stage.index} needs a {stage.accelerator}, which no node of the Ray cluster has; "
-            f"{_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` where Ray "
-            f"knows the GPU, else add --resources='{{\"{stage.accelerator}\": 1}}'"
+            f"stage {stage.index} needs a {stage.accelerator}, which no node of the Ray cluster "
+            f"has; {_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` "
+            f"where Ray knows the GPU, else add --resources='{{\"{stage.accelerator}\": 1}}'"
         )
     num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
     return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
@@ -66,7 +66,7 @@ def _place_one(stage: StagePlan, offered: Mapping[str, float]) -> Placement:
 
 def _device_resource(stage: StagePlan, offered: Mapping[str, float]) -> dict[str, float]:
     accelerator = find_accelerator(stage.accelerator)
-    if stage.custom_resource is not None:
+    if stage.custom_resource is not None and not stage.emulated:
         return {stage.custom_resource: 1.0}
     typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
     if accelerator.ray_type and offered.get(typed) and not stage.emulated:
@@ -79,5 +79,9 @@ def _device_resource(stage: StagePlan, offered: Mapping[str, float]) -> dict[str
 
 def _what_is_offered(offered: Mapping[str, float]) -> str:
     hidden = ("node:", "memory", "object_store_memory")
-    names = [f"{name} x {amount:g}" for name, amount in sorted(offered.items()) if not name.startswith(hidden)]
+    names = [
+        f"{name} x {amount:g}"
+        for name, amount in sorted(offered.items())
+        if not name.startswith(hidden)
+    ]
     return f"it offers {', '.join(names) or 'nothing'}"

@@ -1,4 +1,6 @@
-"""Choosing the next token of every request in one batched call, and seeing that a request has ended."""
+"""Choosing the next token of every request in one batched call, and seeing that a request has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
-from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling
+from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
 
 
 class Decoder(Protocol):
@@ -34,12 +36,15 @@ class _Running:
 class Sampler:
     """Keeps the running requests of the last stage by slot.
 
-    `eos_token_ids` end a request unless its sampling says `ignore_eos`; `tokenizer` is only needed for
-    stop strings and is loaded by `for_checkpoint` when the first request brings one.
+    `eos_token_ids` end a request unless its sampling says `ignore_eos`; `tokenizer` is only needed
+    for stop strings and is loaded by `for_checkpoint` when the first request brings one.
     """
 
     def __init__(
-        self, eos_token_ids: Sequence[int], tokenizer: Decoder | None = None, folder: Path | None = None
+        self,
+        eos_token_ids: Sequence[int],
+        tokenizer: Decoder | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
@@ -116,10 +121,10 @@ def uniform_draw(seed: int, custom_id: str, position: int) -> float:
     return float((int.from_bytes(digest, "big") >> 11) * 2.0**-53)
 
 
-def choose_tokens(
-    logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[float]
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Next tokens `[requests]` for `logits` `[requests, vocabulary]`, by inverse transform of `draws`."""
+def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[float]) -> TokenIds:
+    """Next tokens `[requests]` for `logits` `[requests, vocabulary]`, by inverse transform of
+    `draws`.
+    """
     tokens = logits.argmax(-1)
     random_rows = [i for i, s in enumerate(sampling) if s.temperature > 0]
     if random_rows:
@@ -131,18 +136,21 @@ def choose_tokens(
         rank = torch.searchsorted(cumulative, u.to(logits.device) * cumulative[:, -1:], right=True)
         last_kept = (probabilities > 0).sum(-1, keepdim=True) - 1
         tokens[rows] = order.gather(-1, rank.minimum(last_kept))[:, 0]
-    result: np.ndarray[Any, np.dtype[np.int64]] = tokens.cpu().numpy().astype(np.int64)
+    result: TokenIds = tokens.cpu().numpy().astype(np.int64)
     return result
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order after temperature, top-k and top-p, and the tokens they are of.
+    """Probabilities in descending order after temperature, top-k and top-p, and the tokens they are
+    of.
 
-    Both `[requests, vocabulary]`; removed tokens have probability 0. As in transformers, top-k is taken
-    before top-p, and the most probable token always stays.
+    Both `[requests, vocabulary]`; removed tokens have probability 0. As in transformers, top-k is
+    taken before top-p, and the most probable token always stays.
     """
     device = logits.device
-    temperature = torch.tensor([[s.temperature] for s in sampling], device=device, dtype=torch.float64)
+    temperature = torch.tensor(
+        [[s.temperature] for s in sampling], device=device, dtype=torch.float64
+    )
     scaled, order = (logits.double() / temperature).sort(dim=-1, descending=True, stable=True)
     vocabulary = logits.shape[-1]
     top_k = torch.tensor([[s.top_k or vocabulary] for s in sampling], device=device)

@@ -1,8 +1,9 @@
 """Static-batch scheduling: prefill micro-batches first, then decode micro-batches round and round.
 
-Plain Python without a device: it says which micro-batch comes next and takes in what was sampled. One
-global batch has its prefill in micro-batches of one size and its decode in micro-batches of another
-(LLM-PQ section 4.3); as every request keeps its KV slot, regrouping between the phases moves nothing.
+Plain Python without a device: it says which micro-batch comes next and takes in what was sampled.
+One global batch has its prefill in micro-batches of one size and its decode in micro-batches of
+another (LLM-PQ section 4.3); as every request keeps its KV slot, regrouping between the phases
+moves nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.messages import Admission, Finished, MicroBatch, Request, Sampled
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds
 
 
 class Scheduler(Protocol):
     """A scheduling policy: one file each."""
 
-    def next_batch(self) -> tuple[MicroBatch, np.ndarray[tuple[int], np.dtype[np.int64]]] | None:
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next micro-batch and its token ids, or None when it waits for what is under way."""
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> Iterator[Finished]:
@@ -37,8 +38,8 @@ class _Running:
 class StaticBatchScheduler:
     """One global batch of at most `slots` requests.
 
-    A decode micro-batch starts as soon as all of its requests have their first token, and takes its next
-    step as soon as the last one came back; finished requests leave it.
+    A decode micro-batch starts as soon as all of its requests have their first token, and takes its
+    next step as soon as the last one came back; finished requests leave it.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class StaticBatchScheduler:
         self._waiting = [len(group) for group in self._groups]
         self._ready: deque[int] = deque()
 
-    def next_batch(self) -> tuple[MicroBatch, np.ndarray[tuple[int], np.dtype[np.int64]]] | None:
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """Prefills in order, then the decode groups that are ready."""
         if self._prefills:
             return self._prefill(self._prefills.popleft())
@@ -62,7 +63,7 @@ class StaticBatchScheduler:
                 return self._decode(group)
         return None
 
-    def _prefill(self, slots: list[int]) -> tuple[MicroBatch, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _prefill(self, slots: list[int]) -> tuple[MicroBatch, TokenIds]:
         requests = [self._running[slot].request for slot in slots]
         admitted = tuple(
             Admission(slot, r.custom_id, r.max_new_tokens, r.sampling)
@@ -73,7 +74,7 @@ class StaticBatchScheduler:
         starts = np.zeros(len(slots), dtype=np.int64)
         return MicroBatch(np.array(slots, dtype=np.int64), starts, counts, admitted), tokens
 
-    def _decode(self, slots: list[int]) -> tuple[MicroBatch, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _decode(self, slots: list[int]) -> tuple[MicroBatch, TokenIds]:
         running = [self._running[slot] for slot in slots]
         starts = np.array(
             [len(r.request.prompt_ids) + len(r.token_ids) - 1 for r in running], dtype=np.int64
@@ -85,7 +86,9 @@ class StaticBatchScheduler:
     def complete(self, batch: MicroBatch, sampled: Sampled) -> Iterator[Finished]:
         """Take in the tokens of `batch`; yields the requests that ended with it."""
         touched: dict[int, None] = {}
-        results = zip(batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True)
+        results = zip(
+            batch.slots.tolist(), sampled.token_ids.tolist(), sampled.finish_reasons, strict=True
+        )
         for slot, token, reason in results:
             running = self._running[slot]
             running.token_ids.append(token)

@@ -1,4 +1,6 @@
-"""One pipeline stage on one device: its shard of the model, its KV slots and, on the last stage, the sampler."""
+"""One pipeline stage on one device: its shard of the model, its KV slots and, on the last stage,
+the sampler.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ from quant.scheme import Processor
 
 
 class Stage:
-    """Loads the shard of `spec` from the checkpoint folder, layer by layer, and computes micro-batches.
+    """Loads the shard of `spec` from the checkpoint folder, layer by layer, and computes
+    micro-batches.
 
-    Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed the
-    planned limit.
+    Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
+    the planned limit.
     """
 
     def __init__(
@@ -40,7 +43,9 @@ class Stage:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = AutoConfig.from_pretrained(checkpoint)
-        self._model = _load_shard(config, spec, Checkpoint(checkpoint), device, processor, self.dtype)
+        self._model = _load_shard(
+            config, spec, Checkpoint(checkpoint), device, processor, self.dtype
+        )
         self._architecture = architecture_of(config)
         self._cache = _make_cache(config, spec, self.dtype, device)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.is_last else None
@@ -62,8 +67,9 @@ class Stage:
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
         """Compute one micro-batch.
 
-        `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on the
-        others. Returns hidden states of the same shape, or the sampled tokens on the last stage.
+        `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on
+        the others. Returns hidden states of the same shape, or the sampled tokens on the last
+        stage.
         """
         began = time.perf_counter()
         where = SlotRows.of(batch, self.device)
@@ -73,7 +79,9 @@ class Stage:
         return result
 
     def _forward(self, context: RaggedContext, inputs: Tensor) -> Tensor:
-        """Hidden states `[tokens, hidden_size]`, or logits `[requests, vocabulary]` on the last stage."""
+        """Hidden states `[tokens, hidden_size]`, or logits `[requests, vocabulary]` on the last
+        stage.
+        """
         arguments: dict[str, object] = {"use_cache": False}
         if self._architecture.context_as_cache:
             arguments["past_key_values"] = ContextAsCache(context)
@@ -129,7 +137,9 @@ def _load_shard(
     processor: Processor,
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """The stage's part of the model, quantized while it is read; everything else stays a pass-through."""
+    """The stage's part of the model, quantized while it is read; everything else stays a
+    pass-through.
+    """
     architecture = architecture_of(config)
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last)
@@ -179,4 +189,5 @@ def _load_head(
 
 
 def _path_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]

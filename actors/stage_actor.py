@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray.actor import ActorHandle
 
 from actors.device import local_device
-from actors.messages import Finished, MicroBatch, Request, Sampled, StageStats
+from actors.messages import Finished, MicroBatch, Request, Sampled, StageStats, TokenIds
 from actors.pipeline import drive
 from actors.scheduler import StaticBatchScheduler
 from actors.stage import Stage
@@ -25,7 +24,9 @@ from quant.processor import local_processor
 
 @dataclass(frozen=True)
 class Hold:
-    """Modelled seconds of an emulated device's full micro-batch, already scaled; 0: compute at own pace."""
+    """Modelled seconds of an emulated device's full micro-batch, already scaled; 0: compute at own
+    pace.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -37,7 +38,9 @@ class Hold:
 
 
 class StageActor:
-    """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is held."""
+    """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is
+    held.
+    """
 
     def __init__(self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold) -> None:
         torch.set_num_threads(threads)
@@ -66,7 +69,7 @@ class StageActor:
         decode_micro_batch: int,
         following: Sequence[ActorHandle[StageActor]],
     ) -> Iterator[tuple[Finished, ...]]:
-        """First stage only: schedule one global batch over the chain; streams requests as they end."""
+        """First stage only: schedule one global batch over the chain; yields what ended."""
         scheduler = StaticBatchScheduler(requests, prefill_micro_batch, decode_micro_batch)
         for finished in drive(scheduler, ActorChain(self, following)):
             if finished:
@@ -83,14 +86,14 @@ class StageActor:
 
 
 class ActorChain:
-    """The pipeline from the first stage on: hidden states go from actor to actor, tokens come back."""
+    """The pipeline from the first stage on: hidden states go down it, tokens come back."""
 
     def __init__(self, first: StageActor, following: Sequence[ActorHandle[StageActor]]) -> None:
         self._first = first
         self._following = following
         self.stages = 1 + len(following)
 
-    def submit(self, batch: MicroBatch, token_ids: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
         """Compute the first stage here and hand the result down the chain."""
         passed: Any = self._first.step(batch, pack(torch.from_numpy(token_ids)))
         for actor in self._following:

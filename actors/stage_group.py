@@ -60,7 +60,10 @@ class StageGroup:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Free actors and placement groups."""
         self._release()
@@ -68,12 +71,16 @@ class StageGroup:
     def _start(self) -> None:
         placements = place(self._plan.stages, ray.cluster_resources())
         strategies = self._reserve(placements)
-        for stage, placement, strategy in zip(self._plan.stages, placements, strategies, strict=True):
+        for stage, placement, strategy in zip(
+            self._plan.stages, placements, strategies, strict=True
+        ):
             self._actors.append(self._start_actor(stage, placement, strategy))
         self._get([actor.load.remote() for actor in self._actors], self._timeouts.load_s)
 
     def _reserve(self, placements: Sequence[Placement]) -> list[Mapping[str, Any]]:
-        """One placement group for the stages that need resources, so that two jobs cannot halve a cluster."""
+        """One placement group for the stages that need resources, so that two jobs cannot halve a
+        cluster.
+        """
         bundles = [placement.bundle for placement in placements if placement.bundle]
         if not bundles:
             return [{} for _ in placements]
@@ -81,24 +88,26 @@ class StageGroup:
         self._groups.append(group)
         if not group.wait(self._timeouts.placement_s):
             raise DeviceError(
-                f"Ray did not grant {bundles} within {self._timeouts.placement_s:g} s: the devices exist "
-                f"but are in use; free now: {ray.available_resources()}"
+                f"Ray did not grant {bundles} within {self._timeouts.placement_s:g} s: the "
+                f"devices exist but are in use; free now: {ray.available_resources()}"
             )
         options: list[Mapping[str, Any]] = []
         bundle_index = 0
         for placement in placements:
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index)
+            strategy = PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=bundle_index
+            )
             options.append({"scheduling_strategy": strategy} if placement.bundle else {})
             bundle_index += bool(placement.bundle)
         return options
 
     def _start_actor(
         self, stage: StagePlan, placement: Placement, strategy: Mapping[str, Any]
-    ) -> ActorHandle[StageActor]:
+    ) -> Any:
         plan = self._plan
         hold = Hold(stage.prefill_s * plan.time_scale, stage.decode_s * plan.time_scale)
         threads = {"OMP_NUM_THREADS": str(placement.threads), "TOKENIZERS_PARALLELISM": "false"}
-        remote = ray.remote(StageActor).options(
+        remote: Any = ray.remote(StageActor).options(
             num_cpus=placement.num_cpus,
             num_gpus=placement.num_gpus,
             resources=dict(placement.resources),
@@ -106,24 +115,21 @@ class StageGroup:
             max_restarts=0,
             **strategy,
         )
-        actor: ActorHandle[StageActor] = remote.remote(
-            stage_spec(plan, stage), str(self._checkpoint), placement.threads,
+        return remote.remote(
+            stage_spec(plan, stage),
+            str(self._checkpoint),
+            placement.threads,
             hold if stage.emulated else Hold(),
         )
-        return actor
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Finished, ...]]:
-        """One global batch (at most `plan.workload.global_batch` requests); yields those that ended."""
-        first, *following = self._actors
+        """One batch of at most `plan.workload.global_batch` requests; yields those that ended."""
+        first: Any = self._actors[0]
         sizes = self._plan.micro_batches
-        stream = first.generate.options(num_returns="streaming").remote(
-            requests, sizes.prefill, sizes.decode, following
+        stream: Any = first.generate.options(num_returns="streaming").remote(
+            requests, sizes.prefill, sizes.decode, self._actors[1:]
         )
-        while True:
-            try:
-                reference = next(stream)
-            except StopIteration:
-                return
+        for reference in stream:
             yield self._get(reference)
 
     def stats(self) -> tuple[StageStats, ...]:
@@ -149,7 +155,9 @@ class StageGroup:
 
 
 def _cause_of(error: RayTaskError) -> BaseException:
-    """What the user should see of an error inside an actor: their own mistake bare, ours with its trace."""
+    """What the user should see of an error inside an actor: their own mistake bare, ours with its
+    trace.
+    """
     cause: BaseException | None = error.cause
     while isinstance(cause, RayTaskError):
         cause = cause.cause

@@ -1,4 +1,6 @@
-"""What one pipeline stage is told: its layers and bits, its numbers of slots and tokens, its memory limit."""
+"""What one pipeline stage is told: its layers and bits, its numbers of slots and tokens, its memory
+limit.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ class StageSpec:
     """One stage of a plan, as its actor needs it.
 
     `bitwidths`: one per layer of `layers`; `backends`: kernel backend per bitwidth (missing: the
-    processor's preferred one); `slots` x `max_tokens`: capacity of the KV cache; `memory_limit_bytes`
-    (0: none) bounds weights and KV cache together. `accelerator` is the registry name of the GPU that
-    the process must find; None where the stage computes on the host's CPU.
+    processor's preferred one); `slots` x `max_tokens`: capacity of the KV cache;
+    `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
+    registry name of the GPU that the process must find; None where the stage computes on the host's
+    CPU.
     """
 
     index: int

@@ -1,4 +1,6 @@
-"""Tensors between stages as plain bytes: Ray ships numpy arrays without copying, and numpy lacks bfloat16."""
+"""Tensors between stages as plain bytes: Ray ships numpy arrays without copying, and numpy lacks
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class PackedTensor:
 def pack(tensor: Tensor) -> PackedTensor:
     """`tensor` as bytes on the host (no copy where it lies there already)."""
     host = tensor.detach().cpu().contiguous()
-    data: npt.NDArray[Any] = host.view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
+    data: npt.NDArray[Any] = (
+        host.view(torch.uint8).numpy() if host.numel() else np.empty(0, np.uint8)
+    )
     return PackedTensor(data, str(host.dtype).removeprefix("torch."), tuple(host.shape))
 
 

@@ -18,7 +18,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def detect_cluster(address: str | None = None) -> ClusterSpec:
-    """The GPUs of a Ray cluster (`address` or RAY_ADDRESS or the one joined), else of this machine."""
+    """The GPUs of a Ray cluster (joined, `address` or RAY_ADDRESS), else of this machine."""
     if address or os.environ.get("RAY_ADDRESS") or _ray_is_joined():
         return _ray_cluster(address)
     return ClusterSpec.from_dict(
@@ -39,7 +39,9 @@ def local_node(name: str) -> dict[str, Any]:
     if gpus:
         return {"name": name, "accelerators": dict(Counter(find_accelerator(g).name for g in gpus))}
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return {
         "name": name,
         "accelerators": {"CPU": 1},
@@ -75,13 +77,19 @@ def _ray_node(node: dict[str, Any]) -> dict[str, Any] | None:
     resources: dict[str, float] = node["Resources"]
     counts: Counter[str] = Counter()
     if resources.get("GPU"):
-        on_node = next(r for r in resources if r.startswith("node:") and r != "node:__internal_head__")
+        on_node = next(
+            r for r in resources if r.startswith("node:") and r != "node:__internal_head__"
+        )
         task = ray.remote(local_gpu_names).options(num_cpus=0, resources={on_node: 0.001})
         names: tuple[str, ...] = ray.get(task.remote(), timeout=60)
         counts.update(find_accelerator(name).name for name in names[: int(resources["GPU"])])
     named_by_driver = bool(counts)
     for name, amount in resources.items():
-        if not named_by_driver and not name.startswith(("node:", "accelerator_type:")) and name != "CPU":
+        if (
+            not named_by_driver
+            and not name.startswith(("node:", "accelerator_type:"))
+            and name != "CPU"
+        ):
             kind = _accelerator_name(name)
             if kind:
                 counts[kind] = int(amount)

@@ -15,7 +15,9 @@ from planner.workload import Workload
 
 
 class Plan:
-    """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or `load`."""
+    """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or
+    `load`.
+    """
 
     def __init__(self, data: PlanData) -> None:
         self.data = data
@@ -68,9 +70,10 @@ class Plan:
     ) -> Iterator[Result]:
         """Generate for every row; yields results in the order they finish, bad rows first.
 
-        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line. `model` names another
-        place of the same weights. Joins a running Ray (initialised, `address` or RAY_ADDRESS) or starts
-        a local one. Raises what `llmpq.errors` lists before anything is started.
+        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line. `model` names
+        another place of the same weights. Joins a running Ray (initialised, `address` or
+        RAY_ADDRESS) or starts a local one. Raises what `llmpq.errors` lists before anything is
+        started.
         """
         from llmpq.run import Run, RunOptions
 

@@ -31,7 +31,8 @@ class Result:
 class ResultFile:
     """Writes results line by line; every finished line is in the file even if the run is stopped.
 
-    Raises `InputError` when `path` cannot be written, or holds results already and `overwrite` is off.
+    Raises `InputError` when `path` cannot be written, or holds results already and `overwrite` is
+    off.
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
@@ -53,7 +54,10 @@ class ResultFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Bring everything to disk."""
         self._file.flush()

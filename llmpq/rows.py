@@ -28,7 +28,7 @@ _PROMPT_FIELDS = ("prompt", "messages")
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: exactly one of text, token ids or chat messages; `sampling` overrides the job's."""
+    """One prompt: text, token ids or chat messages; `sampling` overrides the job's."""
 
     custom_id: str
     text: str | None = None
@@ -118,7 +118,9 @@ def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
     fields.pop("custom_id", None)
     given = [name for name in _PROMPT_FIELDS if name in fields]
     if len(given) != 1:
-        raise _RowError(f"a row needs exactly one of prompt and messages, found {given or 'neither'}")
+        raise _RowError(
+            f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
+        )
     value = fields.pop(given[0])
     sampling = _sampling_overrides(fields)
     if given[0] == "messages":
@@ -132,8 +134,9 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = fields.get("sampling")
     if nested is not None and not isinstance(nested, Mapping):
         raise _RowError("sampling must be an object")
-    merged = {k: v for k, v in fields.items() if k != "sampling"} | dict(nested or {})
-    overrides = {_SPELLINGS.get(name, name): value for name, value in merged.items()}
+    merged: dict[str, Any] = {k: v for k, v in fields.items() if k != "sampling"}
+    merged |= dict(nested or {})
+    overrides = {_SPELLINGS.get(str(name), str(name)): value for name, value in merged.items()}
     unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
     if unknown:
         raise _RowError(f"unknown field {unknown[0]!r}; known: {', '.join(_SAMPLING_FIELDS)}")
@@ -142,7 +145,9 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """`base` with a row's own fields; raises `SpecError` for a value out of range or of a wrong type."""
+    """`base` with a row's own fields; raises `SpecError` for a value out of range or of a wrong
+    type.
+    """
     changes = dict(overrides)
     if isinstance(changes.get("stop"), str):
         changes["stop"] = (changes["stop"],)
@@ -158,8 +163,8 @@ def _typed(name: str, value: Any) -> Any:
             return tuple(value)
         raise _RowError("stop must be a string or a list of strings")
     wants_bool, wants_float = name == "ignore_eos", name in ("temperature", "top_p")
-    accepted: tuple[type, ...] = (bool,) if wants_bool else (int, float) if wants_float else (int,)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and not wants_bool):
+    accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
+    if type(value) not in accepted:
         if value is None and name == "max_new_tokens":
             return None
         kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from actors.messages import Finished, Request, Sampling, StageStats
@@ -20,7 +20,7 @@ from quant.errors import PlanMismatchError, SpecError
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did: `seconds` of generating, without loading; per-stage figures in stage order."""
+    """What a run did; `seconds` of generating, without loading; `stages` in stage order."""
 
     prompts: int
     errors: int
@@ -37,10 +37,12 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`: Ray's."""
+    """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`:
+    Ray's.
+    """
 
     model: str | None = None
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     address: str | None = None
 
 
@@ -71,8 +73,8 @@ class Run:
         if shape.fingerprint() != plan.model.fingerprint:
             raise PlanMismatchError(
                 f"{self.folder} holds {shape.name} ({shape.layers} layers, hidden size "
-                f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} layers); "
-                "plan again for this model or pass --model"
+                f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
+                "layers); plan again for this model or pass --model"
             )
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self.folder))
 
@@ -127,5 +129,3 @@ def checkpoint_folder(plan: Plan, model: str | None) -> Path:
 
 def _chunks(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:
     return (requests[i : i + size] for i in range(0, len(requests), size))
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import environ
@@ -11,10 +12,11 @@ from quant.errors import DeviceError
 
 @contextmanager
 def ray_session(address: str | None = None) -> Iterator[None]:
-    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, else a local one.
+    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, else a local
+    one.
 
-    What is started or joined here is left at the end; what was there before stays. Raises `DeviceError`
-    when no cluster answers at `address`.
+    What is started or joined here is left at the end; what was there before stays. Raises
+    `DeviceError` when no cluster answers at `address`.
     """
     import ray
 
@@ -22,9 +24,13 @@ def ray_session(address: str | None = None) -> Iterator[None]:
         yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
-    options = {"include_dashboard": False} if target == "local" else {}
     try:
-        ray.init(address=target, log_to_driver=False, logging_level="error", **options)
+        ray.init(
+            address=target,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if target == "local" else None,
+        )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
             f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`"

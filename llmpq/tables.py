@@ -39,8 +39,8 @@ def plan_table(plan: Plan) -> RenderableType:
 def _headline(plan: Plan) -> str:
     w = plan.workload
     return (
-        f"{plan.model.name} on {plan.cluster}: {w.global_batch} prompts of {w.prompt_length} tokens, "
-        f"{w.new_tokens} new; micro-batches {plan.micro_batches.prefill} (prefill), "
+        f"{plan.model.name} on {plan.cluster}: {w.global_batch} prompts of {w.prompt_length} "
+        f"tokens, {w.new_tokens} new; micro-batches {plan.micro_batches.prefill} (prefill), "
         f"{plan.micro_batches.decode} (decode)"
     )
 
@@ -108,8 +108,9 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
             _size(stats.kv_cache_bytes),
         )
     line = (
-        f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} tokens "
-        f"in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s (loading {summary.load_s:.1f} s)"
+        f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
+        f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s "
+        f"(loading {summary.load_s:.1f} s)"
     )
     return Group(table, Text(line)) if summary.stages else Text(line)
 

@@ -30,7 +30,9 @@ class RequestMaker:
         room = self.workload.new_tokens
         wanted = sampling.max_new_tokens or room
         if wanted > room:
-            return BadRow(row.custom_id, f"max_new_tokens is {wanted}, the plan has room for {room}")
+            return BadRow(
+                row.custom_id, f"max_new_tokens is {wanted}, the plan has room for {room}"
+            )
         try:
             prompt_ids = self._prompt_ids(row)
         except (ValueError, TypeError, KeyError) as error:
@@ -44,7 +46,9 @@ class RequestMaker:
         if row.token_ids is not None:
             return row.token_ids
         if self.tokenizer is None:
-            raise ValueError("the model folder has no tokenizer; give the prompt as a list of token ids")
+            raise ValueError(
+                "the model folder has no tokenizer; give the prompt as a list of token ids"
+            )
         if row.messages is None:
             return tuple(self.tokenizer(row.text)["input_ids"])
         encoded = self.tokenizer.apply_chat_template(
@@ -75,7 +79,9 @@ class RequestMaker:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder`, or None when the folder has none; raises `CheckpointError` if broken."""
+    """The tokenizer in `folder`, or None when the folder has none; raises `CheckpointError` if
+    broken.
+    """
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")

@@ -19,8 +19,8 @@ _NO_LIMIT = 2**31
 def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
     """Batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
 
-    `model` must be a local folder when prompts are text, for its tokenizer. Raises `InputError` when no
-    prompt can be used.
+    `model` must be a local folder when prompts are text, for its tokenizer. Raises `InputError`
+    when no prompt can be used.
     """
     rows = [row for row in read_rows(path) if isinstance(row, Row)]
     if not rows:
@@ -28,7 +28,7 @@ def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Wor
     derived = {
         "global_batch": min(len(rows), DEFAULT_WORKLOAD["global_batch"]),
         "new_tokens": max(
-            (row.sampling.get("max_new_tokens") or DEFAULT_WORKLOAD["new_tokens"] for row in rows)
+            row.sampling.get("max_new_tokens") or DEFAULT_WORKLOAD["new_tokens"] for row in rows
         ),
     }
     if "prompt_length" not in given:
@@ -45,7 +45,9 @@ def _longest(rows: list[Row], model: str) -> int:
             raise SpecError(f"{model} has no local tokenizer to measure the prompts; give --s")
     room = Workload(1, _NO_LIMIT, _NO_LIMIT)
     maker = RequestMaker(room, _NO_LIMIT, Sampling(), tokenizer)
-    lengths = [len(made.prompt_ids) for made in map(maker.request, rows) if hasattr(made, "prompt_ids")]
+    lengths = [
+        len(made.prompt_ids) for made in map(maker.request, rows) if hasattr(made, "prompt_ids")
+    ]
     if not lengths:
         raise InputError("no prompt could be tokenized; give --s")
     return max(lengths)

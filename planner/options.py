@@ -1,4 +1,6 @@
-"""What a user can choose about planning; the same names in Python, on the command line and in plans."""
+"""What a user can choose about planning; the same names in Python, on the command line and in
+plans.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ class PlanOptions:
     """`theta`: seconds that a unit of sensitivity is worth. `bits`: bitwidths to choose from.
 
     `dtype`: compute and 16-bit storage type, `auto` picks per device. `omega_file`: measured
-    sensitivities (JSON). `profiles`: CSV of measured layer times; `profile_use` says whether they are
-    fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`: layers
-    decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching.
-    `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the optimum.
+    sensitivities (JSON). `profiles`: CSV of measured layer times; `profile_use` says whether they
+    are fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`:
+    layers decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of
+    searching. `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the
+    optimum.
     """
 
     theta: float = 1.0

@@ -1,4 +1,6 @@
-"""The plan: what runs where, with how many bits, in which micro-batches, what it should cost, and why."""
+"""The plan: what runs where, with how many bits, in which micro-batches, what it should cost, and
+why.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ class PlannedModel:
 class StagePlan:
     """One stage: its device, its layers with a bitwidth each, its memory and its times.
 
-    `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of one
-    full micro-batch, transfers of its hidden states to the next stage (from the last: token ids back).
+    `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of
+    one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
+    back).
     """
 
     index: int
@@ -174,8 +177,8 @@ class Plan:
             raise SpecError(f"{source}: not a plan; make one with llmpq-algo -o plan.json")
         if content.get("version") != PLAN_VERSION:
             raise SpecError(
-                f"{source}: plan version {content.get('version')!r}, this llmpq reads {PLAN_VERSION}; "
-                "plan again with llmpq-algo"
+                f"{source}: plan version {content.get('version')!r}, this llmpq reads "
+                f"{PLAN_VERSION}; plan again with llmpq-algo"
             )
         try:
             plan = _ADAPTER.validate_python(content)

@@ -1,1 +1,3 @@
-"""Command lines: `llmpq-algo` plans, `llmpq-dist` runs, `llmpq-convert` makes safetensors of `.bin` files."""
+"""Command lines: `llmpq-algo` plans, `llmpq-dist` runs, `llmpq-convert` makes safetensors of `.bin`
+files.
+"""

@@ -59,7 +59,9 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     by_counts = "device_names" in options or "device_numbers" in options
     if "cluster" in options:
         if by_counts:
-            raise SpecError("describe the cluster once: --cluster, or --device_names and --device_numbers")
+            raise SpecError(
+                "describe the cluster once: --cluster, or --device_names and --device_numbers"
+            )
         return Cluster.from_yaml(options.cluster)
     if not by_counts:
         return Cluster.detect(getattr(options, "address", None))
@@ -76,7 +78,7 @@ def _workload(options: argparse.Namespace, model: str) -> Workload:
     }
     if "input" in options:
         return workload_of_prompts(Path(options.input), model, given)
-    return Workload(**(DEFAULT_WORKLOAD | given))
+    return Workload(**{**DEFAULT_WORKLOAD, **given})
 
 
 def _write(path: Path, text: str) -> None:
@@ -112,7 +114,11 @@ def _parser() -> Parser:
 
 def _add_planning(add: Any) -> None:
     default = PlanOptions()
-    add("--theta", type=float, help=f"seconds that a unit of sensitivity is worth ({default.theta:g})")
+    add(
+        "--theta",
+        type=float,
+        help=f"seconds that a unit of sensitivity is worth ({default.theta:g})",
+    )
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
     add("--omega_file", metavar="FILE", help="sensitivity JSON")
     add("--group", type=int, help="decide this many layers together (1)")
@@ -120,8 +126,17 @@ def _add_planning(add: Any) -> None:
     add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
     add("--method", help="how to solve (auto)")
     add("--solver", help="highs, gurobi or cbc (highs)")
-    add("--ilp_time_limit", type=float, metavar="S", help=f"seconds per ILP ({default.ilp_time_limit:g})")
-    add("--relative_gap", type=float, help=f"accepted distance from the optimum ({default.relative_gap:g})")
+    add(
+        "--ilp_time_limit",
+        type=float,
+        metavar="S",
+        help=f"seconds per ILP ({default.ilp_time_limit:g})",
+    )
+    add(
+        "--relative_gap",
+        type=float,
+        help=f"accepted distance from the optimum ({default.relative_gap:g})",
+    )
     add("--all_orders", action="store_const", const=True, help="try every distinct device order")
     add("--profiles", metavar="FILE", help="CSV of measured layer times")
     add("--fit", dest="profile_use", action="store_const", const="fit",

@@ -110,7 +110,9 @@ def _parser() -> Parser:
     add("--model", help="folder or hub id of the weights, where not the plan's own")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
-    parser.add_argument("--show-plan", "--show_plan", action="store_true", help="print the plan first")
+    parser.add_argument(
+        "--show-plan", "--show_plan", action="store_true", help="print the plan first"
+    )
     add("--temperature", type=float, help="0 is greedy (0)")
     add("--top_k", type=int, help="keep the most probable tokens, 0 is off (0)")
     add("--top_p", type=float, help="keep the tokens that make up this probability (1)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,12 @@ from quant.scheme import Processor
 
 LAYERS = 5
 VOCABULARY = 199
-_COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _ROPE = _COMMON | {
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -50,7 +56,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-tied": LlamaConfig(**_ROPE, num_key_value_heads=6, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_ROPE, num_key_value_heads=3),
     "qwen2-sliding": Qwen2Config(
-        **_ROPE, num_key_value_heads=3, use_sliding_window=True, sliding_window=8, max_window_layers=2
+        **_ROPE,
+        num_key_value_heads=3,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=2,
     ),
     "qwen3": Qwen3Config(**_ROPE, num_key_value_heads=2, head_dim=16),
     "mistral": MistralConfig(**_ROPE, num_key_value_heads=2, sliding_window=None),
@@ -83,7 +93,7 @@ def stages_of(
     dtype: str = "float32",
 ) -> list[Stage]:
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
-    spans = [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    spans = [range(a, b) for a, b in pairwise(bounds)]
     all_bits = [bits] * bounds[-1] if isinstance(bits, int) else list(bits)
     return [
         Stage(
@@ -107,7 +117,9 @@ def stages_of(
 def random_prompts(lengths: Sequence[int], seed: int = 7) -> list[tuple[int, ...]]:
     """Prompts of the given lengths without special tokens."""
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths]
+    return [
+        tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths
+    ]
 
 
 def generate(
@@ -130,7 +142,9 @@ def generate(
     return [results[str(i)] for i in range(len(prompts))]
 
 
-def reference(model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False) -> list[int]:
+def reference(
+    model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False
+) -> list[int]:
     """What transformers' greedy `generate` adds to one unpadded prompt."""
     ids = torch.tensor([prompt])
     options: dict[str, Any] = {"eos_token_id": None} if ignore_eos else {}

@@ -32,7 +32,9 @@ def test_greedy_tokens_equal_generate(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])
-def test_equal_length_batches_take_the_dense_path_to_the_same_tokens(name: str, tmp_path: Path) -> None:
+def test_equal_length_batches_take_the_dense_path_to_the_same_tokens(
+    name: str, tmp_path: Path
+) -> None:
     model = save_tiny(tmp_path, CONFIGS[name])
     prompts = random_prompts((9,) * 6)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]

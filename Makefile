@@ -1,0 +1,36 @@
+# make demo and make test set up everything they need in $(VENV).
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := demo_output
+
+.PHONY: install demo test check clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "llmpq needs Python 3.11 or newer; pass PYTHON=/path/to/python"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install
+	mkdir -p $(DEMO)
+	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
+		--input examples/demo_prompts.jsonl --n 48 -o $(DEMO)/plan.json
+	$(BIN)/llmpq-dist --strat_file_name $(DEMO)/plan.json --cluster cluster_specs/demo_mixed_cpu.yaml \
+		--input examples/demo_prompts.jsonl --output $(DEMO)/results.jsonl --overwrite
+	@echo "results: $(DEMO)/results.jsonl"
+
+test: install
+	$(BIN)/python -m pytest
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,75 @@
+"""The optimisation core of LLM-PQ section 4.3 as pure functions on arrays.
+
+`AssignmentProblem` says what layers cost on each stage, `solve` finds which go where at which
+bitwidth, `evaluate` prices any assignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from planner.capacity import explain_infeasible
+from planner.exact import SolveOptions, solve_exactly
+from planner.problem import (
+    Assignment,
+    AssignmentProblem,
+    Objective,
+    PhaseSeconds,
+    StageTimes,
+    Status,
+    evaluate,
+    stage_times,
+)
+from planner.relaxation import lower_bound
+from planner.uniform import solve_uniform
+from quant.errors import SpecError
+
+__all__ = [
+    "METHODS",
+    "Assignment",
+    "AssignmentProblem",
+    "Objective",
+    "PhaseSeconds",
+    "StageTimes",
+    "Status",
+    "evaluate",
+    "explain_infeasible",
+    "lower_bound",
+    "solve",
+    "stage_times",
+]
+
+METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions], Assignment]] = {
+    "auto": solve_exactly,
+    "ilp": solve_exactly,
+    "uniform": lambda problem, options: solve_uniform(problem, options.clock),
+}
+
+
+def solve(
+    problem: AssignmentProblem,
+    method: str = "auto",
+    solver: str = "highs",
+    time_limit_s: float | None = None,
+    relative_gap: float = 1e-4,
+    upper_bound: float = math.inf,
+) -> Assignment:
+    """Assign layers to stages and bitwidths.
+
+    `method` is a key of `METHODS`, `solver` one of `planner.solvers.SOLVERS`. The exact methods
+    stop when the objective is proven within `relative_gap` (status "optimal"), when `time_limit_s`
+    wall seconds are over ("time_limit", with the best assignment so far), or when nothing beats
+    `upper_bound` seconds by more than the gap ("cutoff", without an assignment). Raises
+    InfeasibleError where nothing fits, SpecError for options that cannot be used.
+    """
+    if method not in METHODS:
+        raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if not 0 <= relative_gap < 1:
+        raise SpecError(f"relative gap is {relative_gap}; give 0 or more, below 1")
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise SpecError(f"time limit is {time_limit_s} s; give more than 0, or none")
+    if math.isnan(upper_bound):
+        raise SpecError("upper bound is not a number; give seconds, or none")
+    options = SolveOptions(solver, time_limit_s, relative_gap, upper_bound)
+    return METHODS[method](problem, options)

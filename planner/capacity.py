@@ -1,0 +1,156 @@
+"""Whether any assignment fits at all, and if not, which memory is short by how much.
+
+Layers of one bitwidth weigh the same wherever they lie in the model, so a plan exists exactly
+when every stage's fixed parts fit, the first and the last stage can hold a layer, and the stages
+together can hold all layers, each at the smallest bitwidth that its device runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from planner.problem import AssignmentProblem, FloatArray, IntArray
+
+GIB = 2**30
+SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double precision
+
+
+def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
+    """Bytes of the smallest layer each device can run, [N]; infinite where it can run none."""
+    usable: FloatArray = np.where(problem.available, problem.layer_bytes, np.inf)
+    smallest: FloatArray = usable.min(axis=1)
+    return smallest
+
+
+def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntArray:
+    """How many layers fit on each stage at its smallest bitwidth, [N]; -1 where nothing fits.
+
+    `layer_scale` multiplies the bytes of a layer. No stage counts more than all layers.
+    """
+    capacity = np.zeros(problem.stages, dtype=np.int64)
+    for stage, (each, memory) in enumerate(
+        zip(smallest_layer_bytes(problem) * layer_scale, problem.memory_bytes, strict=True)
+    ):
+        if memory < 0:
+            capacity[stage] = -1
+        elif np.isfinite(each):
+            capacity[stage] = whole_layers(each, memory, problem.layers)
+    return capacity
+
+
+def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
+    """Whether some assignment has a finite objective."""
+    capacity = layer_capacity(problem, layer_scale)
+    return bool(
+        problem.layers >= min(problem.stages, 2)
+        and (capacity >= 0).all()
+        and min(capacity[0], capacity[-1]) >= 1
+        and capacity.sum() >= problem.layers
+    )
+
+
+def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
+    """Why nothing fits and what would, in one sentence or two; `device_names` [N] in stage order.
+
+    Holds figures, not the remedies that the caller knows better: a smaller batch, fewer bits,
+    another device. Returns an empty string for a problem that has a solution.
+    """
+    if is_feasible(problem):
+        return ""
+    if problem.layers < min(problem.stages, 2):
+        return (
+            f"{problem.layers} layer cannot fill both the first and the last of "
+            f"{problem.stages} stages; use 1 device"
+        )
+    return _explain_one_stage(problem, device_names) or _explain_total(problem)
+
+
+def whole_layers(each: float, memory: float, most: int) -> int:
+    """The greatest count up to `most` whose bytes, multiplied as `evaluate` does, fit `memory`."""
+    if most * each <= memory:
+        return most
+    count = int(memory // each)
+    if (count + 1) * each <= memory:
+        return count + 1
+    return count - 1 if count * each > memory else count
+
+
+def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
+    """The first stage that cannot hold what it must, or an empty string."""
+    smallest = smallest_layer_bytes(problem)
+    ends = {0: "first", problem.stages - 1: "last"}
+    for stage, name in enumerate(device_names):
+        memory = float(problem.memory_bytes[stage])
+        if memory < 0:
+            return (
+                f"stage {stage} on {name} is {_gib(-memory)} short before it holds a layer: "
+                "what else lives there does not fit"
+            )
+        if stage not in ends:
+            continue
+        if np.isinf(smallest[stage]):
+            bits = ", ".join(map(str, problem.bitwidths))
+            return f"stage {stage} on {name} can run none of the bitwidths {bits}; allow another"
+        if smallest[stage] > memory:
+            return (
+                f"the {ends[stage]} stage must hold a layer, and the smallest that {name} can run "
+                f"takes {_gib(smallest[stage])} with its KV cache, but {name} has {_gib(memory)} "
+                f"left, {_gib(smallest[stage] - memory)} short"
+            )
+    return ""
+
+
+def _explain_total(problem: AssignmentProblem) -> str:
+    """By how much the layers of all stages together are too large."""
+    smallest = smallest_layer_bytes(problem)
+    capacity = layer_capacity(problem)
+    usable = np.isfinite(smallest)
+    held = int(capacity.sum())
+    typical = float(np.median(smallest[usable]))
+    needed = float((capacity[usable] * smallest[usable]).sum()) + (problem.layers - held) * typical
+    offered = float(problem.memory_bytes[usable].sum())
+    lowest = ", ".join(str(bits) for bits in sorted(_lowest_bits(problem)))
+    message = (
+        f"{problem.layers} layers need {_gib(needed)} at the lowest bitwidth each device can run "
+        f"({lowest} bit), KV cache included, but the devices offer {_gib(offered)}, which is whole "
+        f"layers for {held}: short by {problem.layers - held} of them or "
+        f"{_gib((problem.layers - held) * typical)}"
+    )
+    scale = _scale_that_fits(problem)
+    if scale > 0:
+        message += f"; they would fit if a layer were {_percent_rounded_up(1 - scale)} smaller"
+    return message
+
+
+def _lowest_bits(problem: AssignmentProblem) -> set[int]:
+    """The bitwidths at which each device's layers are smallest."""
+    usable = np.where(problem.available, problem.layer_bytes, np.inf)
+    able = problem.available.any(axis=1)
+    return {problem.bitwidths[choice] for choice in usable.argmin(axis=1)[able]}
+
+
+def _scale_that_fits(problem: AssignmentProblem) -> float:
+    """The greatest factor below 1 on a layer's bytes with which all layers fit; 0 if none."""
+    low, high = 0.0, 1.0
+    for _ in range(SHRINK_STEPS):
+        middle = (low + high) / 2
+        if is_feasible(problem, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _gib(amount_bytes: float) -> str:
+    """Bytes in GiB with two decimals, in MiB below a tenth."""
+    if amount_bytes < GIB / 10:
+        return f"{amount_bytes / 2**20:.2f} MiB"
+    return f"{amount_bytes / GIB:.2f} GiB"
+
+
+def _percent_rounded_up(share: float) -> str:
+    """A share as percent with one decimal, not below the true one."""
+    return f"{math.ceil(share * 1000) / 10:.1f} %"

@@ -1,0 +1,246 @@
+"""Clusters: devices with their memory and links, from YAML or the command line's counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.accelerators import GIB, Accelerator, find_accelerator
+from planner.cluster_file import NodeEntry, Source, parse_cluster, read_yaml
+from planner.device import Device
+from quant.errors import SpecError
+
+__all__ = ["ClusterSpec", "Device", "Emulation"]
+
+DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ table 3
+
+# One hop of a small message through torch.distributed, measured with gloo on one machine; between
+# machines one network round trip comes on top.
+LINK_LATENCY_S = 7e-5
+INTERNODE_LATENCY_S = 1.2e-4
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """CPU actors play the devices: `time_scale` times the modelled time passes (0: none).
+
+    `stand_in` is the path of a small model that computes in place of the planned one.
+    """
+
+    time_scale: float = 1.0
+    stand_in: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes."""
+
+    name: str
+    devices: tuple[Device, ...]
+    internode_bytes_per_s: float
+    emulate: Emulation | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an empty cluster and two devices of the same name."""
+        if not self.devices:
+            raise SpecError(f"cluster {self.name} has no device; add one under nodes")
+        for device, count in Counter(device.name for device in self.devices).items():
+            if count > 1:
+                raise SpecError(
+                    f"cluster {self.name} names {count} devices {device}; name nodes apart"
+                )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ClusterSpec:
+        """Read a cluster file; SpecError names file, line, key and the nearest known key."""
+        values, source = read_yaml(Path(path))
+        return _from_values(values, source)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "cluster") -> ClusterSpec:
+        """The same from a parsed mapping; `source` stands in the messages."""
+        return _from_values(values, Source(source))
+
+    @classmethod
+    def from_counts(
+        cls,
+        device_names: Sequence[str],
+        device_numbers: Sequence[int],
+        internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
+    ) -> ClusterSpec:
+        """One node per device type, as the paper's command line counts them."""
+        if len(device_names) != len(device_numbers):
+            raise SpecError(
+                f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
+            )
+        pairs = list(zip(device_names, device_numbers, strict=True))
+        nodes = [
+            {"name": f"node{index}", "accelerators": {name: count}}
+            for index, (name, count) in enumerate(pairs)
+        ]
+        values = {
+            "name": " + ".join(f"{count}x{name}" for name, count in pairs) or "no devices",
+            "nodes": nodes,
+            "network": {"internode_gbit_per_s": internode_gbit_per_s},
+        }
+        return cls.from_dict(values, "device names and numbers")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node names in order."""
+        return tuple(dict.fromkeys(device.node for device in self.devices))
+
+    def link_bytes_per_s(self, sender: Device, receiver: Device) -> float:
+        """Rate between two devices; infinite from a device to itself."""
+        if sender == receiver:
+            return float("inf")
+        if sender.node == receiver.node:
+            return min(sender.link_bytes_per_s, receiver.link_bytes_per_s)
+        return self.internode_bytes_per_s
+
+    def link_latency_s(self, sender: Device, receiver: Device) -> float:
+        """Seconds a message takes besides its bytes; none from a device to itself."""
+        if sender == receiver:
+            return 0.0
+        return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
+
+    def fingerprint(self) -> str:
+        """Digest of what a plan depends on: devices, budgets, links; not the cluster's name."""
+        devices = [
+            [
+                device.name,
+                device.memory_bytes,
+                device.link_bytes_per_s,
+                device.threads,
+                device.emulated,
+            ]
+            for device in self.devices
+        ]
+        text = json.dumps([devices, self.internode_bytes_per_s])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """A cluster file that reads back equal.
+
+        SpecError where equal devices of one node differ, which the file cannot say.
+        """
+        values: dict[str, Any] = {
+            "name": self.name,
+            "nodes": [
+                _node_values(node, list(devices))
+                for node, devices in groupby(self.devices, key=lambda device: device.node)
+            ],
+            "network": {"internode_gbit_per_s": _plain(self.internode_bytes_per_s * 8 / 1e9)},
+        }
+        if self.emulate is not None:
+            values["emulate"] = {"time_scale": self.emulate.time_scale}
+            if self.emulate.stand_in is not None:
+                values["emulate"]["stand_in"] = self.emulate.stand_in
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def _from_values(values: object, source: Source) -> ClusterSpec:
+    entry = parse_cluster(values, source)
+    if entry.network is None and len(entry.nodes) > 1:
+        raise source.error(
+            [], f"{len(entry.nodes)} nodes but no network.internode_gbit_per_s; add it"
+        )
+    gbit = entry.network.internode_gbit_per_s if entry.network else DEFAULT_INTERNODE_GBIT_PER_S
+    names = [node.name or f"node{index}" for index, node in enumerate(entry.nodes)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise source.error(["nodes", index, "name"], f"a second node {name!r}; names differ")
+    emulate = None
+    if entry.emulate is not None:
+        emulate = Emulation(entry.emulate.time_scale, entry.emulate.stand_in)
+    return ClusterSpec(
+        name=entry.name,
+        devices=tuple(
+            device
+            for name, node in zip(names, entry.nodes, strict=True)
+            for device in _node_devices(name, node, emulate is not None)
+        ),
+        internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
+        emulate=emulate,
+    )
+
+
+def _node_devices(name: str, node: NodeEntry, emulated: bool) -> Iterator[Device]:
+    """Every device of one node; Ray names only the first GPU type of a node that mixes several."""
+    kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
+    mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
+    host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
+    for accelerator, count in kinds:
+        link = accelerator.link_bytes_per_s
+        if node.link_gbyte_per_s is not None:
+            link = float(round(node.link_gbyte_per_s * 1e9))
+        real_gpu = not accelerator.is_cpu and not emulated
+        unnamed = real_gpu and (mixed or accelerator.ray_type is None)
+        for index in range(count):
+            yield Device(
+                accelerator=accelerator,
+                node=name,
+                index=index,
+                memory_bytes=_budget_bytes(node, accelerator),
+                link_bytes_per_s=link,
+                threads=(node.threads or 1) if accelerator.is_cpu else None,
+                custom_resource=accelerator.name if unnamed else None,
+                emulated=emulated and not accelerator.is_cpu,
+                host_memory_bytes=host,
+            )
+
+
+def _budget_bytes(node: NodeEntry, accelerator: Accelerator) -> int:
+    limits = node.usable_memory_gib
+    if isinstance(limits, dict):
+        by_type = {find_accelerator(kind).name: limit for kind, limit in limits.items()}
+        limits = by_type.get(accelerator.name)
+    if limits is None and accelerator.is_cpu:
+        limits = node.memory_gib
+    return accelerator.usable_memory_bytes if limits is None else round(limits * GIB)
+
+
+def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
+    """One entry of `nodes`, with what differs from the registry."""
+    values: dict[str, Any] = {"name": node, "accelerators": {}}
+    limits: dict[str, float] = {}
+    for accelerator, group in groupby(devices, key=lambda device: device.accelerator):
+        first, *others = list(group)
+        if any(_traits(other) != _traits(first) for other in others):
+            raise SpecError(
+                f"node {node} has {accelerator.name} devices of different memory or links, which a "
+                "cluster file cannot say; give each a node of its own"
+            )
+        values["accelerators"][accelerator.name] = 1 + len(others)
+        if accelerator.is_cpu:
+            values["threads"] = first.threads
+        if first.memory_bytes != accelerator.usable_memory_bytes:
+            limits[accelerator.name] = _plain(first.memory_bytes / GIB)
+        if first.host_memory_bytes is not None:
+            values["host_memory_gib"] = _plain(first.host_memory_bytes / GIB)
+    if limits:
+        values["usable_memory_gib"] = limits
+    links = {device.link_bytes_per_s for device in devices}
+    if any(device.link_bytes_per_s != device.accelerator.link_bytes_per_s for device in devices):
+        if len(links) > 1:
+            raise SpecError(
+                f"node {node} has {len(links)} link rates; a cluster file can say only one"
+            )
+        values["link_gbyte_per_s"] = _plain(links.pop() / 1e9)
+    return values
+
+
+def _traits(device: Device) -> tuple[object, ...]:
+    return device.memory_bytes, device.link_bytes_per_s, device.threads, device.host_memory_bytes
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number

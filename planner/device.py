@@ -1,0 +1,74 @@
+"""One device of a cluster: its budget, the processor that really computes, and its compute type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.accelerators import Accelerator
+from quant.errors import SpecError
+from quant.scheme import DTYPE_BYTES, Processor
+
+# What a process pays on a GPU before it holds a tensor: CUDA context and the libraries' workspaces.
+# 300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN; the budget keeps the round 600.
+CUDA_CONTEXT_BYTES = 600 * 2**20
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator of one node.
+
+    `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
+    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` in one direction;
+    `threads` and rates per core belong to CPUs. `custom_resource` names the Ray resource that
+    places the device where Ray has no accelerator type for it. An `emulated` device computes on
+    the host's CPU while its times are those of `accelerator`.
+    """
+
+    accelerator: Accelerator
+    node: str
+    index: int
+    memory_bytes: int
+    link_bytes_per_s: float
+    threads: int | None = None
+    custom_resource: str | None = None
+    emulated: bool = False
+    host_memory_bytes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For instance `node0/T4-16GB:1`; unique in the cluster."""
+        return f"{self.node}/{self.accelerator.name}:{self.index}"
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether its kernels run on the host processor."""
+        return self.emulated or self.accelerator.is_cpu
+
+    @property
+    def processor(self) -> Processor:
+        """The processor whose kernels really run, hence whose byte rules hold."""
+        return Processor() if self.emulated else self.accelerator.processor
+
+    @property
+    def runtime_bytes(self) -> int:
+        """What the runtime takes from `memory_bytes` before any tensor."""
+        return 0 if self.runs_on_cpu else CUDA_CONTEXT_BYTES
+
+    @property
+    def default_dtype(self) -> str:
+        """The compute type that `auto` stands for: the host's on an emulated device."""
+        return "bfloat16" if self.runs_on_cpu else self.accelerator.default_dtype
+
+    def compute_dtype(self, requested: str = "auto") -> str:
+        """The compute type here; SpecError for an unknown one, or one it could only emulate."""
+        if requested == "auto":
+            return self.default_dtype
+        if requested not in DTYPE_BYTES:
+            raise SpecError(
+                f"compute type {requested!r} is not one of auto, {', '.join(DTYPE_BYTES)}"
+            )
+        if requested == "bfloat16" and not self.runs_on_cpu and not self.accelerator.bf16:
+            raise SpecError(
+                f"{self.name} has no bfloat16 arithmetic; use float16, float32 or auto as dtype"
+            )
+        return requested

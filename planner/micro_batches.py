@@ -1,0 +1,74 @@
+"""Candidate micro-batch sizes of the two phases, pruned as LLM-PQ section 4.3 does.
+
+`decode` is the paper's xi, `prefill` its eta. Decode is bound by memory traffic, so the global
+batch spread evenly over the stages, or a size near that, keeps all stages busy with the fewest
+passes over the weights; prefill is bound by computing, so any smaller size may fill the pipeline
+sooner (optimization 1: eta in [1, xi]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quant.errors import SpecError
+
+NEIGHBOURHOOD = 2  # decode sizes lie within this factor of the even share
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Requests in one prefill and one decode micro-batch."""
+
+    prefill: int
+    decode: int
+
+
+def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...]:
+    """The pairs worth solving for, decode sizes ascending, then prefill sizes ascending.
+
+    Sizes are powers of two and divisors of the batch, and the even share itself. Raises SpecError
+    unless both numbers are at least 1.
+    """
+    if global_batch < 1 or stages < 1:
+        raise SpecError(
+            f"a global batch of {global_batch} on {stages} stages cannot be split; give at least "
+            "1 of each"
+        )
+    sizes = _round_sizes(global_batch)
+    return tuple(
+        MicroBatches(prefill, decode)
+        for decode in _decode_sizes(global_batch, stages, sizes)
+        for prefill in _fewest_rows(global_batch, {size for size in sizes if size <= decode})
+    )
+
+
+def _round_sizes(global_batch: int) -> set[int]:
+    """Powers of two up to the batch, and its greatest divisor between each two of them."""
+    sizes = {global_batch}
+    power = 1
+    while power <= global_batch:
+        between = range(min(2 * power - 1, global_batch), power - 1, -1)
+        sizes.add(power)
+        sizes.update([next((size for size in between if global_batch % size == 0), power)])
+        power *= 2
+    return sizes
+
+
+def _decode_sizes(global_batch: int, stages: int, sizes: set[int]) -> list[int]:
+    """The even share and the round sizes near it."""
+    even = -(-global_batch // stages)
+    near = {
+        size
+        for size in sizes
+        if global_batch <= NEIGHBOURHOOD * size * stages
+        and size * stages <= NEIGHBOURHOOD * global_batch
+    }
+    return _fewest_rows(global_batch, near | {even})
+
+
+def _fewest_rows(global_batch: int, sizes: set[int]) -> list[int]:
+    """Ascending sizes; of those that need equally many micro-batches only the smallest."""
+    smallest: dict[int, int] = {}
+    for size in sorted(sizes, reverse=True):
+        smallest[-(-global_batch // size)] = size
+    return sorted(smallest.values())

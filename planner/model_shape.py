@@ -1,0 +1,108 @@
+"""Finds the shape of a model by folder, `config.json`, built-in name or hub id."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from planner.architectures import shape_from_config, supported_model_types
+from planner.decoder_shape import ModelShape
+from quant.errors import SpecError
+
+__all__ = ["ModelShape", "builtin_names", "model_shape", "supported_model_types"]
+
+
+def model_shape(name_or_path: str | Path) -> ModelShape:
+    """The shape of a local folder or `config.json`, a built-in name, or a hub id, in this order.
+
+    Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
+    is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
+    cannot be planned.
+    """
+    path = Path(name_or_path).expanduser()
+    text = str(name_or_path)
+    if path.is_file():
+        return shape_from_config(path.parent.resolve().name, _read_config(path))
+    if path.is_dir():
+        return _folder_shape(path)
+    builtin = _builtin_configs().get(text.lower())
+    if builtin is not None:
+        return shape_from_config(text, builtin)
+    if _looks_like_path(text):
+        raise SpecError(f"model {text}: no such folder or file; {_nearest(text)}")
+    if text.count("/") != 1:
+        raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
+    return shape_from_config(text, _hub_config(text))
+
+
+def builtin_names() -> tuple[str, ...]:
+    """The first short name (no owner) of every built-in shape."""
+    return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
+
+
+def _folder_shape(folder: Path) -> ModelShape:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise SpecError(
+            f"model folder {folder} holds no config.json; "
+            "give the folder of a Hugging Face checkpoint"
+        )
+    return shape_from_config(folder.resolve().name, _read_config(config))
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise SpecError(f"{path} holds no JSON object; give a Hugging Face config.json")
+    return values
+
+
+def _hub_config(repository: str) -> Mapping[str, Any]:
+    """`config.json` of a hub repository, from the local cache or the network."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        path = hf_hub_download(repository, "config.json")
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpecError(
+            f"config.json of {repository!r} cannot be had from the hub ({reason}); "
+            f"{_nearest(repository)}, or give a local folder"
+        ) from error
+    return _read_config(Path(path))
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
+
+
+def _nearest(text: str) -> str:
+    wanted = text.rstrip("/").rsplit("/", maxsplit=1)[-1].lower()
+    shorts = {name.rsplit("/", maxsplit=1)[-1]: name for name in _builtin_configs()}
+    near = get_close_matches(wanted, shorts, n=3, cutoff=0.5)
+    return f"nearest built-in: {', '.join(near or builtin_names())}"
+
+
+def _short_name(names: list[str]) -> str:
+    return next(name for name in names if "/" not in name)
+
+
+@cache
+def _builtin_entries() -> tuple[dict[str, Any], ...]:
+    text = files("planner").joinpath("builtin_shapes.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text)["model"])
+
+
+@cache
+def _builtin_configs() -> dict[str, dict[str, Any]]:
+    return {name.lower(): entry for entry in _builtin_entries() for name in entry["names"]}

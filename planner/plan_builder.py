@@ -1,0 +1,154 @@
+"""From the chosen assignment to the plan that is written, shown and run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.costs import KV_BITS, CostModel, expanded
+from planner.device import Device
+from planner.memory import stage_memory
+from planner.micro_batches import MicroBatches
+from planner.plan import (
+    PLAN_VERSION,
+    Baseline,
+    Plan,
+    PlannedModel,
+    Prediction,
+    SolverRecord,
+    StagePlan,
+)
+from planner.problem import Assignment, stage_times
+from quant.scheme import backend_name
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The assignment that won, for its device order and sizes, and how much work finding it was.
+
+    `lower_bound` holds for every candidate that was considered.
+    """
+
+    devices: tuple[Device, ...]
+    sizes: MicroBatches
+    assignment: Assignment
+    lower_bound: float
+    candidates: int
+    solved: int
+    seconds: float
+
+
+def build_plan(
+    costs: CostModel,
+    source: str,
+    solution: Solution,
+    sensitivity_source: str,
+    baselines: tuple[Baseline, ...],
+) -> Plan:
+    """The plan of `solution`; middle stages without layers drop out."""
+    cluster, shape = costs.cluster, costs.shape
+    first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
+    kept = [j for j in range(len(solution.devices)) if first_layer[j] < first_layer[j + 1]]
+    devices = tuple(solution.devices[j] for j in kept)
+    bounds = (*(first_layer[j] for j in kept), shape.layers)
+    problem = costs.problem(devices, solution.sizes)
+    times = stage_times(problem, bounds, bitwidth)
+    stages = _stages(costs, solution.sizes, devices, bounds, bitwidth)
+    latency_s, tokens = times.latency_s, costs.workload.global_batch * costs.workload.new_tokens
+    prefill_s = _prefill_s(times.prefill_s, problem.prefill_comm_s, problem.prefill_micro_batches)
+    return Plan(
+        version=PLAN_VERSION,
+        model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),
+        workload=costs.workload,
+        cluster=cluster.name,
+        cluster_fingerprint=cluster.fingerprint(),
+        time_scale=cluster.emulate.time_scale if cluster.emulate else 0.0,
+        kv_bits=KV_BITS,
+        micro_batches=solution.sizes,
+        stages=stages,
+        unused_devices=tuple(d.name for d in cluster.devices if d not in devices),
+        predicted=Prediction(
+            latency_s=latency_s,
+            prefill_s=prefill_s,
+            decode_s=latency_s - prefill_s,
+            tokens_per_s=tokens / latency_s,
+            prefill_bottleneck=int(times.prefill_s.argmax()),
+            decode_bottleneck=int(times.decode_s.argmax()),
+        ),
+        solver=_record(costs, solution, times.quality),
+        sensitivity_source=sensitivity_source,
+        baselines=baselines,
+    )
+
+
+def _prefill_s(stage_s: np.ndarray, comm_s: np.ndarray, micro_batches: int) -> float:
+    """Seconds until the last prefill micro-batch has left the pipeline."""
+    slowest = max(stage_s.max(), comm_s.max())
+    return float((micro_batches - 1) * slowest + (stage_s + comm_s).sum())
+
+
+def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecord:
+    assignment, options = solution.assignment, costs.options
+    bound = min(solution.lower_bound, assignment.objective)
+    return SolverRecord(
+        objective_kind=options.objective,
+        method=options.method,
+        solver=options.solver,
+        status=assignment.status,
+        theta=options.theta,
+        objective=assignment.objective,
+        sensitivity=quality,
+        gap=(assignment.objective - bound) / assignment.objective,
+        seconds=solution.seconds,
+        candidates=solution.candidates,
+        solved=solution.solved,
+    )
+
+
+def _stages(
+    costs: CostModel,
+    sizes: MicroBatches,
+    devices: Sequence[Device],
+    bounds: Sequence[int],
+    bitwidth: Sequence[int],
+) -> tuple[StagePlan, ...]:
+    problem = costs.problem(devices, sizes)
+    times = stage_times(problem, bounds, bitwidth)
+    bits = [costs.options.bits[choice] for choice in bitwidth]
+    stages = []
+    for j, device in enumerate(devices):
+        dtype, mine = costs.dtype(device), tuple(bits[bounds[j] : bounds[j + 1]])
+        memory = stage_memory(
+            costs.shape,
+            mine,
+            costs.kv_bytes_per_layer(device),
+            device,
+            dtype,
+            costs.fixed_memory(devices, j, sizes),
+        )
+        stages.append(
+            StagePlan(
+                index=j,
+                device=device.name,
+                accelerator=device.accelerator.name,
+                node=device.node,
+                emulated=device.emulated,
+                threads=device.threads or 1,
+                custom_resource=device.custom_resource,
+                dtype=dtype,
+                layers=range(bounds[j], bounds[j + 1]),
+                bitwidths=mine,
+                backends={b: backend_name(device.processor, b, dtype) for b in sorted(set(mine))},
+                memory=memory,
+                memory_bytes=memory.total,
+                memory_limit_bytes=device.memory_bytes,
+                prefill_s=float(times.prefill_s[j]),
+                decode_s=float(times.decode_s[j]),
+                prefill_comm_s=float(problem.prefill_comm_s[j]),
+                decode_comm_s=float(problem.decode_comm_s[j]),
+                provenance=f"{device.accelerator.name} {costs.latency.provenance(device)}",
+            )
+        )
+    return tuple(stages)

@@ -1,0 +1,286 @@
+"""The assignment problem of one device order and micro-batch pair, and what a solution of it costs.
+
+LLM-PQ section 4.3. Names used here for the paper's symbols: `prefill_s[j, b]` is l(i,j,b) of the
+prefill phase, `decode_s[j, b]` that of decode (the same for every layer i), `prefill_comm_s[j]` is
+P_pre / f_j, `layer_bytes[j, b]` is M(i,b) at length s+n, `memory_bytes[j]` is M_j,
+`sensitivity[i, b]` is omega(i,b), `prefill_micro_batches` is ceil(B/eta) and
+`decode_micro_batches` is ceil(B/xi).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from quant.errors import SpecError
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+Objective = Literal["pipeline", "paper"]
+Status = Literal["optimal", "time_limit", "cutoff", "uniform"]
+
+STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AssignmentProblem:
+    """Which layers go to which stage at which bitwidth: costs of N stages, L layers, K bitwidths.
+
+    Seconds are for one micro-batch of the phase. `layer_bytes` holds one layer with its KV cache
+    for all requests; `memory_bytes` is what is left for layers and may be negative where the fixed
+    parts do not fit. `available` says which bitwidths a device can run. Arrays become read-only
+    float64; `layer_bytes` may be given as [K]. Raises SpecError for shapes or values that make no
+    problem.
+    """
+
+    prefill_s: FloatArray  # [N, K], one layer
+    decode_s: FloatArray  # [N, K], one layer
+    fixed_prefill_s: FloatArray  # [N], what else lives on the stage
+    fixed_decode_s: FloatArray  # [N]
+    prefill_comm_s: FloatArray  # [N], to the next stage; entry N-1 goes back to the first
+    decode_comm_s: FloatArray  # [N]
+    layer_bytes: FloatArray  # [N, K]
+    memory_bytes: FloatArray  # [N]
+    sensitivity: FloatArray  # [L, K]
+    theta: float
+    bitwidths: tuple[int, ...]  # K, ascending
+    prefill_micro_batches: int
+    decode_micro_batches: int
+    new_tokens: int
+    objective: Objective = "pipeline"
+    available: BoolArray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # [N, K]
+
+    def __post_init__(self) -> None:
+        """Convert to read-only arrays and check them."""
+        object.__setattr__(self, "bitwidths", tuple(int(bits) for bits in self.bitwidths))
+        _check_scalars(self)
+        shape = (len(np.atleast_1d(np.asarray(self.memory_bytes))), len(self.bitwidths))
+        for name in ("prefill_s", "decode_s", "layer_bytes"):
+            _store(self, name, shape, least=0.0, broadcast=name == "layer_bytes")
+        for name in STAGE_TIMES:
+            _store(self, name, shape[:1], least=0.0)
+        _store(self, "memory_bytes", shape[:1], least=-np.inf)
+        layers = len(np.atleast_1d(np.asarray(self.sensitivity)))
+        _store(self, "sensitivity", (layers, shape[1]), least=0.0)
+        _check_sensitivity(self.sensitivity, self.bitwidths)
+        available = _broadcast("available", np.asarray(self.available, dtype=bool), shape)
+        object.__setattr__(self, "available", available)
+
+    @property
+    def stages(self) -> int:
+        """N, the number of pipeline stages."""
+        return len(self.prefill_s)
+
+    @property
+    def layers(self) -> int:
+        """L, the number of decoder layers."""
+        return len(self.sensitivity)
+
+    @property
+    def decode_rounds(self) -> int:
+        """n - 1: the first new token comes from the prefill."""
+        return self.new_tokens - 1
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Wall-clock seconds that one phase of a solve took."""
+
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """An assignment, its objective, and a lower bound on any assignment's objective (seconds).
+
+    `first_layer` [N+1] rises from 0 to L: stage j holds layers `first_layer[j]` up to, not
+    including, `first_layer[j + 1]`. `bitwidth` [L] holds indices into
+    `AssignmentProblem.bitwidths`. With status "cutoff" both are empty and the objective is
+    infinite: nothing beats the given upper bound by more than the relative gap. `seconds` is the
+    wall-clock time of the solve, `phases` its parts.
+    """
+
+    first_layer: tuple[int, ...]
+    bitwidth: tuple[int, ...]
+    objective: float
+    bound: float
+    status: Status
+    seconds: float
+    phases: tuple[PhaseSeconds, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """What each stage of an assignment takes: seconds per micro-batch [N] and layer bytes [N].
+
+    `latency_s` is the batch's latency by the problem's objective without the quality term;
+    `quality` is the sum of omega, not multiplied by theta.
+    """
+
+    prefill_s: FloatArray
+    decode_s: FloatArray
+    bytes: FloatArray
+    latency_s: float
+    quality: float
+
+
+def layer_counts(
+    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
+) -> IntArray:
+    """Layers per stage and bitwidth, [N, K]; SpecError if the two are no assignment's shape."""
+    bounds = np.asarray(first_layer, dtype=np.int64)
+    bits = np.asarray(bitwidth, dtype=np.int64)
+    stages, choices = problem.prefill_s.shape
+    if bounds.shape != (stages + 1,) or bits.shape != (problem.layers,):
+        raise SpecError(
+            f"an assignment of {problem.layers} layers to {stages} stages has {stages + 1} "
+            f"boundaries and {problem.layers} bitwidths, not {bounds.size} and {bits.size}; "
+            "pass first_layer[N+1] and bitwidth[L]"
+        )
+    if bounds[0] != 0 or bounds[-1] != problem.layers or (np.diff(bounds) < 0).any():
+        raise SpecError(
+            f"first_layer must rise from 0 to {problem.layers}, but is {bounds.tolist()}"
+        )
+    if (bits < 0).any() or (bits >= choices).any():
+        raise SpecError(f"bitwidth holds indices from 0 to {choices - 1}, but is {bits.tolist()}")
+    stage_of_layer = np.repeat(np.arange(stages), np.diff(bounds))
+    cell = stage_of_layer * choices + bits
+    return np.bincount(cell, minlength=stages * choices).reshape(stages, choices)
+
+
+def stage_times(
+    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
+) -> StageTimes:
+    """Time and memory of every stage and the batch's latency, whether or not it fits."""
+    counts = layer_counts(problem, first_layer, bitwidth)
+    prefill_s = problem.fixed_prefill_s + (counts * problem.prefill_s).sum(axis=1)
+    decode_s = problem.fixed_decode_s + (counts * problem.decode_s).sum(axis=1)
+    latency = _paper_latency if problem.objective == "paper" else _pipeline_latency
+    bits = np.asarray(bitwidth, dtype=np.int64)
+    return StageTimes(
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        bytes=(counts * problem.layer_bytes).sum(axis=1),
+        latency_s=latency(problem, prefill_s, decode_s),
+        quality=float(problem.sensitivity[np.arange(problem.layers), bits].sum()),
+    )
+
+
+def evaluate(
+    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
+) -> float:
+    """The objective in seconds; infinite over memory, for bits a device lacks, or an empty end.
+
+    An empty end is a first or last stage without a layer (eq. 15).
+    """
+    counts = layer_counts(problem, first_layer, bitwidth)
+    sizes = counts.sum(axis=1)
+    times = stage_times(problem, first_layer, bitwidth)
+    over_memory = (times.bytes > problem.memory_bytes).any()
+    lacking = (counts[~problem.available] > 0).any()
+    if over_memory or lacking or sizes[0] == 0 or sizes[-1] == 0:
+        return float("inf")
+    return times.latency_s + problem.theta * times.quality
+
+
+def _pipeline_latency(
+    problem: AssignmentProblem, prefill_s: FloatArray, decode_s: FloatArray
+) -> float:
+    """Latency where token t+1 of a micro-batch waits for token t to come round."""
+    prefill_bottleneck = max(prefill_s.max(), problem.prefill_comm_s.max())
+    decode_bottleneck = max(decode_s.max(), problem.decode_comm_s.max())
+    decode_round = max(
+        problem.decode_micro_batches * decode_bottleneck,
+        (decode_s + problem.decode_comm_s).sum(),
+    )
+    fill = (prefill_s + problem.prefill_comm_s).sum()
+    waiting = (problem.prefill_micro_batches - 1) * prefill_bottleneck
+    return float(waiting + fill + problem.decode_rounds * decode_round)
+
+
+def _paper_latency(
+    problem: AssignmentProblem, prefill_s: FloatArray, decode_s: FloatArray
+) -> float:
+    """Latency as in LLM-PQ eq. 4 to 8; transfers count in the maxima only (eq. 7)."""
+    prefill_bottleneck = max(prefill_s.max(), problem.prefill_comm_s.max())
+    decode_bottleneck = max(decode_s.max(), problem.decode_comm_s.max())
+    decode_repeats = (problem.decode_micro_batches - 1) * problem.decode_rounds
+    return float(
+        (problem.prefill_micro_batches - 1) * prefill_bottleneck
+        + decode_repeats * decode_bottleneck
+        + prefill_s.sum()
+        + decode_s.sum()
+    )
+
+
+def _check_scalars(problem: AssignmentProblem) -> None:
+    """Counts of at least one, theta of at least zero, ascending bitwidths, a known objective."""
+    for name in ("prefill_micro_batches", "decode_micro_batches", "new_tokens"):
+        value = getattr(problem, name)
+        if value < 1:
+            raise SpecError(f"{name} is {value}; give at least 1")
+    if not (np.isfinite(problem.theta) and problem.theta >= 0):
+        raise SpecError(f"theta is {problem.theta}; give a finite number of at least 0")
+    bits = problem.bitwidths
+    if not bits or any(low >= high for low, high in pairwise(bits)):
+        raise SpecError(f"bitwidths are {list(bits)}; give one or more, ascending, each once")
+    if problem.objective not in get_args(Objective):
+        choices = ", ".join(get_args(Objective))
+        raise SpecError(f"objective {problem.objective!r} is unknown; choose one of {choices}")
+
+
+def _store(
+    problem: AssignmentProblem,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    least: float,
+    broadcast: bool = False,
+) -> None:
+    """Replace a field by a read-only float64 array of `shape` whose values are at least `least`."""
+    values = np.asarray(getattr(problem, name), dtype=np.float64)
+    if 0 in shape:
+        raise SpecError(f"{name} would have shape {list(shape)}; give at least one stage and layer")
+    if broadcast:
+        values = _broadcast(name, values, shape)
+    if values.shape != shape:
+        raise SpecError(f"{name} has shape {list(values.shape)}; give {list(shape)}")
+    if not np.isfinite(values).all():
+        raise SpecError(f"{name} holds {values[~np.isfinite(values)][0]}; give finite numbers")
+    if (values < least).any():
+        raise SpecError(f"{name} holds {values.min():g}; give numbers of at least {least:g}")
+    values = values.copy()
+    values.flags.writeable = False
+    object.__setattr__(problem, name, values)
+
+
+def _broadcast(
+    name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...]
+) -> npt.NDArray[Scalar]:
+    """`values` repeated to `shape`, read-only."""
+    try:
+        return np.broadcast_to(values, shape)
+    except ValueError:
+        raise SpecError(f"{name} has shape {list(values.shape)}; give {list(shape)}") from None
+
+
+def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
+    """More bits never hurt quality: each row falls or stays level."""
+    rising = np.argwhere(np.diff(sensitivity, axis=1) > 0)
+    if rising.size:
+        layer, choice = (int(index) for index in rising[0])
+        low, high = sensitivity[layer, choice], sensitivity[layer, choice + 1]
+        raise SpecError(
+            f"sensitivity of layer {layer} rises from {low:g} at {bitwidths[choice]} bit to "
+            f"{high:g} at {bitwidths[choice + 1]} bit; give values that fall with the bitwidth"
+        )

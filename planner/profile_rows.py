@@ -1,0 +1,248 @@
+"""Measured times of one decoder layer as versioned CSV, one row a measurement."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from planner.accelerators import find_accelerator
+from planner.device import Device
+from planner.model_shape import ModelShape
+from quant.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, backend_name
+
+REQUIRED_COLUMNS = (
+    "device",
+    "model",
+    "h1",
+    "h2",
+    "prompt_length",
+    "context_length",
+    "phase",
+    "bits",
+    "batch_size",
+    "ms_per_layer",
+)
+OPTIONAL_COLUMNS = (
+    "backend",
+    "backend_version",
+    "dtype",
+    "threads",
+    "linear_parameters",
+    "query_width",
+    "kv_width",
+)
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class LayerTerms:
+    """The sizes of a layer that its time scales with, in elements."""
+
+    hidden_size: int
+    linear_parameters: int
+    query_width: int
+    kv_width: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> LayerTerms:
+        """Those of one decoder layer of `shape`."""
+        return cls(
+            shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
+        )
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One measured layer time.
+
+    `prompt_length` tokens a request enter (1 in decode), `context_length` stood before them; the
+    batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
+    and then hold for any. `layer` are the sizes of the model measured, `source` names the file.
+    """
+
+    device: str
+    model: str
+    layer: LayerTerms
+    intermediate_size: int
+    phase: Phase
+    bits: int
+    batch_size: int
+    prompt_length: int
+    context_length: int
+    seconds: float
+    backend: str | None = None
+    backend_version: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    source: str = field(default="", compare=False)
+
+    def applies(self, device: Device, bits: int, dtype: str) -> bool:
+        """Whether it was measured on such a device and precision, with the kernel used now."""
+        if (self.device, self.bits) != (device.accelerator.name, bits):
+            return False
+        if self.threads is not None and self.threads != (device.threads or 1):
+            return False
+        if DTYPE_BYTES[self.dtype or device.default_dtype] != DTYPE_BYTES[dtype]:
+            return False
+        processor = device.accelerator.processor
+        return self.backend in (
+            None,
+            backend_name(processor, bits, self.timed_dtype(device, dtype)),
+        )
+
+    @staticmethod
+    def timed_dtype(device: Device, dtype: str) -> str:
+        """The compute type of the accelerator whose time is meant, also where a CPU emulates it."""
+        return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
+
+
+def read_profiles(path: str | Path) -> tuple[ProfileRow, ...]:
+    """Every row of a profile CSV; SpecError names file and line of the first bad one."""
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            _check_columns(reader.fieldnames or (), path)
+            return tuple(_Line(row, path, reader.line_num).row() for row in reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(f"profile {path} cannot be read: {error}") from error
+
+
+def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
+    """Write rows so that `read_profiles` gives them back."""
+    with Path(path).open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {
+                    "device": row.device,
+                    "model": row.model,
+                    "h1": row.layer.hidden_size,
+                    "h2": row.intermediate_size,
+                    "prompt_length": row.prompt_length,
+                    "context_length": row.context_length,
+                    "phase": row.phase,
+                    "bits": row.bits,
+                    "batch_size": row.batch_size,
+                    "ms_per_layer": row.seconds * 1e3,
+                    "backend": row.backend,
+                    "backend_version": row.backend_version,
+                    "dtype": row.dtype,
+                    "threads": row.threads,
+                    "linear_parameters": row.layer.linear_parameters,
+                    "query_width": row.layer.query_width,
+                    "kv_width": row.layer.kv_width,
+                }
+            )
+
+
+def _check_columns(found: Iterable[str], path: Path) -> None:
+    missing = [name for name in REQUIRED_COLUMNS if name not in found]
+    if missing:
+        raise SpecError(f"{path}:1: profile lacks the columns {', '.join(missing)}")
+    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row as text, and where it stands."""
+
+    values: dict[str, str | None]
+    path: Path
+    number: int
+
+    def row(self) -> ProfileRow:
+        if None in self.values or None in (self.values[name] for name in REQUIRED_COLUMNS):
+            raise self.error("has not as many fields as the header")
+        return ProfileRow(
+            device=self.device(),
+            model=self.text("model") or "",
+            layer=self.layer(),
+            intermediate_size=self.integer("h2"),
+            phase=self.phase(),
+            bits=self.bits(),
+            batch_size=self.integer("batch_size"),
+            prompt_length=self.integer("prompt_length"),
+            context_length=self.integer("context_length", least=0),
+            seconds=self.milliseconds() / 1e3,
+            backend=self.text("backend"),
+            backend_version=self.text("backend_version"),
+            dtype=self.dtype(),
+            threads=self.integer("threads") if self.text("threads") else None,
+            source=self.path.name,
+        )
+
+    def error(self, problem: str) -> SpecError:
+        return SpecError(f"{self.path}:{self.number}: profile row {problem}")
+
+    def text(self, name: str) -> str | None:
+        return (self.values.get(name) or "").strip() or None
+
+    def integer(self, name: str, least: int = 1) -> int:
+        text = self.text(name) or ""
+        if not text.isdecimal() or int(text) < least:
+            raise self.error(
+                f"has {name} {text!r}; a whole number of at least {least} belongs there"
+            )
+        return int(text)
+
+    def device(self) -> str:
+        try:
+            return find_accelerator(self.text("device") or "").name
+        except SpecError as error:
+            raise self.error(f"names an {error}") from error
+
+    def phase(self) -> Phase:
+        text = self.text("phase")
+        if text == "prefill":
+            return "prefill"
+        if text == "decode":
+            return "decode"
+        raise self.error(f"has phase {text!r}; prefill or decode belongs there")
+
+    def bits(self) -> int:
+        bits = self.integer("bits")
+        if bits not in BITWIDTHS:
+            raise self.error(
+                f"has bits {bits}; one of {', '.join(map(str, BITWIDTHS))} belongs there"
+            )
+        return bits
+
+    def dtype(self) -> str | None:
+        text = self.text("dtype")
+        if text is not None and text not in DTYPE_BYTES:
+            raise self.error(f"has dtype {text!r}; one of {', '.join(DTYPE_BYTES)} belongs there")
+        return text
+
+    def milliseconds(self) -> float:
+        text = self.text("ms_per_layer") or ""
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise self.error(f"has ms_per_layer {text!r}; a number belongs there") from error
+        if not isfinite(value) or value <= 0:
+            raise self.error(f"has ms_per_layer {text}; a positive number belongs there")
+        return value
+
+    def layer(self) -> LayerTerms:
+        """Sizes not given are those of a layer without grouped heads or a gated MLP."""
+        hidden, wide = self.integer("h1"), self.integer("h2")
+        given = {
+            name: self.integer(name) if self.text(name) else default
+            for name, default in (
+                ("linear_parameters", 4 * hidden * hidden + 2 * hidden * wide),
+                ("query_width", hidden),
+                ("kv_width", hidden),
+            )
+        }
+        return LayerTerms(hidden_size=hidden, **given)

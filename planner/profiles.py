@@ -1,0 +1,272 @@
+"""Latency from measured layer times: fitted (LLM-PQ section 4.1), or as measured where measured.
+
+Names for the paper's symbols: v requests of a micro-batch, s prompt tokens, t + s context tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from planner.device import Device
+from planner.latency import LatencyModel
+from planner.model_shape import ModelShape
+from planner.profile_rows import LayerTerms, Phase, ProfileRow, read_profiles, write_profiles
+from quant.scheme import BITWIDTHS
+
+__all__ = [
+    "FittedLatency",
+    "ProfileRow",
+    "ProfiledLatency",
+    "latency_from_profiles",
+    "read_profiles",
+    "write_profiles",
+]
+
+Vector = npt.NDArray[np.float64]
+Matrix = npt.NDArray[np.float64]
+Precision = tuple[Device, int, str, Phase]
+
+# Weight of the prior, the datasheet's proportions, against one measured row: it decides only what
+# the rows leave open (one length, or fewer rows than terms), and hardly moves what they determine.
+_PRIOR_WEIGHT = 1e-3
+# Where the datasheet's times are sampled to find their proportions: batch sizes, tokens.
+_PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
+_PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
+
+
+def layer_features(phase: Phase, layer: LayerTerms, batch_size: int, length: int) -> Vector:
+    """The terms of one layer's time, each scaled by what it counts: float64 [4].
+
+    Prefill on v, s, vs, vs^2: hidden states, lengths, products with weights, attention. Decode on
+    v, v(t+s), t+s and a constant: products, keys and values read, lengths, weights read.
+    """
+    v, s = float(batch_size), float(length)
+    if phase == "prefill":
+        terms = [
+            v * layer.hidden_size,
+            s * layer.hidden_size,
+            v * s * layer.linear_parameters,
+            v * s * s * layer.query_width,
+        ]
+    else:
+        terms = [
+            v * layer.linear_parameters,
+            v * s * layer.kv_width,
+            s * layer.hidden_size,
+            float(layer.linear_parameters),
+        ]
+    return np.array(terms)
+
+
+@dataclass(frozen=True)
+class FittedLatency:
+    """Layer times fitted to `profiles` per device, bitwidth and phase; else those of `fallback`.
+
+    Non-negative least squares on relative errors over `layer_features`, so that a profile of one
+    model scales to another; rows of the very shape are used alone where there are any. What the
+    rows do not determine keeps the proportions of `fallback`, scaled to the rows.
+    """
+
+    profiles: tuple[ProfileRow, ...]
+    fallback: LatencyModel
+    _fits: dict[Precision, Vector | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model that the times are of."""
+        return self.fallback.shape
+
+    def layer_prefill_s(
+        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+    ) -> float:
+        """One decoder layer over the prompts of a micro-batch."""
+        fit = self._fit(device, bits, dtype, "prefill")
+        if fit is None:
+            return self.fallback.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
+        return self._evaluate(fit, "prefill", micro_batch, prompt_length)
+
+    def layer_decode_s(
+        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
+    ) -> float:
+        """One decoder layer for one new token a request."""
+        fit = self._fit(device, bits, dtype, "decode")
+        if fit is None:
+            return self.fallback.layer_decode_s(device, bits, micro_batch, context_length, dtype)
+        return self._evaluate(fit, "decode", micro_batch, context_length)
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """As `fallback`: profiles measure layers."""
+        return self.fallback.embedding_s(device, tokens, dtype)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """As `fallback`: profiles measure layers."""
+        return self.fallback.final_s(device, rows, dtype)
+
+    def provenance(self, device: Device) -> str:
+        """Which bitwidths were fitted to how many rows, and which were not."""
+        return describe_rows("fitted to", self.profiles, device, self.fallback)
+
+    def _evaluate(self, fit: Vector, phase: Phase, batch_size: int, length: int) -> float:
+        return float(fit @ layer_features(phase, LayerTerms.of(self.shape), batch_size, length))
+
+    def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> Vector | None:
+        key = (device, bits, dtype, phase)
+        if key not in self._fits:
+            rows = rows_for(self.profiles, device, bits, dtype, phase)
+            same = [row for row in rows if row.layer == LayerTerms.of(self.shape)]
+            prior = None
+            if rows:
+                prior = _proportions(self.fallback, device, bits, dtype, phase)
+            self._fits[key] = None if prior is None else fit_rows(same or rows, phase, prior)
+        return self._fits[key]
+
+
+@dataclass(frozen=True)
+class ProfiledLatency:
+    """The median of what was measured for this very layer and workload, else the fit."""
+
+    fitted: FittedLatency
+    _times: dict[Precision, dict[tuple[int, int], float]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model that the times are of."""
+        return self.fitted.shape
+
+    def layer_prefill_s(
+        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+    ) -> float:
+        """One decoder layer over the prompts of a micro-batch."""
+        found = self._measured(device, bits, dtype, "prefill", micro_batch, prompt_length)
+        if found is not None:
+            return found
+        return self.fitted.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
+
+    def layer_decode_s(
+        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
+    ) -> float:
+        """One decoder layer for one new token a request."""
+        found = self._measured(device, bits, dtype, "decode", micro_batch, context_length)
+        if found is not None:
+            return found
+        return self.fitted.layer_decode_s(device, bits, micro_batch, context_length, dtype)
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """As the fallback: profiles measure layers."""
+        return self.fitted.embedding_s(device, tokens, dtype)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """As the fallback: profiles measure layers."""
+        return self.fitted.final_s(device, rows, dtype)
+
+    def provenance(self, device: Device) -> str:
+        """Which bitwidths were measured in how many rows, and which were not."""
+        fitted = self.fitted
+        return describe_rows("measured in", fitted.profiles, device, fitted.fallback)
+
+    def _measured(
+        self, device: Device, bits: int, dtype: str, phase: Phase, batch_size: int, length: int
+    ) -> float | None:
+        key = (device, bits, dtype, phase)
+        if key not in self._times:
+            self._times[key] = self._medians(key)
+        return self._times[key].get((batch_size, length))
+
+    def _medians(self, key: Precision) -> dict[tuple[int, int], float]:
+        """Measured seconds of this layer by batch size and length."""
+        times: dict[tuple[int, int], list[float]] = {}
+        for row in rows_for(self.fitted.profiles, *key):
+            if row.layer == LayerTerms.of(self.shape):
+                times.setdefault((row.batch_size, row_length(row)), []).append(row.seconds)
+        return {workload: median(found) for workload, found in times.items()}
+
+
+def latency_from_profiles(
+    paths: str | Path | Sequence[str | Path], fallback: LatencyModel, measured: bool = False
+) -> LatencyModel:
+    """Times from profile CSVs: fitted, or if `measured` as the workload was measured."""
+    listed = [paths] if isinstance(paths, str | Path) else paths
+    fitted = FittedLatency(tuple(row for path in listed for row in read_profiles(path)), fallback)
+    return ProfiledLatency(fitted) if measured else fitted
+
+
+def rows_for(
+    profiles: Sequence[ProfileRow], device: Device, bits: int, dtype: str, phase: Phase
+) -> list[ProfileRow]:
+    """The rows that say something about this phase on this device at this precision."""
+    return [row for row in profiles if row.phase == phase and row.applies(device, bits, dtype)]
+
+
+def row_length(row: ProfileRow) -> int:
+    """The length a row is about: of the prompts in prefill, of what stands before in decode."""
+    return row.prompt_length if row.phase == "prefill" else row.context_length
+
+
+def fit_rows(rows: Sequence[ProfileRow], phase: Phase, prior: Vector) -> Vector:
+    """Coefficients [4] of `layer_features` with the least squared relative error, none negative.
+
+    `prior` [4]: proportions to keep where the rows leave a direction open.
+    """
+    seconds = np.array([row.seconds for row in rows])
+    features = np.stack(
+        [layer_features(phase, row.layer, row.batch_size, row_length(row)) for row in rows]
+    )
+    scaled_prior = prior * np.median(seconds / (features @ prior))
+    relative = features / seconds[:, None]
+    units = _units(relative)
+    weight = np.sqrt(_PRIOR_WEIGHT)
+    matrix = np.vstack([relative * units, weight * np.eye(len(units))])
+    target = np.concatenate([np.ones(len(rows)), weight * scaled_prior / units])
+    coefficients, _ = nnls(matrix, target)
+    return np.asarray(coefficients * units)
+
+
+def describe_rows(
+    verb: str, profiles: Sequence[ProfileRow], device: Device, fallback: LatencyModel
+) -> str:
+    """`verb` so many profile rows of these bitwidths; what `fallback` says for the others."""
+    dtype = device.default_dtype
+    used = [row for row in profiles if row.applies(device, row.bits, dtype)]
+    if not used:
+        return fallback.provenance(device)
+    sources = ", ".join(sorted({row.source for row in used if row.source}))
+    kernels = sorted(
+        {f"{row.backend} {row.backend_version or ''}".strip() for row in used if row.backend}
+    )
+    found = {row.bits for row in used}
+    parts = [f"bits {', '.join(map(str, sorted(found)))}", *kernels]
+    text = (
+        f"{verb} {len(used)} profile rows{' of ' if sources else ''}{sources} ({'; '.join(parts)})"
+    )
+    missing = [str(bits) for bits in BITWIDTHS if bits not in found]
+    return f"{text}; {fallback.provenance(device)} (bits {', '.join(missing)})" if missing else text
+
+
+def _units(relative: Matrix) -> Vector:
+    """Per term [4] what makes up one whole row's time on average; 1 where no row has the term."""
+    mean = relative.mean(axis=0)
+    return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)
+
+
+def _proportions(
+    model: LatencyModel, device: Device, bits: int, dtype: str, phase: Phase
+) -> Vector:
+    """`layer_features` coefficients [4] that come closest to `model`."""
+    time = model.layer_prefill_s if phase == "prefill" else model.layer_decode_s
+    points = [(batch, length) for batch in _PRIOR_BATCHES for length in _PRIOR_LENGTHS]
+    layer = LayerTerms.of(model.shape)
+    seconds = np.array([time(device, bits, batch, length, dtype) for batch, length in points])
+    features = np.stack([layer_features(phase, layer, *point) for point in points])
+    relative = features / seconds[:, None]
+    units = _units(relative)
+    coefficients, _ = nnls(relative * units, np.ones(len(points)))
+    return np.asarray(coefficients * units)

@@ -1,0 +1,138 @@
+"""Sampling against transformers' own logits warpers, and the endings of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from actors.messages import Admission, MicroBatch, Sampling
+from actors.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
+from quant.errors import SpecError
+
+VOCABULARY = 50
+
+
+def logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def batch(slots: Sequence[int], admitted: Sequence[Admission] = ()) -> MicroBatch:
+    ones = np.ones(len(slots), dtype=np.int64)
+    return MicroBatch(np.array(slots, dtype=np.int64), ones, ones, tuple(admitted))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 7, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.6), (1.3, 1, 0.1)],
+)
+def test_probabilities_equal_transformers_warpers(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    raw = logits(6)
+    warped = TemperatureLogitsWarper(temperature)(None, raw)
+    warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    sampling = [Sampling(temperature, top_k, top_p)] * len(raw)
+    probabilities, order = filtered_probabilities(raw, sampling)
+    by_token = torch.zeros_like(probabilities).scatter(1, order, probabilities)
+    torch.testing.assert_close(by_token.float(), warped.softmax(-1), atol=1e-6, rtol=1e-4)
+
+
+def test_draws_follow_the_distribution() -> None:
+    raw = logits(1)
+    draws = 20_000
+    sampling = [Sampling(temperature=1.0, top_k=5)] * draws
+    positions = [uniform_draw(3, "a", i) for i in range(draws)]
+    tokens = choose_tokens(raw.expand(draws, -1), sampling, positions)
+    expected = TopKLogitsWarper(5)(None, raw).softmax(-1)[0].numpy()
+    seen = np.bincount(tokens, minlength=VOCABULARY) / draws
+    assert np.abs(seen - expected).max() < 4 * np.sqrt(0.25 / draws)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    raw = logits(4)
+    sampling = [
+        Sampling(),
+        Sampling(temperature=0.9, top_p=0.9),
+        Sampling(temperature=1.5, top_k=9),
+        Sampling(temperature=0.2),
+    ]
+    draws = [0.0, 0.3, 0.99, 0.5]
+    together = choose_tokens(raw, sampling, draws)
+    alone = [
+        choose_tokens(raw[i : i + 1], [sampling[i]], [draws[i]])[0] for i in range(len(sampling))
+    ]
+    assert together.tolist() == alone
+    assert together[0] == raw[0].argmax()
+
+
+def test_extreme_draws_stay_within_what_is_kept() -> None:
+    raw = logits(2)
+    sampling = [Sampling(temperature=1.0, top_k=3)] * 2
+    tokens = choose_tokens(raw, sampling, [0.0, 1 - 2**-53])
+    for row, token in zip(raw, tokens, strict=True):
+        assert token in row.topk(3).indices.tolist()
+
+
+def test_draw_is_uniform_and_keyed_by_seed_id_and_position() -> None:
+    draws = [uniform_draw(0, f"row-{i}", i % 7) for i in range(5000)]
+    assert min(draws) >= 0
+    assert max(draws) < 1
+    assert abs(np.mean(draws) - 0.5) < 0.02
+    keys = {uniform_draw(*k) for k in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
+    assert len(keys) == 4
+    assert uniform_draw(5, "a", 2) == uniform_draw(5, "a", 2)
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + t) for t in token_ids)
+
+
+def run(sampler: Sampler, tokens: Sequence[int], sampling: Sampling, most: int) -> list[Any]:
+    """Feed one request logits that make greedy sampling choose `tokens`."""
+    admission = Admission(0, "x", most, sampling)
+    reasons = []
+    for i, token in enumerate(tokens):
+        one_hot = torch.nn.functional.one_hot(torch.tensor([token]), 26).float()
+        admitted = [admission] if i == 0 else []
+        reasons.append(sampler.sample(batch([0], admitted), one_hot).finish_reasons[0])
+        if reasons[-1]:
+            break
+    return reasons
+
+
+def test_end_of_sequence_stops_unless_ignored() -> None:
+    assert run(Sampler([4]), [1, 2, 4, 1], Sampling(), 9) == [None, None, "stop"]
+    ignoring = Sampling(ignore_eos=True)
+    assert run(Sampler([4]), [1, 2, 4, 1], ignoring, 4) == [None, None, None, "length"]
+
+
+def test_stop_string_across_tokens() -> None:
+    sampling = Sampling(stop=("bc", "zz"))
+    assert run(Sampler([], Letters()), [1, 1, 2, 2], sampling, 9) == [None, None, "stop"]
+    assert run(Sampler([], Letters()), [1, 0, 2], sampling, 3) == [None, None, "length"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"stop": ("",)},
+    ],
+)
+def test_sampling_refuses_values_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(wrong))):
+        Sampling(**wrong)

@@ -1,0 +1,157 @@
+"""Random assignment problems shaped like real clusters, and a solver that tries everything."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.problem import AssignmentProblem, Objective
+
+# Half-precision TFLOP/s, memory GB/s and usable GiB, from the makers' data sheets.
+DEVICES = {
+    "T4": (65.0, 320.0, 14.6),
+    "P100": (18.7, 732.0, 11.9),
+    "V100": (125.0, 900.0, 31.7),
+    "A100": (312.0, 1555.0, 39.4),
+}
+SPARE_BYTES_PER_WEIGHT = {3: 0.03, 4: 0.03, 8: 0.01, 16: 0.0}  # scales and zeros
+SLOWDOWN = {3: 1.35, 4: 1.15, 8: 1.1, 16: 1.0}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random problem is made from."""
+
+    devices: tuple[str, ...]
+    layers: int
+    hidden: int
+    bitwidths: tuple[int, ...] = (3, 4, 8, 16)
+    global_batch: int = 32
+    prompt: int = 512
+    new_tokens: int = 100
+    theta: float = 1.0
+    objective: Objective = "pipeline"
+    memory_factor: float = 1.0
+
+
+def cluster_problem(shape: Shape, seed: int) -> AssignmentProblem:
+    """Roofline costs with a few percent of noise; memory net of embedding and head."""
+    rng = np.random.default_rng(seed)
+    flops, traffic, memory = (np.array(row) for row in zip(*(DEVICES[d] for d in shape.devices)))
+    stages, bits = len(shape.devices), np.array(shape.bitwidths)
+    weights = 12.0 * shape.hidden**2
+    weight_bytes = weights * (bits / 8 + [SPARE_BYTES_PER_WEIGHT[b] for b in shape.bitwidths])
+    kv_bytes = 4.0 * shape.global_batch * (shape.prompt + shape.new_tokens) * shape.hidden
+    decode_size = max(1, shape.global_batch // stages)
+    prefill_size = max(1, decode_size // 2)
+    slow = np.array([SLOWDOWN[b] for b in shape.bitwidths]) * rng.uniform(
+        0.97, 1.03, (stages, len(bits))
+    )
+    compute_s = 2 * weights * prefill_size * shape.prompt / (flops * 0.6e12)
+    read_s = (weight_bytes + kv_bytes * decode_size / shape.global_batch) / (
+        traffic[:, np.newaxis] * 0.7e9
+    )
+    head_bytes = 2.0 * 50_000 * shape.hidden
+    edge = np.zeros(stages)
+    edge[[0, -1]] = 1.0
+    token_bytes = 2.0 * shape.hidden / 3e9
+    moved = np.where(np.arange(stages) < stages - 1, token_bytes, 1e-6)
+    return AssignmentProblem(
+        prefill_s=compute_s[:, np.newaxis] * slow,
+        decode_s=read_s * slow + 5e-5,
+        fixed_prefill_s=edge * 0.1 * compute_s,
+        fixed_decode_s=edge * head_bytes / (traffic * 0.7e9),
+        prefill_comm_s=moved * prefill_size * shape.prompt if stages > 1 else moved * 0,
+        decode_comm_s=moved * decode_size if stages > 1 else moved * 0,
+        layer_bytes=np.ceil(weight_bytes + kv_bytes),  # whole bytes add up exactly
+        memory_bytes=shape.memory_factor * memory * 2**30 - edge * head_bytes,
+        sensitivity=_sensitivity(rng, shape.layers, bits),
+        theta=shape.theta,
+        bitwidths=shape.bitwidths,
+        prefill_micro_batches=-(-shape.global_batch // prefill_size),
+        decode_micro_batches=-(-shape.global_batch // decode_size),
+        new_tokens=shape.new_tokens,
+        objective=shape.objective,
+    )
+
+
+def small_problem(seed: int, objective: Objective) -> AssignmentProblem:
+    """At most 3 stages, 5 layers and 3 bitwidths, with memory that is ample, tight or too small.
+
+    Some have bitwidths a device lacks, free transfers, equal layers, one token, or theta 0.
+    """
+    rng = np.random.default_rng(seed)
+    stages, layers, choices = (int(rng.integers(1, high + 1)) for high in (3, 5, 3))
+    bitwidths = tuple(sorted(rng.choice([3, 4, 8, 16], choices, replace=False).tolist()))
+    names = tuple(rng.choice(list(DEVICES), stages).tolist())
+    shape = Shape(
+        devices=names,
+        layers=layers,
+        hidden=int(rng.choice([1024, 4096, 7168])),
+        bitwidths=bitwidths,
+        global_batch=int(rng.integers(1, 33)),
+        new_tokens=int(rng.choice([1, 2, 50])),
+        theta=float(rng.choice([0.0, 0.01, 1.0, 100.0])),
+        objective=objective,
+    )
+    problem = cluster_problem(shape, seed)
+    total = problem.layer_bytes.mean(axis=1).max() * layers
+    shares = rng.dirichlet(np.ones(stages)) * float(rng.choice([0.7, 1.0, 1.5, 4.0]))
+    return replace(
+        problem,
+        memory_bytes=np.floor(shares * total),
+        available=rng.random((stages, choices)) < rng.choice([0.8, 1.0]),
+        prefill_comm_s=problem.prefill_comm_s * float(rng.choice([0.0, 1.0, 100.0])),
+        decode_comm_s=problem.decode_comm_s * float(rng.choice([0.0, 1.0, 100.0])),
+    )
+
+
+def brute_force(problem: AssignmentProblem) -> float:
+    """The least objective over all boundaries and bitwidths, written from the formulas alone."""
+    stages, layers = problem.stages, problem.layers
+    best = float("inf")
+    for cuts in itertools.combinations_with_replacement(range(1, layers), stages - 1):
+        stage_of = [sum(layer >= cut for cut in cuts) for layer in range(layers)]
+        for bits in itertools.product(range(len(problem.bitwidths)), repeat=layers):
+            best = min(best, _price(problem, stage_of, bits))
+    return best
+
+
+def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...]) -> float:
+    """The objective of one plan by plain loops."""
+    prefill = problem.fixed_prefill_s.tolist()
+    decode = problem.fixed_decode_s.tolist()
+    free = problem.memory_bytes.tolist()
+    omega = 0.0
+    for layer, (stage, bit) in enumerate(zip(stage_of, bits, strict=True)):
+        if not problem.available[stage, bit]:
+            return float("inf")
+        prefill[stage] += problem.prefill_s[stage, bit]
+        decode[stage] += problem.decode_s[stage, bit]
+        free[stage] -= problem.layer_bytes[stage, bit]
+        omega += problem.sensitivity[layer, bit]
+    if min(free) < 0:
+        return float("inf")
+    comm_p, comm_d = problem.prefill_comm_s.tolist(), problem.decode_comm_s.tolist()
+    slow_p, slow_d = max(prefill + comm_p), max(decode + comm_d)
+    batches_p, batches_d = problem.prefill_micro_batches, problem.decode_micro_batches
+    tokens = problem.new_tokens - 1
+    if problem.objective == "paper":
+        latency = (batches_p - 1) * slow_p + (batches_d - 1) * tokens * slow_d
+        latency += sum(prefill) + sum(decode)
+    else:
+        latency = (batches_p - 1) * slow_p + sum(prefill) + sum(comm_p)
+        latency += tokens * max(batches_d * slow_d, sum(decode) + sum(comm_d))
+    return latency + problem.theta * omega
+
+
+def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.ndarray:
+    """A layer's factor times a bitwidth's, disturbed in half of the problems; 4 bit sums to about 1."""
+    factor = np.exp(rng.normal(0, 0.5, layers)) * np.linspace(1.5, 0.7, layers) / layers
+    fall = np.where(bits < 16, (2.0**bits - 1) ** -2 * 225, 0.0)
+    values = factor[:, np.newaxis] * fall
+    if rng.random() < 0.5:
+        values *= rng.uniform(0.5, 1.5, values.shape)
+    return -np.sort(-values, axis=1)

@@ -1,0 +1,227 @@
+"""Profiles: a fit recovers a known law, measured rows win, and bad rows are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.model_shape import model_shape
+from planner.profile_rows import LayerTerms, Phase, ProfileRow
+from planner.profiles import (
+    FittedLatency,
+    ProfiledLatency,
+    latency_from_profiles,
+    layer_features,
+    read_profiles,
+    write_profiles,
+)
+from planner.roofline import RooflineLatency
+from quant.errors import SpecError
+
+SHAPE = model_shape("opt-1.3b")
+LAYER = LayerTerms.of(SHAPE)
+ROOFLINE = RooflineLatency(SHAPE)
+T4 = ClusterSpec.from_counts(["T4"], [1]).devices[0]
+LAW = {
+    "prefill": np.array([1e-9, 2e-9, 3e-14, 4e-13]),
+    "decode": np.array([5e-13, 6e-12, 7e-11, 8e-12]),
+}
+HEADER = "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer"
+GOOD = "T4-16GB,opt-1.3b,2048,8192,512,0,prefill,16,4,12.5"
+
+
+def row(
+    phase: Phase, batch: int, length: int, bits: int = 16, layer: LayerTerms = LAYER
+) -> ProfileRow:
+    return ProfileRow(
+        device="T4-16GB",
+        model="opt-1.3b",
+        layer=layer,
+        intermediate_size=8192,
+        phase=phase,
+        bits=bits,
+        batch_size=batch,
+        prompt_length=length if phase == "prefill" else 1,
+        context_length=length if phase == "decode" else 0,
+        seconds=float(LAW[phase] @ layer_features(phase, layer, batch, length)),
+    )
+
+
+def grid(
+    lengths: tuple[int, ...] = (128, 256, 512), layer: LayerTerms = LAYER
+) -> tuple[ProfileRow, ...]:
+    phases: tuple[Phase, Phase] = ("prefill", "decode")
+    return tuple(
+        row(phase, batch, length, layer=layer)
+        for phase in phases
+        for batch in (1, 2, 4, 8)
+        for length in lengths
+    )
+
+
+@pytest.mark.parametrize(("batch", "length"), [(3, 384), (7, 768), (16, 200)])
+def test_fit_predicts_unseen_workloads(batch: int, length: int) -> None:
+    fitted = FittedLatency(grid(), ROOFLINE)
+    prefill = fitted.layer_prefill_s(T4, 16, batch, length, "float16")
+    decode = fitted.layer_decode_s(T4, 16, batch, length, "float16")
+    assert prefill == pytest.approx(row("prefill", batch, length).seconds, rel=0.02)
+    assert decode == pytest.approx(row("decode", batch, length).seconds, rel=0.02)
+
+
+def test_fit_withstands_noise_within_the_papers_error() -> None:
+    noise = np.random.default_rng(0)
+    rows = tuple(
+        replace(each, seconds=each.seconds * float(noise.uniform(0.95, 1.05))) for each in grid()
+    )
+    fitted = FittedLatency(rows, ROOFLINE)
+    errors = [
+        abs(
+            fitted.layer_decode_s(T4, 16, batch, 384, "float16") / row("decode", batch, 384).seconds
+            - 1
+        )
+        for batch in (3, 5, 7)
+    ]
+    assert float(np.mean(errors)) < 0.06
+
+
+def test_profile_of_another_model_scales() -> None:
+    other = LayerTerms.of(model_shape("opt-6.7b"))
+    fitted = FittedLatency(grid(layer=other), ROOFLINE)
+    for batch, length in ((2, 256), (8, 512)):
+        assert fitted.layer_prefill_s(T4, 16, batch, length, "float16") == pytest.approx(
+            row("prefill", batch, length).seconds, rel=0.03
+        )
+
+
+def test_one_length_only_still_extrapolates_like_the_roofline() -> None:
+    """Collinear rows: the time at half the length must be about half, not a quarter or the same."""
+    fitted = FittedLatency(grid(lengths=(512,)), ROOFLINE)
+    whole = fitted.layer_prefill_s(T4, 16, 8, 512, "float16")
+    half = fitted.layer_prefill_s(T4, 16, 8, 256, "float16")
+    expected = ROOFLINE.layer_prefill_s(T4, 16, 8, 256, "float16") / ROOFLINE.layer_prefill_s(
+        T4, 16, 8, 512, "float16"
+    )
+    assert whole == pytest.approx(row("prefill", 8, 512).seconds, rel=0.02)
+    assert half / whole == pytest.approx(expected, rel=0.2)
+
+
+def test_a_single_row_scales_the_roofline() -> None:
+    fitted = FittedLatency((row("decode", 8, 512),), ROOFLINE)
+    assert fitted.layer_decode_s(T4, 16, 8, 512, "float16") == pytest.approx(
+        row("decode", 8, 512).seconds, rel=0.01
+    )
+    ratio = fitted.layer_decode_s(T4, 16, 2, 256, "float16") / ROOFLINE.layer_decode_s(
+        T4, 16, 2, 256, "float16"
+    )
+    measured = row("decode", 8, 512).seconds / ROOFLINE.layer_decode_s(T4, 16, 8, 512, "float16")
+    assert ratio == pytest.approx(measured, rel=0.25)
+
+
+def test_measured_rows_win_where_measured() -> None:
+    odd = replace(row("decode", 4, 256), seconds=1.0)
+    model = ProfiledLatency(FittedLatency((*grid(lengths=(128, 512)), odd), ROOFLINE))
+    assert model.layer_decode_s(T4, 16, 4, 256, "float16") == 1.0
+    assert model.layer_decode_s(T4, 16, 3, 256, "float16") != 1.0
+    assert model.layer_prefill_s(T4, 16, 8, 512, "float16") == row("prefill", 8, 512).seconds
+    assert model.provenance(T4).startswith("measured in 17 profile rows (bits 16)")
+
+
+def test_what_is_not_profiled_is_estimated() -> None:
+    fitted = FittedLatency(grid(), ROOFLINE)
+    v100 = ClusterSpec.from_counts(["V100"], [1]).devices[0]
+    assert fitted.provenance(v100).startswith("estimated")
+    assert fitted.provenance(T4) == (
+        "fitted to 24 profile rows (bits 16); estimated: roofline of the datasheet (bits 3, 4, 8)"
+    )
+    for bits, dtype in ((8, "float16"), (16, "float32")):
+        assert fitted.layer_prefill_s(T4, bits, 2, 128, dtype) == ROOFLINE.layer_prefill_s(
+            T4, bits, 2, 128, dtype
+        )
+    assert fitted.final_s(T4, 4, "float16") == ROOFLINE.final_s(T4, 4, "float16")
+
+
+def test_rows_of_other_kernels_or_threads_do_not_apply() -> None:
+    foreign = replace(row("decode", 4, 256, bits=4), backend="gptq_cuda")
+    ours = replace(foreign, backend="bnb_nf4", backend_version="0.48")
+    assert not foreign.applies(T4, 4, "float16")
+    assert ours.applies(T4, 4, "float16")
+    assert "bnb_nf4 0.48" in FittedLatency((ours,), ROOFLINE).provenance(T4)
+    values = {"accelerators": {"CPU": 1}, "memory_gib": 1, "threads": 2}
+    cpu = ClusterSpec.from_dict({"name": "c", "nodes": [values]}).devices[0]
+    measured = replace(foreign, device="CPU", backend="int4pack", threads=2)
+    assert measured.applies(cpu, 4, "bfloat16")
+    assert not replace(measured, threads=1).applies(cpu, 4, "bfloat16")
+
+
+def test_an_emulated_device_uses_its_gpus_profile() -> None:
+    played = replace(T4, emulated=True)
+    fitted = FittedLatency(grid(), ROOFLINE)
+    assert fitted.layer_decode_s(played, 16, 4, 256, "bfloat16") == pytest.approx(
+        row("decode", 4, 256).seconds, rel=0.02
+    )
+
+
+def test_csv_round_trip(tmp_path: Path) -> None:
+    rows = (*grid(), replace(row("decode", 2, 64, bits=8), backend="bnb_int8", threads=3))
+    write_profiles(tmp_path / "p.csv", rows)
+    back = read_profiles(tmp_path / "p.csv")
+    assert [replace(each, seconds=0) for each in back] == [
+        replace(each, seconds=0) for each in rows
+    ]
+    assert [each.seconds for each in back] == pytest.approx([each.seconds for each in rows])
+    model = latency_from_profiles(tmp_path / "p.csv", ROOFLINE, measured=True)
+    assert model.layer_decode_s(T4, 16, 2, 128, "float16") == pytest.approx(
+        row("decode", 2, 128).seconds
+    )
+    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in model.provenance(
+        replace(T4, threads=3)
+    )
+
+
+def test_decode_without_context_is_no_division_by_zero() -> None:
+    rows = tuple(row("decode", batch, 0) for batch in (1, 4))
+    fitted = FittedLatency(rows, ROOFLINE)
+    assert fitted.layer_decode_s(T4, 16, 2, 0, "float16") == pytest.approx(
+        row("decode", 2, 0).seconds, rel=0.02
+    )
+
+
+def test_published_columns_suffice(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text(f"{HEADER}\n{GOOD}\n")
+    (found,) = read_profiles(tmp_path / "p.csv")
+    assert found.layer == LAYER
+    assert found.seconds == pytest.approx(0.0125)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{HEADER}\n{GOOD.replace('T4-16GB', 'T5')}", "p.csv:2: .*unknown accelerator 'T5'"),
+        (f"{HEADER}\n{GOOD}\n{GOOD.replace('12.5', 'nan')}", "p.csv:3: .*positive number"),
+        (f"{HEADER}\n{GOOD.replace('12.5', '0')}", "p.csv:2: .*positive number"),
+        (f"{HEADER}\n{GOOD.replace('12.5', 'x')}", "ms_per_layer 'x'; a number"),
+        (f"{HEADER}\n{GOOD.replace('prefill', 'train')}", "phase 'train'"),
+        (f"{HEADER}\n{GOOD.replace('16,4', '5,4')}", "bits 5; one of 3, 4, 8, 16"),
+        (f"{HEADER}\n{GOOD.replace('16,4', '16,0')}", "batch_size '0'"),
+        (f"{HEADER}\n{GOOD.replace('2048', '2k')}", "h1 '2k'"),
+        (f"{HEADER}\nT4,opt", "not as many fields"),
+        (f"{HEADER}\n{GOOD},1,2", "not as many fields"),
+        (f"{HEADER},dtype\n{GOOD},int8", "dtype 'int8'"),
+        (HEADER.replace("bits", "bit"), "p.csv:1: profile lacks the columns bits"),
+        (f"{HEADER},colour", "p.csv:1: profile has unknown columns colour"),
+        ("", "lacks the columns"),
+    ],
+)
+def test_bad_csv_is_named_with_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "p.csv").write_text(text + "\n")
+    with pytest.raises(SpecError, match=message):
+        read_profiles(tmp_path / "p.csv")
+
+
+def test_missing_csv(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot be read"):
+        read_profiles(tmp_path / "none.csv")

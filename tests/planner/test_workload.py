@@ -1,0 +1,23 @@
+"""Workloads refuse what is no batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.workload import Workload
+from quant.errors import SpecError
+
+
+def test_total_length() -> None:
+    assert Workload(global_batch=32, prompt_length=512, new_tokens=100).total_length == 612
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])
+@pytest.mark.parametrize("position", range(3))
+def test_only_positive_whole_numbers(value: Any, position: int) -> None:
+    numbers = [1, 1, 1]
+    numbers[position] = value
+    with pytest.raises(SpecError, match="must be a whole number of at least 1"):
+        Workload(*numbers)
