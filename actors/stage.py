@@ -49,6 +49,7 @@ class Stage:
         self._architecture = architecture_of(config)
         self._cache = _make_cache(config, spec, self.dtype, device)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.is_last else None
+        self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
         self._check_memory()
@@ -115,9 +116,15 @@ class Stage:
             prefill_tokens=self._prefill_tokens,
             decode_tokens=self._decode_tokens,
             micro_batches=self._micro_batches,
-            weight_bytes=module_nbytes(self._model),
+            weight_bytes=self._weight_bytes,
             kv_cache_bytes=self._cache.nbytes,
         )
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes that came from the checkpoint: all but the rotary frequencies."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
 
 
 def _make_cache(

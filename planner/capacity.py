@@ -52,6 +52,25 @@ def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
     )
 
 
+def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
+    """The most bytes that whole layers can take on a stage without exceeding its memory.
+
+    By trying all counts of all bitwidths but one, up to all layers each.
+    """
+    memory = float(problem.memory_bytes[stage])
+    sizes = problem.layer_bytes[stage, problem.available[stage]]
+    sums = np.zeros(1)
+    for each in sizes[:-1]:
+        grown = np.add.outer(sums, np.arange(problem.layers + 1) * each).ravel()
+        sums = np.unique(grown[grown <= memory])
+    if sizes.size and sizes[-1] > 0:
+        last = sizes[-1]
+        room = np.minimum((memory - sums) // last, problem.layers)
+        sums = sums + room * last
+        sums = np.where(sums > memory, sums - last, sums)
+    return float(sums.max())
+
+
 def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
     """Why nothing fits and what would, in one sentence or two; `device_names` [N] in stage order.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.capacity import explain_infeasible, is_feasible
+from planner.capacity import explain_infeasible, fullest_bytes, is_feasible
 from planner.ilp import AssignmentModel, build_model
 from planner.problem import Assignment, AssignmentProblem, PhaseSeconds, Status, stage_times
 from planner.recovery import Candidate, recover, smallest_candidate
@@ -143,17 +143,18 @@ def _solve_windows(
     options: SolveOptions,
     wanted_s: float | None = None,
 ) -> _Found:
-    """The programme inside `windows`, only below `wanted_s` seconds if that is given.
+    """The programme inside `windows`, only up to `wanted_s` seconds if that is given.
 
-    A point that the solver's tolerance lets over a memory is solved again with that memory a hair
-    smaller; the bound stays the first run's.
+    A point that the solver's tolerance lets over a memory is solved again with that memory cut to
+    what whole layers can really take of it; the bound stays the last run's that excluded nothing.
     """
     share = np.ones(problem.stages)
-    bound = math.inf
-    for attempt in range(problem.stages + 1):
+    bound = 0.0
+    excludes_nothing = True
+    for _ in range(problem.stages + 1):
         model = build_model(problem, windows, relaxed.bound, share, wanted_s)
         outcome = solve_model(model.programme, options.solver, limits)
-        if attempt == 0:
+        if excludes_nothing:
             bound = _bound_s(outcome, model)
         if not outcome.has_point:
             return _Found(None, bound)
@@ -161,7 +162,10 @@ def _solve_windows(
         if math.isfinite(candidate.objective):
             return _Found(candidate, bound)
         times = stage_times(problem, candidate.first_layer, candidate.bitwidth)
-        share[times.bytes > problem.memory_bytes] -= MEMORY_TIGHTENING
+        for stage in np.flatnonzero(times.bytes > problem.memory_bytes):
+            used = fullest_bytes(problem, int(stage)) / float(problem.memory_bytes[stage])
+            share[stage] = min(used, share[stage] - MEMORY_TIGHTENING)
+            excludes_nothing = excludes_nothing and used <= 1 - MEMORY_TIGHTENING
     return _Found(None, bound)
 
 

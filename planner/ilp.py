@@ -115,12 +115,14 @@ def _declare(
     problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
 ) -> AssignmentModel:
     """The variables, with those that the windows settle left out."""
+    programme = pulp.LpProblem("assignment", pulp.LpMinimize)
     stages, choices = problem.prefill_s.shape
     before = [
-        [_step(layer, stage, windows) for stage in range(stages)] for layer in range(problem.layers)
+        [_step(programme, layer, stage, windows) for stage in range(stages)]
+        for layer in range(problem.layers)
     ]
     placed = {
-        (layer, stage, choice): pulp.LpVariable(f"placed_{layer}_{stage}_{choice}", 0, 1)
+        (layer, stage, choice): programme.add_variable(f"placed_{layer}_{stage}_{choice}", 0, 1)
         for layer, steps in enumerate(before)
         for stage in range(stages)
         if _may_lie(steps, stage)
@@ -128,19 +130,24 @@ def _declare(
         if problem.available[stage, choice]
     }
     counts = [
-        [_count(problem, stage, choice) for choice in range(choices)] for stage in range(stages)
+        [
+            programme.add_variable(
+                f"count_{stage}_{choice}", 0, _most(problem, stage, choice), pulp.LpInteger
+            )
+            for choice in range(choices)
+        ]
+        for stage in range(stages)
     ]
-    programme = pulp.LpProblem("assignment", pulp.LpMinimize)
     return AssignmentModel(problem, scale_s, programme, before, placed, counts)
 
 
-def _step(layer: int, stage: int, windows: Sequence[Window]) -> Step:
+def _step(programme: pulp.LpProblem, layer: int, stage: int, windows: Sequence[Window]) -> Step:
     """Whether `layer` lies on `stage` or before it."""
     if stage == len(windows) or layer < windows[stage].least:
         return 1
     if layer >= windows[stage].most:
         return 0
-    return pulp.LpVariable(f"before_{layer}_{stage}", cat=pulp.LpBinary)
+    return programme.add_variable(f"before_{layer}_{stage}", cat=pulp.LpBinary)
 
 
 def _may_lie(steps: Sequence[Step], stage: int) -> bool:
@@ -150,16 +157,12 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
     return reached and not passed
 
 
-def _count(problem: AssignmentProblem, stage: int, choice: int) -> pulp.LpVariable:
-    """An integer from zero to what the device runs and holds."""
-    most = 0
-    if problem.available[stage, choice] and problem.memory_bytes[stage] >= 0:
-        most = whole_layers(
-            float(problem.layer_bytes[stage, choice]),
-            float(problem.memory_bytes[stage]),
-            problem.layers,
-        )
-    return pulp.LpVariable(f"count_{stage}_{choice}", 0, most, pulp.LpInteger)
+def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
+    """How many layers of a bitwidth the device runs and holds."""
+    memory = float(problem.memory_bytes[stage])
+    if not problem.available[stage, choice] or memory < 0:
+        return 0
+    return whole_layers(float(problem.layer_bytes[stage, choice]), memory, problem.layers)
 
 
 def _latency_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
@@ -169,11 +172,11 @@ def _latency_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
     """
     latency = linear_latency(model.problem)
     constant = latency.constant_s / model.scale_s
-    terms = [pulp.LpVariable("constant", constant, constant)]
+    terms = [model.programme.add_variable("constant", constant, constant)]
     for index, bottleneck in enumerate(latency.bottlenecks):
         factor = bottleneck.weight / model.scale_s
         floor = factor * float(bottleneck.start_s.max())
-        slowest = pulp.LpVariable(f"bottleneck_{index}", floor)
+        slowest = model.programme.add_variable(f"bottleneck_{index}", floor)
         terms.append(slowest)
         for row_s, start_s in zip(bottleneck.row_s, bottleneck.start_s, strict=True):
             if row_s.any():

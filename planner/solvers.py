@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -82,7 +83,11 @@ def _create_cbc(limits: SolverLimits) -> pulp.LpSolver:
         "timeLimit": limits.time_limit_s,
     }
     system = pulp.COIN_CMD(**options)
-    return system if system.available() else pulp.PULP_CBC_CMD(**options)
+    if system.available():
+        return system
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PuLP 4 will bring none
+        return pulp.PULP_CBC_CMD(**options)
 
 
 def _create_gurobi(limits: SolverLimits) -> pulp.LpSolver:
@@ -90,6 +95,7 @@ def _create_gurobi(limits: SolverLimits) -> pulp.LpSolver:
     return pulp.GUROBI(
         msg=False,
         timeLimit=limits.time_limit_s,
+        OutputFlag=0,  # first, or the other two are printed
         MIPGap=limits.relative_gap,
         MIPGapAbs=ABSOLUTE_GAP,
     )

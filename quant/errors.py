@@ -1,4 +1,4 @@
-"""The errors a user can cause or mend; every command line turns them into one message and exit code 2."""
+"""The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
 
 
 class LlmpqError(Exception):

@@ -91,6 +91,7 @@ def stages_of(
     max_tokens: int,
     bits: int | Sequence[int] = 16,
     dtype: str = "float32",
+    processor: Processor = Processor(),  # noqa: B008  (frozen)
 ) -> list[Stage]:
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
     spans = [range(a, b) for a, b in pairwise(bounds)]
@@ -108,7 +109,7 @@ def stages_of(
             ),
             folder,
             torch.device("cpu"),
-            Processor(),
+            processor,
         )
         for j, span in enumerate(spans)
     ]

@@ -39,7 +39,7 @@ class Shape:
 def cluster_problem(shape: Shape, seed: int) -> AssignmentProblem:
     """Roofline costs with a few percent of noise; memory net of embedding and head."""
     rng = np.random.default_rng(seed)
-    flops, traffic, memory = (np.array(row) for row in zip(*(DEVICES[d] for d in shape.devices)))
+    flops, traffic, memory = np.array([DEVICES[name] for name in shape.devices]).T
     stages, bits = len(shape.devices), np.array(shape.bitwidths)
     weights = 12.0 * shape.hidden**2
     weight_bytes = weights * (bits / 8 + [SPARE_BYTES_PER_WEIGHT[b] for b in shape.bitwidths])
@@ -148,7 +148,10 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
 
 
 def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.ndarray:
-    """A layer's factor times a bitwidth's, disturbed in half of the problems; 4 bit sums to about 1."""
+    """A layer's factor times a bitwidth's, disturbed in half of the problems.
+
+    The values at 4 bit sum to about 1.
+    """
     factor = np.exp(rng.normal(0, 0.5, layers)) * np.linspace(1.5, 0.7, layers) / layers
     fall = np.where(bits < 16, (2.0**bits - 1) ** -2 * 225, 0.0)
     values = factor[:, np.newaxis] * fall

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from planner.assignment import evaluate, explain_infeasible, solve, stage_times
-from planner.capacity import is_feasible
+from planner.capacity import fullest_bytes, is_feasible
 from planner.problem import AssignmentProblem
 from planner.uniform import even_sizes
 from quant.errors import InfeasibleError, SpecError
@@ -133,6 +134,17 @@ def test_feasibility_in_closed_form_agrees_with_trying_everything(seed: int) -> 
     assert (explain_infeasible(problem, ["d"] * problem.stages) == "") == is_feasible(problem)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_the_fullest_stage_agrees_with_trying_all_counts(seed: int) -> None:
+    problem = small_problem(seed, "pipeline")
+    for stage in range(problem.stages):
+        sizes = problem.layer_bytes[stage, problem.available[stage]].tolist()
+        counts = itertools.product(range(problem.layers + 1), repeat=len(sizes))
+        sums = (sum(n * size for n, size in zip(row, sizes, strict=True)) for row in counts)
+        expected = max(total for total in sums if total <= problem.memory_bytes[stage])
+        assert fullest_bytes(problem, stage) == expected
+
+
 def test_infeasible_memory_is_named_with_its_shortfall(problem: AssignmentProblem) -> None:
     gib = 2.0**30
     large = replace(problem, layer_bytes=[4 * gib, 16 * gib], memory_bytes=[7 * gib, 6 * gib])
@@ -171,7 +183,7 @@ def test_even_sizes_differ_by_at_most_one_and_fill_the_ends(layers: int, stages:
 
 
 def test_uniform_takes_the_greatest_bitwidth_that_fits_everywhere() -> None:
-    shape = Shape(("T4", "T4", "V100"), layers=30, hidden=5120)
+    shape = Shape(("T4", "T4", "V100"), layers=30, hidden=5120, memory_factor=0.45)
     problem = cluster_problem(shape, seed=3)
     assignment = solve(problem, method="uniform")
     fitting = [

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from planner.assignment import Objective, evaluate, lower_bound, solve
+from planner.capacity import fullest_bytes
 from planner.exact import SolveOptions, solve_exactly
 from planner.recovery import recover, smallest_candidate
 from planner.relaxation import CountRelaxation
@@ -127,7 +128,9 @@ def test_a_point_that_only_tolerance_allows_is_not_returned() -> None:
     roomy = replace(problem, memory_bytes=[1e12, 1e12])
     wanted = solve(roomy).first_layer[1]
     limit = wanted * problem.layer_bytes[0, 0] * (1 - 1e-11)
-    found = solve(replace(roomy, memory_bytes=[limit, 1e12]))
+    tight = replace(roomy, memory_bytes=[limit, 1e12])
+    assert fullest_bytes(tight, 0) == (wanted - 1) * problem.layer_bytes[0, 0]
+    found = solve(tight)
     assert found.first_layer[1] == wanted - 1
     assert found.status == "optimal"
 

@@ -1,0 +1,1 @@
+"""Kernel backends: one file each, which packs a weight and multiplies with it."""

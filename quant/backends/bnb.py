@@ -1,0 +1,112 @@
+"""4 bit (nf4) and 8 bit (LLM.int8()) on NVIDIA GPUs with bitsandbytes, which is optional."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from quant.backends.base import tensor_bytes
+from quant.errors import CheckpointError, DeviceError
+from quant.scheme import NF4_BLOCK
+
+_OUTLIER_THRESHOLD = 6.0
+"""Activations above it are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
+
+
+def _bitsandbytes() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise DeviceError(
+            "the 4- and 8-bit kernels of this GPU need bitsandbytes, which cannot be imported "
+            f"({error}); pip install 'llmpq[bitsandbytes]'"
+        ) from error
+
+
+def _on_device(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`weight` as bitsandbytes takes it, checked: its kernels pass NaN on in silence."""
+    moved = weight.to(device=device, dtype=dtype).contiguous()
+    if not bool(torch.isfinite(moved).all()):
+        raise CheckpointError(
+            f"a weight of shape {list(weight.shape)} holds NaN or values that are infinite in "
+            f"{dtype}; the checkpoint is damaged or needs another compute type"
+        )
+    return moved
+
+
+@dataclass(frozen=True)
+class BnbNf4:
+    """`packed` `[out * in / 2, 1]` uint8 in blocks of 64; `state`: their maxima and the table."""
+
+    packed: torch.Tensor
+    state: Any
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+        """See `PackedWeight`."""
+        values = _on_device(weight, dtype, device)
+        packed, state = _bitsandbytes().functional.quantize_4bit(
+            values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
+        )
+        return cls(packed, state)
+
+    @staticmethod
+    def represent(weight: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        packed = BnbNf4.from_weight(weight, torch.float32, weight.device)
+        restored: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
+            packed.packed, packed.state
+        )
+        return restored
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.packed, self.state.absmax, self.state.code)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.state)
+        return out
+
+
+@dataclass(frozen=True)
+class BnbInt8:
+    """`codes` `[out, in]` int8; `maxima` `[out]` float32: the row's largest magnitude."""
+
+    codes: torch.Tensor
+    maxima: torch.Tensor
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+        """See `PackedWeight`."""
+        values = _on_device(weight, torch.float16, device)
+        codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
+        return cls(codes, maxima)
+
+    @staticmethod
+    def represent(weight: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        packed = BnbInt8.from_weight(weight, torch.float16, weight.device)
+        return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.codes, self.maxima)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        bitsandbytes = _bitsandbytes()
+        state = bitsandbytes.MatmulLtState(CB=self.codes, SCB=self.maxima)
+        state.has_fp16_weights = False
+        state.is_training = False
+        # bitsandbytes casts to float16 in any case, and logs a line at each call if it has to.
+        rows = x.reshape(-1, x.shape[-1]).to(torch.float16)
+        out: torch.Tensor = bitsandbytes.matmul(
+            rows, self.codes, state=state, threshold=_OUTLIER_THRESHOLD
+        )
+        return out.to(x.dtype).view(*x.shape[:-1], self.codes.shape[0])

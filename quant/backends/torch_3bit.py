@@ -1,0 +1,57 @@
+"""3 bit in pure torch: three planes of bits, decoded a few rows at a time; 3.25 bits a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from quant.backends.base import linear_by_blocks, tensor_bytes
+from quant.canonical import (
+    CanonicalWeight,
+    decode,
+    dequantize,
+    pack_planes,
+    quantize,
+    unpack_planes,
+)
+
+
+@dataclass(frozen=True)
+class Torch3Bit:
+    """`planes` `[3, out, ceil(in / 8)]` uint8; `scale` and `zero` `[out, groups]` bfloat16."""
+
+    planes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Pack 3-bit codes."""
+        assert canonical.zero is not None, "3-bit codes are affine"
+        return cls(pack_planes(canonical.codes), canonical.scale, canonical.zero)
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+        """See `PackedWeight`."""
+        return cls.from_canonical(quantize(weight, 3, device))
+
+    @staticmethod
+    def represent(weight: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        return dequantize(quantize(weight, 3))
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.planes, self.scale, self.zero)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+
+        def decode_rows(block: slice) -> torch.Tensor:
+            codes = unpack_planes(self.planes[:, block], x.shape[-1])
+            return decode(codes, self.scale[block], self.zero[block], 3)
+
+        return linear_by_blocks(x, self.scale.shape[0], decode_rows)

@@ -1,0 +1,182 @@
+"""Reading the weights of a model one tensor at a time from safetensors files.
+
+Files are mapped, not read: a tensor is a view of the file until someone copies it, so that a stage
+never holds more of a checkpoint in memory than what it keeps.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub import errors as hub_errors
+from safetensors import SafetensorError, safe_open
+
+from quant.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
+
+
+class Checkpoint:
+    """The tensors of a local folder of safetensors files, or of a model on the hub.
+
+    `path` is a folder, or a hub id such as `facebook/opt-125m` (taken from the local cache where
+    the hub cannot be reached). CheckpointError if there are no weights to read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = resolve(path)
+        self._files: dict[str, Any] = {}
+        self._file_of = self._list_tensors()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor `name` as a view of its file; copy it to keep it, and do not write to it.
+
+        CheckpointError if it is missing or its file is missing or damaged.
+        """
+        handle = self._handle(name)
+        try:
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise self._unreadable(self._file_of[name], error) from error
+        return tensor
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor `name`, from its file's header; errors as in `read`."""
+        try:
+            return tuple(self._handle(name).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise self._unreadable(self._file_of[name], error) from error
+
+    def find(self, name: str, prefix: str = "") -> str:
+        """The name under which a tensor is stored.
+
+        Tries `prefix.name`, `name`, and `name` without `prefix`: checkpoints are saved with or
+        without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
+        CheckpointError names the tensor if none is there.
+        """
+        candidates = [name]
+        if prefix:
+            candidates = [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
+        for candidate in candidates:
+            if candidate in self._file_of:
+                return candidate
+        raise CheckpointError(
+            f"{self.folder} has no tensor {name} (tried {', '.join(dict.fromkeys(candidates))}) "
+            f"among its {len(self._file_of)}; it is incomplete or of another model"
+        )
+
+    def _handle(self, name: str) -> Any:
+        """The open file that holds `name`."""
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name} among its {len(self._file_of)}; "
+                "it is incomplete or of another model"
+            )
+        handle = self._open(file)
+        if name not in handle.keys():  # noqa: SIM118  (the handle is no mapping)
+            raise CheckpointError(
+                f"{self.folder / INDEX_FILE} places tensor {name} in {file}, which lacks it; "
+                "download the checkpoint again"
+            )
+        return handle
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(
+                    f"{self.folder} lacks {file}, which its index names; download the missing shard"
+                )
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except (SafetensorError, RuntimeError, OSError) as error:
+                raise self._unreadable(file, error) from error
+        return self._files[file]
+
+    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
+        path = self.folder / file
+        size = path.stat().st_size if path.is_file() else 0
+        return CheckpointError(
+            f"{path} ({size} bytes) is truncated or damaged: {error}; download it again"
+        )
+
+    def _list_tensors(self) -> dict[str, str]:
+        """File of each tensor."""
+        if (self.folder / INDEX_FILE).is_file():
+            return read_index(self.folder / INDEX_FILE)
+        if (self.folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        if any((self.folder / file).is_file() for file in _BIN_FILES):
+            raise CheckpointError(
+                f"{self.folder} holds PyTorch .bin weights, which are not read directly; "
+                f"run: llmpq-convert {self.folder} {self.folder}-safetensors"
+            )
+        raise CheckpointError(
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "give the folder that holds the weights"
+        )
+
+
+def resolve(path: str | Path) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
+
+    CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; give the folder that holds it")
+    name = str(path)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise CheckpointError(
+            f"there is no folder {folder}; give one, or a hub id such as facebook/opt-125m"
+        )
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+    except (
+        hub_errors.HfHubHTTPError,
+        hub_errors.LocalEntryNotFoundError,
+        hub_errors.HFValidationError,
+        hub_errors.OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        raise CheckpointError(
+            f"{name} is no folder here, and the hub did not give a model of that name "
+            f"({type(error).__name__}: {_first_line(error)}); check the name, the network and the "
+            "access rights, or download it elsewhere and give its folder"
+        ) from error
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no index of shards ({type(error).__name__}: {error}); download it again"
+        ) from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} lists no tensors in its weight_map; download it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} places tensor {name} in {file!r}, which is no file name")
+    return weight_map
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no details")

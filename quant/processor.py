@@ -1,0 +1,23 @@
+"""What this machine's devices offer to kernel backends."""
+
+from __future__ import annotations
+
+import torch
+
+from quant.errors import DeviceError
+from quant.scheme import Processor
+
+
+def local_processor(device: torch.device) -> Processor:
+    """The processor behind `device` on this machine; DeviceError for anything but CPU and CUDA."""
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(f"{device} is asked for, but torch {torch.__version__} finds no GPU")
+        return Processor(compute_capability=torch.cuda.get_device_capability(device))
+    if device.type != "cpu":
+        raise DeviceError(f"device {device} is neither a CPU nor a CUDA GPU; use one of them")
+    found = {
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "avx512_vnni": torch.cpu._is_vnni_supported(),
+    }
+    return Processor(instruction_sets=frozenset(name for name, present in found.items() if present))

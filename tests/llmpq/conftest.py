@@ -1,0 +1,59 @@
+"""A tiny checkpoint, a cluster of emulated devices for it, and plans over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq import Cluster, Plan, Workload
+from tests.actors.models import CONFIGS, save_tiny
+
+NEW_TOKENS = 8
+PROMPT_LENGTH = 16
+BATCH = 6
+
+EMULATED = """
+name: three-emulated
+nodes:
+  - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.00045}
+  - {name: b, accelerators: {V100: 1}, usable_memory_gib: 0.0006}
+  - {name: c, accelerators: {A100: 1}, usable_memory_gib: 0.0006}
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Folder of a tiny random LLaMA, and the model itself."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    return folder, save_tiny(folder, CONFIGS["llama"])
+
+
+@pytest.fixture(scope="session")
+def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three emulated devices of different kinds."""
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(EMULATED)
+    return path
+
+
+@pytest.fixture(scope="session")
+def plan(tiny: tuple[Path, Any], cluster_file: Path) -> Plan:
+    """A plan of the tiny model in float32 at 16 bit, three stages."""
+    workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
+    cluster = Cluster.from_yaml(cluster_file)
+    return cluster.plan(tiny[0], workload, dtype="float32", bits=[16])
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray of this test module's own."""
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
+    yield
+    ray.shutdown()

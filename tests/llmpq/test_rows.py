@@ -1,0 +1,110 @@
+"""Reading prompts: every accepted form, every refused one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.messages import Sampling
+from llmpq.rows import BadRow, Row, merge_sampling, read_rows, rows_of
+from quant.errors import InputError
+
+
+def read(tmp_path: Path, *lines: Any) -> tuple[Row | BadRow, ...]:
+    path = tmp_path / "prompts.jsonl"
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text)
+    return read_rows(path)
+
+
+def test_accepted_forms(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    rows = read(
+        tmp_path,
+        {"custom_id": "a", "prompt": "text"},
+        "",
+        {"prompt": [1, 2, 3], "max_new_tokens": 4, "stop": "x"},
+        {"custom_id": "c", "messages": chat, "sampling": {"temperature": 1, "seed": 7}},
+        {
+            "custom_id": "batch",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "prompt": "p", "max_tokens": 9, "top_p": 0.5},
+        },
+    )
+    assert rows == (
+        Row("a", text="text"),
+        Row("line-3", token_ids=(1, 2, 3), sampling={"max_new_tokens": 4, "stop": "x"}),
+        Row("c", messages=tuple(chat), sampling={"temperature": 1, "seed": 7}),
+        Row("batch", text="p", sampling={"max_new_tokens": 9, "top_p": 0.5}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"custom_id": "x"}', "exactly one of prompt and messages"),
+        ('{"prompt": "a", "messages": []}', "exactly one of"),
+        ('{"prompt": 3}', "text or a list of token ids"),
+        ('{"prompt": [1, -2]}', "text or a list of token ids"),
+        ('{"prompt": [1, 2.5]}', "text or a list of token ids"),
+        ('{"prompt": [true]}', "text or a list of token ids"),
+        ('{"messages": []}', "non-empty list"),
+        ('{"prompt": "a", "temprature": 1}', "temprature"),
+        ('{"prompt": "a", "temperature": "hot"}', "a number"),
+        ('{"prompt": "a", "temperature": -1}', "0 (greedy) or more"),
+        ('{"prompt": "a", "top_k": 1.5}', "a whole number"),
+        ('{"prompt": "a", "max_new_tokens": true}', "a whole number"),
+        ('{"prompt": "a", "stop": [3]}', "list of strings"),
+        ('{"prompt": "a", "ignore_eos": 1}', "true or false"),
+        ('{"prompt": "a", "sampling": 3}', "must be an object"),
+        ('{"custom_id": 5, "prompt": "a"}', "non-empty string"),
+    ],
+)
+def test_a_bad_line_becomes_an_error_row_and_leaves_the_others(
+    line: str, message: str, tmp_path: Path
+) -> None:
+    bad, good = read(tmp_path, line, {"custom_id": "good", "prompt": "p"})
+    assert isinstance(bad, BadRow)
+    assert message in bad.error
+    assert good == Row("good", text="p")
+
+
+def test_an_id_twice_is_refused_with_both_rows(tmp_path: Path) -> None:
+    twice = {"custom_id": "same", "prompt": "p"}
+    with pytest.raises(InputError, match=r"'same' of row 3 stands in row 1"):
+        read(tmp_path, twice, {"custom_id": "other", "prompt": "p"}, twice)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_empty_input_is_refused(content: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no prompts"):
+        read(tmp_path, content)
+
+
+def test_unreadable_inputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read input"):
+        read_rows(tmp_path / "missing.jsonl")
+    (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_rows(tmp_path / "latin")
+
+
+def test_rows_from_python() -> None:
+    assert rows_of(["a", [1, 2], {"custom_id": "c", "prompt": "d"}]) == (
+        Row("row-0", text="a"),
+        Row("row-1", token_ids=(1, 2)),
+        Row("c", text="d"),
+    )
+
+
+def test_row_sampling_overrides_only_its_own_fields() -> None:
+    base = Sampling(temperature=0.5, seed=3, stop=("x",))
+    assert merge_sampling(base, {"temperature": 2, "stop": ["y", "z"]}) == Sampling(
+        temperature=2.0, seed=3, stop=("y", "z")
+    )

@@ -1,0 +1,131 @@
+"""Running plans on Ray: tokens as transformers gives them, errors as rows, actors given back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.placement import place
+from actors.stage_group import StageGroup, StageLostError
+from llmpq import Plan, Sampling
+from llmpq.detect import detect_cluster
+from quant.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
+from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
+
+LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def rows_for(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return [list(prompt) for prompt in prompts]
+
+
+def test_three_actors_give_the_tokens_of_generate(tiny: tuple[Path, Any], plan: Plan) -> None:
+    prompts = random_prompts(LENGTHS)
+    assert len(plan.stages) == 3
+    results = {r.custom_id: r for r in plan.run(rows_for(prompts))}
+    for i, prompt in enumerate(prompts):
+        expected = reference(tiny[1], prompt, NEW_TOKENS)
+        assert list(results[f"row-{i}"].token_ids) == expected
+        assert results[f"row-{i}"].error is None
+
+
+def test_random_sampling_does_not_depend_on_the_plan(tiny: tuple[Path, Any], plan: Plan) -> None:
+    prompts = rows_for(random_prompts(LENGTHS))
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    other = Plan(replace(plan.data, micro_batches=replace(plan.micro_batches, prefill=1, decode=2)))
+    first, second = (
+        {r.custom_id: r.token_ids for r in p.run(prompts, sampling)} for p in (plan, other)
+    )
+    assert first == second
+    greedy = {r.custom_id: r.token_ids for r in plan.run(prompts)}
+    assert first != greedy
+
+
+def test_bad_rows_become_error_results_and_the_others_run(plan: Plan) -> None:
+    rows: list[Any] = [
+        [5, 6],
+        list(range(3, 4 + PROMPT_LENGTH)),
+        [],
+        [10_000],
+        {"custom_id": "much", "prompt": [4], "max_new_tokens": NEW_TOKENS + 1},
+        "text, but the model has no tokenizer",
+        {"custom_id": "none"},
+    ]
+    results = {r.custom_id: r for r in plan.run(rows)}
+    assert len(results) == len(rows)
+    errors = {row: r.error for row, r in results.items() if r.error}
+    assert set(errors) == {"row-1", "row-2", "row-3", "much", "row-5", "none"}
+    assert f"{PROMPT_LENGTH + 1} tokens" in str(errors["row-1"])
+    assert "no tokens" in str(errors["row-2"])
+    assert "vocabulary" in str(errors["row-3"])
+    assert "room for 8" in str(errors["much"])
+    assert "no tokenizer" in str(errors["row-5"])
+    assert len(results["row-0"].token_ids) <= NEW_TOKENS
+
+
+def actors_alive() -> int:
+    """From the control store itself; `ray.util.state` would need the dashboard."""
+    actors = ray._private.state.actors().values()
+    return sum(actor["State"] != "DEAD" for actor in actors)
+
+
+def test_actors_are_given_back_when_the_iteration_is_left(plan: Plan) -> None:
+    before = actors_alive()
+    results = plan.run(rows_for(random_prompts(LENGTHS)))
+    next(results)
+    assert actors_alive() == before + 3
+    results.close()
+    with pytest.raises(StopIteration):
+        next(results)
+    assert actors_alive() == before
+
+
+def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: Plan) -> None:
+    from actors.messages import Request
+
+    requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
+    with StageGroup(plan.data, tiny[0]) as group:
+        ray.kill(group._actors[1])
+        with pytest.raises(StageLostError, match="died"):
+            list(group.generate(requests))
+
+
+def test_errors_while_loading_reach_the_caller_bare(plan: Plan, tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = actors_alive()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        list(plan.run([[3]], model=str(tmp_path)))
+    assert actors_alive() == before
+
+
+def test_plan_for_another_model_is_refused_before_anything_starts(
+    plan: Plan, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, CONFIGS["qwen3"])
+    with pytest.raises(PlanMismatchError, match="the plan is for"):
+        plan.run([[3]], model=str(tmp_path))
+
+
+def test_more_tokens_than_planned_are_refused(plan: Plan) -> None:
+    with pytest.raises(SpecError, match="room for 8"):
+        plan.run([[3]], Sampling(max_new_tokens=9))
+
+
+def test_missing_gpu_is_named(plan: Plan) -> None:
+    real = replace(plan.stages[0], emulated=False)
+    with pytest.raises(DeviceError, match=rf"stage 0 needs a {real.accelerator}"):
+        place([real], ray.cluster_resources())
+
+
+def test_detecting_a_ray_cluster_without_gpus_says_so() -> None:
+    with pytest.raises(DeviceError, match="no GPU"):
+        detect_cluster()

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from quant.errors import SpecError
+from quant.scheme import (
+    BITWIDTHS,
+    DTYPE_BYTES,
+    KERNEL_RULES,
+    LinearShape,
+    Processor,
+    backend_name,
+    fallback_rule,
+    group_size,
+    layer_rule,
+    rule_for,
+)
+
+CPU = Processor()
+OLD_CPU = Processor(instruction_sets=frozenset())
+P100 = Processor(compute_capability=(6, 0))
+V100 = Processor(compute_capability=(7, 0))
+T4 = Processor(compute_capability=(7, 5))
+A100 = Processor(compute_capability=(8, 0))
+PROCESSORS = (CPU, OLD_CPU, P100, V100, T4, A100)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "expected"),
+    [(4096, 128), (192, 64), (96, 32), (32, 32), (100, 100), (7, 7), (1, 1), (11008, 128)],
+)
+def test_group_size(in_features: int, expected: int) -> None:
+    assert group_size(in_features) == expected
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype", "expected"),
+    [
+        (CPU, "bfloat16", ("torch_3bit", "int4pack", "onednn_w8a8", "plain")),
+        (CPU, "float32", ("torch_3bit", "torch_4bit", "onednn_w8a8", "plain")),
+        (OLD_CPU, "float32", ("torch_3bit", "torch_4bit", "torch_8bit", "plain")),
+        (P100, "float16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
+        (V100, "float16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
+        (T4, "float16", ("torch_3bit", "bnb_nf4", "bnb_int8", "plain")),
+        (A100, "bfloat16", ("torch_3bit", "bnb_nf4", "bnb_int8", "plain")),
+    ],
+)
+def test_backend_of_each_device(
+    processor: Processor, dtype: str, expected: tuple[str, ...]
+) -> None:
+    assert tuple(backend_name(processor, bits, dtype) for bits in (3, 4, 8, 16)) == expected
+
+
+def test_bits_per_weight_at_group_128() -> None:
+    shape = LinearShape(in_features=4096, out_features=4096)
+    sizes = {rule.name: 8 * rule.nbytes(shape, "bfloat16") for rule in KERNEL_RULES}
+    assert sizes["torch_3bit"] == 3.25 * shape.parameters
+    assert sizes["torch_4bit"] == sizes["int4pack"] == 4.25 * shape.parameters
+    assert sizes["bnb_nf4"] == 4.5 * shape.parameters + 8 * 64
+    assert sizes["torch_8bit"] == sizes["bnb_int8"] == 8 * shape.parameters + 32 * 4096
+    assert sizes["plain"] == 16 * shape.parameters
+
+
+def test_fallback_never_needs_more_bytes() -> None:
+    sides = (1, 7, 16, 32, 48, 64, 96, 100, 128, 192, 1000, 1024)
+    for processor, dtype, bits, (rows, columns) in itertools.product(
+        PROCESSORS, DTYPE_BYTES, BITWIDTHS, itertools.product(sides, sides)
+    ):
+        shape = LinearShape(in_features=columns, out_features=rows)
+        preferred = rule_for(processor, bits, shape, dtype)
+        assert fallback_rule(bits).nbytes(shape, dtype) <= preferred.nbytes(shape, dtype)
+
+
+def test_odd_shape_falls_to_torch() -> None:
+    odd = LinearShape(in_features=100, out_features=50)
+    assert rule_for(CPU, 4, odd, "bfloat16").name == "torch_4bit"
+    assert layer_rule(CPU, 4, odd, "bfloat16", "int4pack").name == "torch_4bit"
+    with pytest.raises(SpecError, match=r"int4pack cannot hold a 4-bit weight of 50 x 100"):
+        rule_for(CPU, 4, odd, "bfloat16", "int4pack")
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "backend", "message"),
+    [
+        (5, "bfloat16", None, "bitwidth 5 is not one of 3, 4, 8, 16"),
+        (4, "int8", None, "compute type 'int8'"),
+        (4, "bfloat16", "onednn_w8a8", "choose one of int4pack, bnb_nf4, torch_4bit"),
+        (4, "bfloat16", "bnb_nf4", "on a CPU with avx512_bf16, avx512_vnni; torch_4bit can"),
+    ],
+)
+def test_impossible_combinations(bits: int, dtype: str, backend: str | None, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        rule_for(CPU, bits, LinearShape(64, 64), dtype, backend)
+
+
+def test_gpu_is_named_in_errors() -> None:
+    with pytest.raises(SpecError, match=r"capability 7\.0"):
+        rule_for(V100, 8, LinearShape(64, 64), "float16", "bnb_int8")
