@@ -10,7 +10,7 @@ from typing import Any
 
 from llmpq.session import ray_session
 from planner.accelerators import find_accelerator
-from planner.cluster import ClusterSpec
+from planner.cluster import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
 from quant.errors import DeviceError, SpecError
 
 GIB = 2**30
@@ -18,7 +18,10 @@ _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def detect_cluster(address: str | None = None) -> ClusterSpec:
-    """The GPUs of a Ray cluster (joined, `address` or RAY_ADDRESS), else of this machine."""
+    """The GPUs of a Ray cluster (joined, `address` or RAY_ADDRESS), else of this machine.
+
+    What cannot be seen is assumed: the network between nodes. Write the cluster and correct it.
+    """
     if address or os.environ.get("RAY_ADDRESS") or _ray_is_joined():
         return _ray_cluster(address)
     return ClusterSpec.from_dict(
@@ -67,35 +70,41 @@ def _ray_cluster(address: str | None) -> ClusterSpec:
         described = [d for d in (_ray_node(node) for node in nodes) if d]
     if not described:
         raise DeviceError("the Ray cluster has no GPU and no resource named after one")
-    return ClusterSpec.from_dict({"name": "ray-cluster", "nodes": described}, "detected")
+    return ClusterSpec.from_dict(
+        {
+            "name": "ray-cluster",
+            "nodes": [node | {"name": f"node{i}"} for i, node in enumerate(described)],
+            "network": {"internode_gbit_per_s": DEFAULT_INTERNODE_GBIT_PER_S},
+        },
+        "detected",
+    )
 
 
 def _ray_node(node: dict[str, Any]) -> dict[str, Any] | None:
-    """A Ray node's devices: as its driver names them, else by its resources' names."""
+    """A Ray node's devices, or None; without a name, as nodes of one machine share theirs."""
+    resources: dict[str, float] = node["Resources"]
+    counts = _by_driver(resources) if resources.get("GPU") else _by_resource_name(resources)
+    return {"accelerators": dict(counts)} if counts else None
+
+
+def _by_driver(resources: dict[str, float]) -> Counter[str]:
+    """GPUs that Ray may use on the node, named by the node's own driver."""
     import ray
 
-    resources: dict[str, float] = node["Resources"]
+    on_node = next(r for r in resources if r.startswith("node:") and "internal" not in r)
+    task = ray.remote(local_gpu_names).options(num_cpus=0, resources={on_node: 0.001})
+    names: tuple[str, ...] = ray.get(task.remote(), timeout=60)
+    return Counter(find_accelerator(name).name for name in names[: int(resources["GPU"])])
+
+
+def _by_resource_name(resources: dict[str, float]) -> Counter[str]:
+    """Custom resources that bear an accelerator's name."""
     counts: Counter[str] = Counter()
-    if resources.get("GPU"):
-        on_node = next(
-            r for r in resources if r.startswith("node:") and r != "node:__internal_head__"
-        )
-        task = ray.remote(local_gpu_names).options(num_cpus=0, resources={on_node: 0.001})
-        names: tuple[str, ...] = ray.get(task.remote(), timeout=60)
-        counts.update(find_accelerator(name).name for name in names[: int(resources["GPU"])])
-    named_by_driver = bool(counts)
     for name, amount in resources.items():
-        if (
-            not named_by_driver
-            and not name.startswith(("node:", "accelerator_type:"))
-            and name != "CPU"
-        ):
-            kind = _accelerator_name(name)
-            if kind:
-                counts[kind] = int(amount)
-    if not counts:
-        return None
-    return {"name": node["NodeName"], "accelerators": dict(counts)}
+        kind = None if name == "CPU" or ":" in name else _accelerator_name(name)
+        if kind:
+            counts[kind] = int(amount)
+    return counts
 
 
 def _accelerator_name(resource: str) -> str | None:

@@ -15,7 +15,10 @@ from quant.errors import InputError
 
 @dataclass(frozen=True)
 class Result:
-    """One row's outcome: generated text and tokens (EOS included), or `error`."""
+    """One row's outcome: generated tokens (EOS included) and their text, or `error`.
+
+    `text` is None where the model has no tokenizer.
+    """
 
     custom_id: str
     text: str | None
@@ -36,6 +39,8 @@ class ResultFile:
     """
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
+        if path.is_dir():
+            raise InputError(f"output {path} is a folder; name a file in it")
         if path.exists() and path.stat().st_size > 0 and not overwrite:
             raise InputError(f"output {path} exists already; name another file or pass --overwrite")
         try:

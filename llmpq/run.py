@@ -57,6 +57,7 @@ class Run:
         self._options = options
         self.folder = checkpoint_folder(plan, options.model)
         self._maker = self._request_maker()
+        check_weights(self.folder)
         made = [self._maker.request(row) if isinstance(row, Row) else row for row in rows]
         self.bad_rows = tuple(m for m in made if isinstance(m, BadRow))
         self.requests = tuple(m for m in made if isinstance(m, Request))
@@ -125,6 +126,13 @@ def checkpoint_folder(plan: Plan, model: str | None) -> Path:
     from quant.checkpoint import resolve
 
     return resolve(model or plan.model.source)
+
+
+def check_weights(folder: Path) -> None:
+    """See that the weights can be opened, before any stage is started for them."""
+    from quant.checkpoint import Checkpoint
+
+    Checkpoint(folder).check_files()
 
 
 def _chunks(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import environ
 
 from quant.errors import DeviceError
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 @contextmanager
@@ -24,6 +27,7 @@ def ray_session(address: str | None = None) -> Iterator[None]:
         yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
+    _check_answers(target)
     try:
         ray.init(
             address=target,
@@ -39,3 +43,17 @@ def ray_session(address: str | None = None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(target: str) -> None:
+    """Fail at once where nothing listens: `ray.init` would keep trying for minutes."""
+    host, _, port = target.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise DeviceError(
+            f"no Ray cluster answers at {target!r} ({error}); start one with `ray start --head` or "
+            "leave --address out for a local one"
+        ) from error

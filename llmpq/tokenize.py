@@ -69,10 +69,10 @@ class RequestMaker:
             return f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
         return None
 
-    def text(self, token_ids: tuple[int, ...], stop: tuple[str, ...]) -> str:
+    def text(self, token_ids: tuple[int, ...], stop: tuple[str, ...]) -> str | None:
         """The generated text without special tokens, cut before the first stop string."""
         if self.tokenizer is None:
-            return ""
+            return None
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         ends = [found for found in (text.find(s) for s in stop) if found >= 0]
         return text[: min(ends)] if ends else text

@@ -41,6 +41,11 @@ class Checkpoint:
         """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
+    def check_files(self) -> None:
+        """Open every file's header; CheckpointError names one that is missing, cut or damaged."""
+        for file in dict.fromkeys(self._file_of.values()):
+            self._open(file)
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor `name` as a view of its file; copy it to keep it, and do not write to it.
 

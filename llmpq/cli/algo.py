@@ -145,3 +145,7 @@ def _add_planning(add: Any) -> None:
         help="take profiled times as measured where the workload was measured")  # fmt: skip
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

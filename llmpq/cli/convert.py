@@ -22,3 +22,7 @@ def _convert(source: Path, target: Path) -> int:
 
     console().print(f"{convert(source, target)}")
     return EXIT_DONE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -7,19 +7,11 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-
 from actors.messages import Sampling
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS, Parser, console, run_command
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
+from llmpq.progress import RunProgress
 from llmpq.results import ResultFile
 from llmpq.rows import read_rows
 from llmpq.run import Run, RunOptions
@@ -75,24 +67,10 @@ def _check_cluster(plan: Plan, path: str) -> None:
 
 
 def _write_all(run: Run, output: ResultFile, total: int) -> None:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    tokens = 0
-    with (
-        Progress(*columns, console=console(stderr=True)) as progress,
-        closing(run.results()) as results,
-    ):
-        task = progress.add_task("loading stages", total=total, tokens=0)
+    with RunProgress(console(stderr=True), total) as progress, closing(run.results()) as results:
         for result in results:
             output.write(result)
-            tokens += len(result.token_ids)
-            progress.update(task, advance=1, tokens=tokens, description="generating")
+            progress.count(result)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
@@ -121,3 +99,7 @@ def _parser() -> Parser:
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
     add("--ignore_eos", action="store_const", const=True, help="generate on after end of sequence")
     return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
