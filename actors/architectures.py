@@ -125,7 +125,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def keep_stage(model: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> None:
+def keep_stage(
+    model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
+) -> None:
     """Replace what a stage of `layers` does not own; global layer indices stay."""
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
@@ -141,6 +143,7 @@ def keep_stage(model: PreTrainedModel, layers: range, is_first: bool, is_last: b
         for name in architecture.final:
             if getattr(decoder, name) is not None:
                 setattr(decoder, name, PassThrough())
+    if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)
     if model.config.model_type == "bloom":

@@ -48,7 +48,7 @@ class Stage:
         )
         self._architecture = architecture_of(config)
         self._cache = _make_cache(config, spec, self.dtype, device)
-        self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.is_last else None
+        self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
@@ -69,19 +69,40 @@ class Stage:
         """Compute one micro-batch.
 
         `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on
-        the others. Returns hidden states of the same shape, or the sampled tokens on the last
-        stage.
+        the others. Returns hidden states of the same shape; on the last stage those of each
+        request's last token `[requests, head_width]`, or the sampled tokens where the LM head
+        lives there too.
         """
         began = time.perf_counter()
         where = SlotRows.of(batch, self.device)
-        output = self._forward(RaggedContext(self._cache, batch, where), inputs.to(self.device))
-        result = self._sampler.sample(batch, output) if self._sampler else output
+        hidden = self._forward(RaggedContext(self._cache, batch, where), inputs.to(self.device))
+        result: Tensor | Sampled = hidden
+        if self.spec.is_last:
+            result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
+            if self.spec.has_head:
+                result = self._sample(batch, result)
         self._count(batch, time.perf_counter() - began)
         return result
 
+    @torch.inference_mode()
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        """Head and sampling on the first stage, of what came back from the last one.
+
+        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`.
+        """
+        began = time.perf_counter()
+        sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
+        self._busy_s += time.perf_counter() - began
+        return sampled
+
+    def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        if self._sampler is None:
+            raise ValueError(f"stage {self.spec.index} has no LM head")
+        return self._sampler.sample(batch, self._model.get_output_embeddings()(last_hidden))
+
     def _forward(self, context: RaggedContext, inputs: Tensor) -> Tensor:
-        """Hidden states `[tokens, hidden_size]`, or logits `[requests, vocabulary]` on the last
-        stage.
+        """Hidden states after the stage's layers, on the last stage after the final norm:
+        `[tokens, hidden_size]`.
         """
         arguments: dict[str, object] = {"use_cache": False}
         if self._architecture.context_as_cache:
@@ -93,10 +114,6 @@ class Stage:
             arguments["input_ids"] = inputs[None]
         else:
             arguments["inputs_embeds"] = inputs.to(self.dtype)[None]
-        if self.spec.is_last:
-            rows = torch.as_tensor(context.batch.last_token_rows, device=self.device)
-            logits: Tensor = self._model(logits_to_keep=rows, **arguments).logits[0]
-            return logits
         hidden: Tensor = self._model.get_decoder()(**arguments).last_hidden_state[0]
         return hidden
 
@@ -149,7 +166,7 @@ def _load_shard(
     """
     architecture = architecture_of(config)
     model = empty_model(config)
-    keep_stage(model, spec.layers, spec.is_first, spec.is_last)
+    keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
     decoder = model.get_decoder()
     path = _path_of(model, decoder)
     for name, bits in zip(spec.layers, spec.bitwidths, strict=True):
@@ -165,7 +182,7 @@ def _load_shard(
         module = getattr(decoder, child)
         if module is not None:
             load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
-    if spec.is_last:
+    if spec.has_head:
         _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:

@@ -62,6 +62,10 @@ class StageActor:
         self._hold.wait(batch, began)
         return result if isinstance(result, Sampled) else pack(result)
 
+    def finish(self, batch: MicroBatch, last_hidden: PackedTensor) -> Sampled:
+        """LM head and sampling, of what came back from the last stage."""
+        return self._loaded().finish(batch, unpack(last_hidden))
+
     def generate(
         self,
         requests: Sequence[Request],
@@ -98,11 +102,11 @@ class ActorChain:
         passed: Any = self._first.step(batch, pack(torch.from_numpy(token_ids)))
         for actor in self._following:
             passed = actor.step.remote(batch, passed)
-        return passed
+        return batch, passed
 
     def result(self, handle: Any) -> Sampled:
-        """The last stage's answer."""
-        sampled = ray.get(handle) if isinstance(handle, ray.ObjectRef) else handle
-        if not isinstance(sampled, Sampled):
-            raise TypeError("the last stage answered with hidden states")
-        return sampled
+        """The sampled tokens; the first stage samples them where the LM head lives there."""
+        batch, answer = handle
+        if isinstance(answer, ray.ObjectRef):
+            answer = ray.get(answer)
+        return answer if isinstance(answer, Sampled) else self._first.finish(batch, answer)

@@ -183,6 +183,7 @@ def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
         memory_limit_bytes=stage.memory_limit_bytes,
         device_name=stage.device,
         accelerator=None if on_host else stage.accelerator,
+        head_on_first=plan.head_on_first,
     )
 
 

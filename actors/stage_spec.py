@@ -16,7 +16,7 @@ class StageSpec:
     processor's preferred one); `slots` x `max_tokens`: capacity of the KV cache;
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
-    CPU.
+    CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
     """
 
     index: int
@@ -30,6 +30,7 @@ class StageSpec:
     memory_limit_bytes: int = 0
     device_name: str = "CPU"
     accelerator: str | None = None
+    head_on_first: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -38,5 +39,10 @@ class StageSpec:
 
     @property
     def is_last(self) -> bool:
-        """Whether final norm, LM head and sampling live here."""
+        """Whether the final norm lives here."""
         return self.index == self.stages - 1
+
+    @property
+    def has_head(self) -> bool:
+        """Whether LM head and sampling live here."""
+        return self.is_first if self.head_on_first else self.is_last

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from llmpq.plan import Plan
 from planner.cluster import ClusterSpec
+from planner.front import FrontPoint, trace_front
 from planner.model_shape import model_shape
 from planner.options import PlanOptions
-from planner.search import find_plan
+from planner.search import find_plan, planning_costs
 from planner.workload import Workload
 
 
@@ -51,5 +52,14 @@ class Cluster:
         `solver`, `group`, … Raises `SpecError` for what cannot be planned as asked and
         `InfeasibleError` when it does not fit.
         """
-        shape = model_shape(model)
-        return Plan(find_plan(self.spec, shape, str(model), workload, PlanOptions.of(options)))
+        shape, chosen = model_shape(model), PlanOptions.of(options)
+        data = find_plan(self.spec, shape, str(model), workload, chosen)
+        costs, _ = planning_costs(self.spec, shape, workload, chosen)
+        return Plan(data, costs)
+
+    def pareto(
+        self, model: str | Path, workload: Workload, most_points: int = 12, **options: object
+    ) -> tuple[FrontPoint, ...]:
+        """The front of latency against quality, fastest first; options and errors as in `plan`."""
+        chosen = PlanOptions.of(options)
+        return trace_front(self.spec, model_shape(model), workload, chosen, most_points)

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llmpq.run import RunSummary
-from planner.plan import Plan, StagePlan
+from planner.front import FrontPoint
+from planner.plan import Baseline, Plan, StagePlan
 
 GIB = 2**30
 MIB = 2**20
@@ -81,15 +82,55 @@ def _notes(plan: Plan) -> list[str]:
     ]
     if plan.unused_devices:
         lines.append(f"not used: {', '.join(plan.unused_devices)}")
-    for baseline in plan.baselines:
-        if baseline.latency_s is None:
-            lines.append(f"{baseline.name}: does not fit at any bitwidth")
-        else:
-            lines.append(
-                f"{baseline.name} ({baseline.bitwidth} bit): {baseline.latency_s:.4g} s a batch, "
-                f"this plan is {baseline.latency_s / p.latency_s:.2f} times as fast"
-            )
+    lines += [_beside(plan, baseline) for baseline in plan.baselines if baseline.name == "uniform"]
     return lines
+
+
+def _beside(plan: Plan, baseline: Baseline) -> str:
+    if baseline.latency_s is None:
+        return f"{baseline.name}: does not fit at any bitwidth"
+    ratio = baseline.latency_s / plan.predicted.latency_s
+    return (
+        f"{baseline.name} ({baseline.bitwidth} bit): {baseline.latency_s:.4g} s a batch, "
+        f"sensitivity {baseline.sensitivity:.4g}; this plan is {ratio:.2f} times as fast"
+    )
+
+
+def comparison_table(plan: Plan) -> RenderableType:
+    """The plan beside the paper's baselines for the same cluster."""
+    table = Table(title="comparison", title_justify="left", title_style="bold")
+    table.add_column("scheme")
+    for name in ("bits", "s a batch", "tokens/s", "sensitivity", "plan is faster by"):
+        table.add_column(name, justify="right")
+    p = plan.predicted
+    used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})
+    mixed = "/".join(map(str, used))
+    table.add_row(
+        "llmpq", mixed, f"{p.latency_s:.4g}", f"{p.tokens_per_s:.4g}",
+        f"{plan.solver.sensitivity:.4g}", "",
+    )  # fmt: skip
+    for b in plan.baselines:
+        if b.latency_s is None or b.tokens_per_s is None or b.sensitivity is None:
+            table.add_row(b.name, "", "does not fit", "", "", "")
+            continue
+        table.add_row(
+            b.name, str(b.bitwidth), f"{b.latency_s:.4g}", f"{b.tokens_per_s:.4g}",
+            f"{b.sensitivity:.4g}", f"{b.latency_s / p.latency_s:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def front_table(points: Sequence[FrontPoint]) -> RenderableType:
+    """The Pareto front, fastest first."""
+    table = Table(title="latency against quality", title_justify="left", title_style="bold")
+    for name in ("theta", "s a batch", "tokens/s", "sensitivity", "bits a layer"):
+        table.add_column(name, justify="right")
+    for point in points:
+        table.add_row(
+            f"{point.theta:.4g}", f"{point.latency_s:.4g}", f"{point.tokens_per_s:.4g}",
+            f"{point.omega:.4g}", f"{point.bits:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from planner.adabits import solve_adabits
+from planner.auto import solve_automatically
 from planner.capacity import explain_infeasible
-from planner.exact import SolveOptions, solve_exactly
+from planner.exact import solve_exactly
+from planner.pipeedge import solve_pipeedge
 from planner.problem import (
     Assignment,
     AssignmentProblem,
@@ -22,6 +25,9 @@ from planner.problem import (
     stage_times,
 )
 from planner.relaxation import lower_bound
+from planner.solve_options import SolveOptions
+from planner.solvers import SOLVERS
+from planner.transfer import solve_by_transfer
 from planner.uniform import solve_uniform
 from quant.errors import SpecError
 
@@ -40,24 +46,32 @@ __all__ = [
     "stage_times",
 ]
 
+DEFAULT_SOLVER = "highs"
+
 METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions], Assignment]] = {
-    "auto": solve_exactly,
+    "auto": solve_automatically,
     "ilp": solve_exactly,
+    "transfer": solve_by_transfer,
+    "adabits": solve_adabits,
     "uniform": lambda problem, options: solve_uniform(problem, options.clock),
+    "pipeedge": lambda problem, options: solve_pipeedge(problem, options.clock),
 }
 
 
 def solve(
     problem: AssignmentProblem,
     method: str = "auto",
-    solver: str = "highs",
+    solver: str = DEFAULT_SOLVER,
     time_limit_s: float | None = None,
     relative_gap: float = 1e-4,
     upper_bound: float = math.inf,
 ) -> Assignment:
     """Assign layers to stages and bitwidths.
 
-    `method` is a key of `METHODS`, `solver` one of `planner.solvers.SOLVERS`. The exact methods
+    `method` is a key of `METHODS`: "auto" searches exactly without an integer programme, unless
+    `solver` names another solver than HiGHS, "ilp" solves one with `solver`, one of
+    `planner.solvers.SOLVERS`, "transfer" is the heuristic of LLM-PQ Alg. 2, the others are the
+    paper's baselines. The exact methods
     stop when the objective is proven within `relative_gap` (status "optimal"), when `time_limit_s`
     wall seconds are over ("time_limit", with the best assignment so far), or when nothing beats
     `upper_bound` seconds by more than the gap ("cutoff", without an assignment). Raises
@@ -71,5 +85,9 @@ def solve(
         raise SpecError(f"time limit is {time_limit_s} s; give more than 0, or none")
     if math.isnan(upper_bound):
         raise SpecError("upper bound is not a number; give seconds, or none")
+    if solver not in SOLVERS:
+        raise SpecError(f"solver {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
+    if method == "auto" and solver != DEFAULT_SOLVER:
+        method = "ilp"
     options = SolveOptions(solver, time_limit_s, relative_gap, upper_bound)
     return METHODS[method](problem, options)

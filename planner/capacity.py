@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.problem import AssignmentProblem, FloatArray, IntArray
+from quant.errors import InfeasibleError
 
 GIB = 2**30
 SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double precision
@@ -69,6 +70,13 @@ def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
         sums = sums + room * last
         sums = np.where(sums > memory, sums - last, sums)
     return float(sums.max())
+
+
+def require_feasible(problem: AssignmentProblem) -> None:
+    """InfeasibleError with the reason where no assignment fits."""
+    if not is_feasible(problem):
+        names = [f"device {stage}" for stage in range(problem.stages)]
+        raise InfeasibleError(explain_infeasible(problem, names))
 
 
 def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:

@@ -38,11 +38,13 @@ def transfers_s(
     workload: Workload,
     sizes: MicroBatches,
     dtypes: Sequence[str],
+    head_on_first: bool = False,
 ) -> tuple[Vector, Vector]:
     """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f).
 
     `devices` [N] in stage order with their compute types; both results are [N], and their last
-    entry is the way back to the first stage, one token id a request.
+    entry is the way back to the first stage: one token id a request, or with `head_on_first` the
+    final hidden state of its last token.
     """
 
     def along(requests: int, tokens: int) -> Vector:
@@ -50,7 +52,10 @@ def transfers_s(
             transfer_s(cluster, sender, receiver, hidden_bytes(shape, tokens, dtype))
             for (sender, receiver), dtype in zip(pairwise(devices), dtypes[:-1], strict=True)
         ]
-        back = transfer_s(cluster, devices[-1], devices[0], requests * TOKEN_ID_BYTES)
+        returned = requests * TOKEN_ID_BYTES
+        if head_on_first:
+            returned = requests * shape.word_embedding_size * DTYPE_BYTES[dtypes[-1]]
+        back = transfer_s(cluster, devices[-1], devices[0], returned)
         return np.array([*onward, back])
 
     prefill = along(sizes.prefill, sizes.prefill * workload.prompt_length)

@@ -43,6 +43,11 @@ class CostModel:
     options: PlanOptions
     latency: LatencyModel
     sensitivity: FloatArray
+    head_on_first: bool = False
+
+    def head_stage(self, stages: int) -> int:
+        """The stage of LM head and sampling."""
+        return 0 if self.head_on_first else stages - 1
 
     def dtype(self, device: Device) -> str:
         """Compute type on `device`."""
@@ -67,6 +72,7 @@ class CostModel:
             on_first=stage == 0,
             on_last=stage == len(devices) - 1,
             quantized=min(self.options.bits) < 16,
+            has_head=stage == self.head_stage(len(devices)),
         )
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
@@ -74,7 +80,7 @@ class CostModel:
         batch = self.workload.global_batch
         dtypes = [self.dtype(device) for device in devices]
         prefill_comm, decode_comm = transfers_s(
-            self.cluster, devices, self.shape, self.workload, sizes, dtypes
+            self.cluster, devices, self.shape, self.workload, sizes, dtypes, self.head_on_first
         )
         fixed_prefill, fixed_decode = self._fixed_times(devices, sizes)
         net = [
@@ -128,12 +134,13 @@ class CostModel:
     ) -> tuple[FloatArray, FloatArray]:
         """Seconds of embedding and head per prefill and per decode micro-batch, each `[N]`."""
         prefill, decode = np.zeros(len(devices)), np.zeros(len(devices))
-        first, last = devices[0], devices[-1]
+        first, head_stage = devices[0], self.head_stage(len(devices))
+        head = devices[head_stage]
         prompt_tokens = sizes.prefill * self.workload.prompt_length
         prefill[0] += self.latency.embedding_s(first, prompt_tokens, self.dtype(first))
         decode[0] += self.latency.embedding_s(first, sizes.decode, self.dtype(first))
-        prefill[-1] += self.latency.final_s(last, sizes.prefill, self.dtype(last))
-        decode[-1] += self.latency.final_s(last, sizes.decode, self.dtype(last))
+        prefill[head_stage] += self.latency.final_s(head, sizes.prefill, self.dtype(head))
+        decode[head_stage] += self.latency.final_s(head, sizes.decode, self.dtype(head))
         return prefill, decode
 
 

@@ -11,19 +11,18 @@ Every objective is that of `evaluate`; a solver's own value is never reported.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from planner.capacity import explain_infeasible, fullest_bytes, is_feasible
+from planner.capacity import fullest_bytes, require_feasible
 from planner.ilp import AssignmentModel, build_model
 from planner.problem import Assignment, AssignmentProblem, PhaseSeconds, Status, stage_times
 from planner.recovery import Candidate, recover, smallest_candidate
 from planner.relaxation import CountRelaxation, Relaxed, Window
+from planner.solve_options import SolveOptions
 from planner.solvers import SolverLimits, SolverOutcome, require_solver, solve_model
-from quant.errors import InfeasibleError
 
 NEAR_LAYERS = 1  # how far from the relaxed boundaries the first plan is sought
 NEAR_GAP = 1e-2  # relative gap of the first plan: windows hardly shrink with a better one
@@ -31,25 +30,6 @@ NEAR_TIME_SHARE = 0.5  # of a time limit
 CLOSE_ENOUGH = 1.05  # an upper bound within this of the relaxation makes step 2 needless
 MEMORY_TIGHTENING = 1e-8  # relative; above a solver's tolerance of 1e-6 / MEMORY_UNITS
 ROUNDING = 3e-7  # relative; above a solver's tolerance of 1e-6 / OBJECTIVE_UNITS
-
-
-@dataclass(frozen=True)
-class SolveOptions:
-    """How a method solves; `relative_gap` is of the objective, `upper_bound` in seconds.
-
-    Only assignments better than `upper_bound` by more than the gap are of interest.
-    """
-
-    solver: str = "highs"
-    time_limit_s: float | None = None
-    relative_gap: float = 1e-4
-    upper_bound: float = math.inf
-    clock: Callable[[], float] = time.perf_counter
-
-    @property
-    def target(self) -> float:
-        """Seconds that an assignment must stay below to be of interest."""
-        return self.upper_bound * (1 - self.relative_gap)
 
 
 @dataclass(frozen=True)
@@ -93,9 +73,7 @@ def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignme
     Raises InfeasibleError where nothing fits, SpecError where the solver cannot be used.
     """
     require_solver(options.solver)
-    if not is_feasible(problem):
-        names = [f"device {stage}" for stage in range(problem.stages)]
-        raise InfeasibleError(explain_infeasible(problem, names))
+    require_feasible(problem)
     watch = _Stopwatch(options)
     relaxation = CountRelaxation(problem)
     relaxed = relaxation.minimum()

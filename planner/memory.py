@@ -89,9 +89,19 @@ def embedding_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def final_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
-    """What the last stage holds besides layers; a tied head is free where the embedding is."""
-    shared = shape.head_parameters if shape.tied_embeddings and on_first else 0
-    return (shape.final_parameters - shared) * DTYPE_BYTES[dtype]
+    """Final norm, projection and LM head; a tied head is free where the embedding is."""
+    return norm_bytes(shape, dtype) + head_bytes(shape, dtype, on_first)
+
+
+def norm_bytes(shape: ModelShape, dtype: str) -> int:
+    """Final norm and projection, which live on the last stage."""
+    return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
+
+
+def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
+    """The LM head alone; nothing where it is tied to an embedding on the same stage."""
+    shared = shape.tied_embeddings and on_first
+    return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
 
 
 def temporary_bytes(
@@ -101,7 +111,7 @@ def temporary_bytes(
     decode_micro_batch: int,
     dtype: str,
     on_first: bool,
-    on_last: bool,
+    has_head: bool,
     quantized: bool = True,
 ) -> int:
     """Peak of the activations: a decoder layer in either phase, embedding, or logits.
@@ -124,7 +134,7 @@ def temporary_bytes(
     if on_first:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
         peaks.append(most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
-    if on_last:
+    if has_head:
         rows = max(prefill_micro_batch, decode_micro_batch)
         peaks.append(rows * shape.vocab_size * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * most_tokens * shape.hidden_size * element
@@ -148,13 +158,20 @@ def fixed_stage_memory(
     on_first: bool,
     on_last: bool,
     quantized: bool = True,
+    has_head: bool | None = None,
 ) -> StageMemory:
-    """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0."""
+    """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0.
+
+    The LM head lives on the last stage unless `has_head` says otherwise.
+    """
+    has_head = on_last if has_head is None else has_head
+    norm = norm_bytes(shape, dtype) if on_last else 0
+    head = head_bytes(shape, dtype, on_first) if has_head else 0
     return StageMemory(
         weights=0,
         kv_cache=0,
         embedding=embedding_bytes(shape, dtype) if on_first else 0,
-        final=final_bytes(shape, dtype, on_first) if on_last else 0,
+        final=norm + head,
         temporary=temporary_bytes(
             shape,
             workload,
@@ -162,7 +179,7 @@ def fixed_stage_memory(
             decode_micro_batch,
             dtype,
             on_first,
-            on_last,
+            has_head,
             quantized,
         ),
         runtime=runtime_bytes(device),

@@ -14,6 +14,7 @@ from planner.problem import Objective
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
+HEADS = ("auto", "first", "last")
 PROFILE_USES = ("fit", "measured")
 
 
@@ -25,8 +26,10 @@ class PlanOptions:
     sensitivities (JSON). `profiles`: CSV of measured layer times; `profile_use` says whether they
     are fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`:
     layers decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of
-    searching. `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the
-    optimum.
+    searching. `head`: the stage of the LM head, the better one with `auto`. `keep_all_devices`: do
+    not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s`: the other one
+    is minimised within that bound, and `theta` is found. `ilp_time_limit` in seconds per ILP;
+    `relative_gap` is the accepted distance from the optimum.
     """
 
     theta: float = 1.0
@@ -37,13 +40,17 @@ class PlanOptions:
     solver: str = "highs"
     group: int = 1
     all_orders: bool = False
+    head: str = "auto"
+    keep_all_devices: bool = False
+    max_omega: float | None = None
+    max_latency_s: float | None = None
     omega_file: str | Path | None = None
     profiles: str | Path | None = None
     profile_use: str = "fit"
     prefill_micro_batch: int | None = None
     decode_micro_batch: int | None = None
     ilp_time_limit: float = 60.0
-    relative_gap: float = 1e-3
+    relative_gap: float = 1e-4
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -54,6 +61,12 @@ class PlanOptions:
             "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
             "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
             "theta": (0 <= self.theta < float("inf"), "a finite number of at least 0"),
+            "head": (self.head in HEADS, f"one of {list(HEADS)}"),
+            "max_omega": (self.max_omega is None or self.max_omega >= 0, "at least 0"),
+            "max_latency_s": (
+                self.max_latency_s is None or self.max_latency_s > 0,
+                "more than 0 seconds",
+            ),
             "group": (self.group >= 1, "at least 1"),
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
@@ -64,6 +77,8 @@ class PlanOptions:
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        if self.max_omega is not None and self.max_latency_s is not None:
+            raise SpecError("max_omega and max_latency_s: give one of them, the other is minimised")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:

@@ -30,7 +30,11 @@ _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
 
 def _as_range(value: Any) -> Any:
-    return range(*value) if isinstance(value, list | tuple) and len(value) == 2 else value
+    """`[first, end]` as a range; anything else is left for pydantic to refuse."""
+    match value:
+        case [int(first), int(end)] if not isinstance(value, range) and 0 <= first <= end:
+            return range(first, end)
+    return value
 
 
 LayerRange = Annotated[
@@ -83,7 +87,13 @@ class StagePlan:
 
 @dataclass(frozen=True, config=_STRICT)
 class Prediction:
-    """What one global batch should take, by the time model of `objective`."""
+    """What one global batch should take, by the simulation of the schedule that is run.
+
+    `prefill_s` until every request has its first token, `decode_s` from then on; the bottlenecks
+    are the stages that compute longest in a phase, `busy_share` is what each stage computes of the
+    latency. `objective_latency_s` is the closed form of the plan's objective, by which plans were
+    ranked.
+    """
 
     latency_s: float
     prefill_s: float
@@ -91,6 +101,8 @@ class Prediction:
     tokens_per_s: float
     prefill_bottleneck: int
     decode_bottleneck: int
+    busy_share: tuple[float, ...]
+    objective_latency_s: float
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -121,11 +133,15 @@ class Baseline:
     bitwidth: int | None
     latency_s: float | None
     tokens_per_s: float | None
+    sensitivity: float | None
 
 
 @dataclass(frozen=True, config=_STRICT)
 class Plan:
-    """Everything `llmpq-dist` needs, as versioned JSON with these very names."""
+    """Everything `llmpq-dist` needs, as versioned JSON with these very names.
+
+    With `head_on_first` LM head and sampling live on the first stage, else on the last.
+    """
 
     version: int
     model: PlannedModel
@@ -135,6 +151,7 @@ class Plan:
     time_scale: float
     kv_bits: int
     micro_batches: MicroBatches
+    head_on_first: bool
     stages: tuple[StagePlan, ...]
     unused_devices: tuple[str, ...]
     predicted: Prediction
@@ -186,21 +203,36 @@ class Plan:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise SpecError(f"{source}: field {where}: {first['msg']}") from error
+        except SpecError as error:
+            raise SpecError(f"{source}: {error}") from error
         plan.check(source)
         return plan
 
     def check(self, source: str = "plan") -> None:
-        """Whether the stages cover every layer once, in order; raises `SpecError`."""
+        """Whether the stages, in order, cover every layer once; raises `SpecError`."""
+        sizes, batch = self.micro_batches, self.workload.global_batch
+        if not (1 <= sizes.prefill <= batch and 1 <= sizes.decode <= batch):
+            raise SpecError(
+                f"{source}: field micro_batches: {sizes.prefill} and {sizes.decode} requests of a "
+                f"batch of {batch}; give 1 to {batch}"
+            )
         expected = 0
-        for stage in self.stages:
+        for position, stage in enumerate(self.stages):
+            if stage.index != position:
+                raise SpecError(
+                    f"{source}: field stages.{position}.index: {stage.index} where {position} "
+                    "belongs; keep the stages in order"
+                )
             if stage.layers.start != expected or len(stage.layers) != len(stage.bitwidths):
                 raise SpecError(
-                    f"{source}: field stages.{stage.index}.layers: {stage.layers} with "
+                    f"{source}: field stages.{position}.layers: {stage.layers} with "
                     f"{len(stage.bitwidths)} bitwidths where layer {expected} should begin"
                 )
             expected = stage.layers.stop
         if expected != self.model.layers:
-            raise SpecError(f"{source}: stages hold {expected} of {self.model.layers} layers")
+            raise SpecError(
+                f"{source}: stages hold {expected} of {self.model.layers} layers; plan again"
+            )
 
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from planner.costs import KV_BITS, CostModel, expanded
 from planner.device import Device
@@ -21,6 +19,7 @@ from planner.plan import (
     StagePlan,
 )
 from planner.problem import Assignment, stage_times
+from planner.simulation import Simulated, occupied_stages, simulate_assignment
 from quant.scheme import backend_name
 
 
@@ -38,6 +37,7 @@ class Solution:
     candidates: int
     solved: int
     seconds: float
+    head_on_first: bool = False
 
 
 def build_plan(
@@ -48,16 +48,12 @@ def build_plan(
     baselines: tuple[Baseline, ...],
 ) -> Plan:
     """The plan of `solution`; middle stages without layers drop out."""
+    costs = replace(costs, head_on_first=solution.head_on_first)
     cluster, shape = costs.cluster, costs.shape
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
-    kept = [j for j in range(len(solution.devices)) if first_layer[j] < first_layer[j + 1]]
-    devices = tuple(solution.devices[j] for j in kept)
-    bounds = (*(first_layer[j] for j in kept), shape.layers)
-    problem = costs.problem(devices, solution.sizes)
-    times = stage_times(problem, bounds, bitwidth)
-    stages = _stages(costs, solution.sizes, devices, bounds, bitwidth)
-    latency_s, tokens = times.latency_s, costs.workload.global_batch * costs.workload.new_tokens
-    prefill_s = _prefill_s(times.prefill_s, problem.prefill_comm_s, problem.prefill_micro_batches)
+    occupied = occupied_stages(solution.devices, first_layer)
+    devices, bounds = occupied.devices, occupied.first_layer
+    times = stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
     return Plan(
         version=PLAN_VERSION,
         model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),
@@ -67,26 +63,40 @@ def build_plan(
         time_scale=cluster.emulate.time_scale if cluster.emulate else 0.0,
         kv_bits=KV_BITS,
         micro_batches=solution.sizes,
-        stages=stages,
+        head_on_first=solution.head_on_first,
+        stages=_stages(costs, solution.sizes, devices, bounds, bitwidth),
         unused_devices=tuple(d.name for d in cluster.devices if d not in devices),
-        predicted=Prediction(
-            latency_s=latency_s,
-            prefill_s=prefill_s,
-            decode_s=latency_s - prefill_s,
-            tokens_per_s=tokens / latency_s,
-            prefill_bottleneck=int(times.prefill_s.argmax()),
-            decode_bottleneck=int(times.decode_s.argmax()),
-        ),
+        predicted=_prediction(simulate_solution(costs, solution), times.latency_s),
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
         baselines=baselines,
     )
 
 
-def _prefill_s(stage_s: np.ndarray, comm_s: np.ndarray, micro_batches: int) -> float:
-    """Seconds until the last prefill micro-batch has left the pipeline."""
-    slowest = max(stage_s.max(), comm_s.max())
-    return float((micro_batches - 1) * slowest + (stage_s + comm_s).sum())
+def solution_quality(costs: CostModel, solution: Solution) -> float:
+    """Summed sensitivity of the solution's bitwidths."""
+    _, bitwidth = expanded(solution.assignment, costs.options.group)
+    return float(costs.sensitivity[range(len(bitwidth)), bitwidth].sum())
+
+
+def simulate_solution(costs: CostModel, solution: Solution) -> Simulated:
+    """Every event of one global batch under `solution`; what `Plan.predicted` sums up."""
+    costs = replace(costs, head_on_first=solution.head_on_first)
+    first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
+    return simulate_assignment(costs, solution.devices, solution.sizes, first_layer, bitwidth)
+
+
+def _prediction(simulated: Simulated, objective_latency_s: float) -> Prediction:
+    return Prediction(
+        latency_s=simulated.latency_s,
+        prefill_s=simulated.prefill_s,
+        decode_s=simulated.latency_s - simulated.prefill_s,
+        tokens_per_s=simulated.tokens_per_s,
+        prefill_bottleneck=int(simulated.busy_s("prefill").argmax()),
+        decode_bottleneck=int(simulated.busy_s("decode").argmax()),
+        busy_share=simulated.busy_share,
+        objective_latency_s=objective_latency_s,
+    )
 
 
 def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecord:

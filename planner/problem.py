@@ -26,7 +26,7 @@ IntArray = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 Objective = Literal["pipeline", "paper"]
-Status = Literal["optimal", "time_limit", "cutoff", "uniform"]
+Status = Literal["optimal", "time_limit", "cutoff", "transfer", "adabits", "uniform", "pipeedge"]
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 

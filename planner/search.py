@@ -9,39 +9,169 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from planner.assignment import solve
-from planner.capacity import explain_infeasible, is_feasible
+from planner.adabits import solve_adabits
+from planner.assignment import DEFAULT_SOLVER, solve
+from planner.auto import solve_automatically
+from planner.baselines import baselines
+from planner.candidates import SearchCandidate, list_candidates
 from planner.cluster import ClusterSpec
-from planner.costs import CostModel, grouped
+from planner.costs import CostModel
 from planner.device import Device
 from planner.latency import LatencyModel
-from planner.micro_batches import MicroBatches, micro_batch_pairs
+from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
 from planner.options import PlanOptions
-from planner.orders import device_orders
-from planner.plan import Baseline, Plan
-from planner.plan_builder import Solution, build_plan
-from planner.problem import Assignment, AssignmentProblem, FloatArray, stage_times
+from planner.pareto import Point, fastest_within, finest_within
+from planner.plan import Plan
+from planner.plan_builder import Solution, build_plan, solution_quality
+from planner.problem import Assignment, FloatArray, Status
 from planner.profiles import latency_from_profiles
-from planner.relaxation import lower_bound
-from planner.remedies import remedies
+from planner.quality_tables import QualityTables
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity, load_sensitivity
+from planner.solve_options import SolveOptions
+from planner.transfer import solve_by_transfer
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
 
+SHARING_METHODS = {
+    "auto": solve_automatically,
+    "transfer": solve_by_transfer,
+    "adabits": solve_adabits,
+}
+"""Methods that take tables of sensitivities, which serve all candidates."""
+
 
 @dataclass(frozen=True)
-class Candidate:
-    """One device order with one pair of micro-batch sizes."""
+class CandidateRecord:
+    """What became of one candidate; `objective` is infinite unless it was solved.
 
-    devices: tuple[Device, ...]
+    "pruned" candidates were never solved because of their bound, "infeasible" ones have no plan of
+    the method that was asked for.
+    """
+
+    devices: tuple[str, ...]
     sizes: MicroBatches
-    problem: AssignmentProblem
     bound: float
+    objective: float
+    status: Status | Literal["pruned", "infeasible"]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SearchOutcome:
+    """The best plan of a search and what became of every feasible candidate.
+
+    No candidate has a plan below `solution.lower_bound` seconds.
+    """
+
+    solution: Solution
+    records: tuple[CandidateRecord, ...]
+
+    @property
+    def gap(self) -> float:
+        """How far the plan can be from the optimum of the whole search, relative to it."""
+        objective = self.solution.assignment.objective
+        return (objective - self.solution.lower_bound) / objective if objective > 0 else 0.0
+
+
+class PlanSearch:
+    """Solves candidates one by one, best bound first, until none can be better than the gap."""
+
+    def __init__(
+        self, options: PlanOptions, sensitivity: FloatArray, clock: Callable[[], float]
+    ) -> None:
+        self._options = options
+        self._tables = QualityTables(sensitivity)
+        self._clock = clock
+        self._best: tuple[SearchCandidate, Assignment] | None = None
+        self._bound = math.inf
+        self._records: list[CandidateRecord] = []
+
+    def run(self, candidates: Sequence[SearchCandidate]) -> SearchOutcome:
+        """Search `candidates`, whose bounds ascend; InfeasibleError if no plan is found."""
+        start = self._clock()
+        for candidate in candidates:
+            if candidate.bound >= self._lowest() * (1 - self._options.relative_gap):
+                self._record(candidate, candidate.bound, math.inf, "pruned", 0.0)
+            else:
+                self._try(candidate)
+        if self._best is None:
+            raise InfeasibleError(
+                f"method {self._options.method} has no plan for any of {len(candidates)} "
+                "candidates; use method auto"
+            )
+        candidate, assignment = self._best
+        solved = sum(record.status != "pruned" for record in self._records)
+        solution = Solution(
+            candidate.devices,
+            candidate.sizes,
+            assignment,
+            min(self._bound, assignment.objective),
+            len(self._records),
+            solved,
+            self._clock() - start,
+            candidate.head_on_first,
+        )
+        return SearchOutcome(solution, tuple(self._records))
+
+    def _lowest(self) -> float:
+        """The best objective so far, in seconds."""
+        return math.inf if self._best is None else self._best[1].objective
+
+    def _try(self, candidate: SearchCandidate) -> None:
+        """Solve one candidate, as far as it can beat the best."""
+        start = self._clock()
+        try:
+            found = self._solve(candidate)
+        except InfeasibleError:
+            seconds = self._clock() - start
+            self._record(candidate, candidate.bound, math.inf, "infeasible", seconds)
+            return
+        bound = max(candidate.bound, found.bound)
+        seconds = self._clock() - start
+        self._record(candidate, bound, found.objective, found.status, seconds)
+        if found.objective < self._lowest():
+            self._best = candidate, found
+
+    def _solve(self, candidate: SearchCandidate) -> Assignment:
+        """By the method asked for; those that can share the tables of sensitivities do."""
+        options, problem = self._options, candidate.problem
+        sharing = SHARING_METHODS.get(options.method)
+        if sharing is None or options.solver != DEFAULT_SOLVER:
+            return solve(
+                problem,
+                method=options.method,
+                solver=options.solver,
+                time_limit_s=options.ilp_time_limit,
+                relative_gap=options.relative_gap,
+                upper_bound=self._lowest(),
+            )
+        limits = SolveOptions(
+            options.solver,
+            options.ilp_time_limit,
+            options.relative_gap,
+            self._lowest(),
+            self._clock,
+        )
+        return sharing(problem, limits, self._tables)
+
+    def _record(
+        self,
+        candidate: SearchCandidate,
+        bound: float,
+        objective: float,
+        status: Status | Literal["pruned", "infeasible"],
+        seconds: float,
+    ) -> None:
+        names = tuple(device.name for device in candidate.devices)
+        record = CandidateRecord(names, candidate.sizes, bound, objective, status, seconds)
+        self._records.append(record)
+        self._bound = min(self._bound, bound)
 
 
 def find_plan(
@@ -56,25 +186,109 @@ def find_plan(
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
     """
-    _check_length(shape, workload)
-    latency = _latency_model(shape, options)
-    sensitivity, sensitivity_source = _sensitivity(shape, options)
-    costs = CostModel(cluster, shape, workload, options, latency, sensitivity)
+    costs, sensitivity_source = planning_costs(cluster, shape, workload, options)
     began = clock()
-    candidates = _candidates(costs)
-    solution = _best(candidates, options)
+    costs, solution = within_bounds(costs, clock)
     solution = replace(solution, seconds=clock() - began)
-    baseline = _uniform_baseline(candidates, workload)
-    return build_plan(costs, source, solution, sensitivity_source, (baseline,))
+    return build_plan(costs, source, solution, sensitivity_source, baselines(costs))
 
 
-def _check_length(shape: ModelShape, workload: Workload) -> None:
+def planning_costs(
+    cluster: ClusterSpec, shape: ModelShape, workload: Workload, options: PlanOptions
+) -> tuple[CostModel, str]:
+    """The cost model that the options ask for, and where its sensitivity comes from."""
+    sensitivity, source = _sensitivity(shape, options)
+    return cost_model(cluster, shape, workload, options, sensitivity), source
+
+
+def within_bounds(
+    costs: CostModel, clock: Callable[[], float] = time.perf_counter
+) -> tuple[CostModel, Solution]:
+    """The best solution, by theta or within the bound in the options, and its theta's costs."""
+    options = costs.options
+    if options.max_omega is None and options.max_latency_s is None:
+        return costs, search(costs, clock).solution
+    solve = theta_solver(costs, clock)
+    if options.max_omega is not None:
+        choice = fastest_within(solve, options.max_omega)
+    else:
+        choice = finest_within(solve, float(options.max_latency_s or 0.0))
+    point = choice.point
+    at_theta = replace(costs, options=replace(options, theta=point.theta))
+    objective = point.plan.assignment.objective
+    return at_theta, replace(point.plan, lower_bound=objective * (1 - choice.gap))
+
+
+def theta_solver(
+    costs: CostModel, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[float], Point[Solution]]:
+    """For the Pareto front: the search at any theta, as a point of latency and quality."""
+
+    def solve_at(theta: float) -> Point[Solution]:
+        priced = replace(costs, options=replace(costs.options, theta=theta))
+        solution = search(priced, clock).solution
+        quality = solution_quality(priced, solution)
+        latency_s = solution.assignment.objective - theta * quality
+        return Point(theta, latency_s, quality, solution.lower_bound, solution)
+
+    return solve_at
+
+
+def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> SearchOutcome:
+    """The best of every order and size of all devices, then of ever fewer while that is better.
+
+    The bound holds for the candidates that were looked at: all devices, and each set of devices
+    that lacks one of a set that had the best plan.
+    """
+    runner: PlanSearch | None = None
+    devices = costs.cluster.devices
+    outcome, refused = None, None
+    pending = [devices]
+    while pending:
+        tried, pending = pending, []
+        for remaining in tried:
+            smaller = replace(costs, cluster=replace(costs.cluster, devices=remaining))
+            try:
+                candidates = list_candidates(smaller)
+            except InfeasibleError as error:
+                refused = refused or error
+                continue
+            if runner is None:
+                runner = PlanSearch(costs.options, candidates[0].problem.sensitivity, clock)
+            outcome = runner.run(candidates)
+        if costs.options.keep_all_devices:
+            break
+        best = devices if outcome is None else outcome.solution.devices
+        if {d.name for d in best} in [{d.name for d in t} for t in tried]:
+            pending = _one_fewer(best)
+    if outcome is None:
+        raise refused if refused is not None else InfeasibleError("the cluster has no devices")
+    return outcome
+
+
+def _one_fewer(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
+    """The sets of devices that lack one, each kind of one node once."""
+    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
+    if len(devices) == 1:
+        return []
+    return [tuple(d for d in devices if d is not dropped) for dropped in kinds.values()]
+
+
+def cost_model(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    workload: Workload,
+    options: PlanOptions,
+    sensitivity: FloatArray,
+) -> CostModel:
+    """All that a search keeps fixed; `SpecError` for a workload longer than the model's context."""
     if shape.model_type != "bloom" and workload.total_length > shape.max_positions:
         raise SpecError(
             f"{workload.prompt_length} prompt and {workload.new_tokens} new tokens are "
             f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions; "
             "lower --s or --n"
         )
+    return CostModel(cluster, shape, workload, options, _latency_model(shape, options), sensitivity)
 
 
 def _latency_model(shape: ModelShape, options: PlanOptions) -> LatencyModel:
@@ -89,95 +303,3 @@ def _sensitivity(shape: ModelShape, options: PlanOptions) -> tuple[FloatArray, s
     if options.omega_file is None:
         return default_sensitivity(shape, options.bits), "default: parameters x (2^b - 1)^-2"
     return load_sensitivity(options.omega_file, shape, options.bits), str(options.omega_file)
-
-
-def _candidates(costs: CostModel) -> list[Candidate]:
-    """All feasible candidates, most promising first; raises `InfeasibleError` if none is."""
-    found: list[Candidate] = []
-    tightest: tuple[tuple[Device, ...], AssignmentProblem] | None = None
-    for devices in _orders(costs):
-        for sizes in _sizes(costs.workload, len(devices), costs.options):
-            problem = grouped(costs.problem(devices, sizes), costs.options.group)
-            if is_feasible(problem):
-                found.append(Candidate(devices, sizes, problem, lower_bound(problem)))
-            elif tightest is None or problem.memory_bytes.sum() > tightest[1].memory_bytes.sum():
-                tightest = devices, problem
-    if not found and tightest is not None:
-        devices, problem = tightest
-        why = explain_infeasible(problem, [device.name for device in devices])
-        raise InfeasibleError(f"{costs.shape.name} does not fit: {why}. {remedies(costs, devices)}")
-    return sorted(found, key=lambda candidate: candidate.bound)
-
-
-def _orders(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    devices = costs.cluster.devices
-    orders = device_orders(
-        devices,
-        type_of=lambda d: (d.accelerator.name, d.memory_bytes, d.threads),
-        node_of=lambda d: d.node,
-        all_orders=costs.options.all_orders,
-    )
-    return (tuple(devices[i] for i in order) for order in orders)
-
-
-def _sizes(workload: Workload, stages: int, options: PlanOptions) -> Sequence[MicroBatches]:
-    """Pairs to try; a size that the user fixed replaces the searched one."""
-    batch = workload.global_batch
-    for name in ("prefill_micro_batch", "decode_micro_batch"):
-        fixed = getattr(options, name)
-        if fixed is not None and fixed > batch:
-            raise SpecError(f"{name} is {fixed}, more than the batch of {batch}")
-    pairs = {
-        MicroBatches(
-            options.prefill_micro_batch or pair.prefill, options.decode_micro_batch or pair.decode
-        )
-        for pair in micro_batch_pairs(batch, stages)
-    }
-    return sorted(pairs, key=lambda pair: (pair.decode, pair.prefill))
-
-
-def _best(candidates: Sequence[Candidate], options: PlanOptions) -> Solution:
-    """The best of all candidates, each solved only as far as it can beat the others."""
-    best: tuple[Candidate, Assignment] | None = None
-    lowest = bound = math.inf
-    solved = 0
-    for candidate in candidates:
-        if candidate.bound >= lowest * (1 - options.relative_gap):
-            bound = min(bound, candidate.bound)
-            continue
-        assignment = solve(
-            candidate.problem,
-            method=options.method,
-            solver=options.solver,
-            time_limit_s=options.ilp_time_limit,
-            relative_gap=options.relative_gap,
-            upper_bound=lowest,
-        )
-        solved += 1
-        bound = min(bound, assignment.bound)
-        if assignment.objective < lowest:
-            best, lowest = (candidate, assignment), assignment.objective
-    if best is None:
-        raise InfeasibleError("no candidate was solved in time; raise --ilp_time_limit")
-    candidate, assignment = best
-    return Solution(
-        candidate.devices, candidate.sizes, assignment, bound, len(candidates), solved, 0.0
-    )
-
-
-def _uniform_baseline(candidates: Sequence[Candidate], workload: Workload) -> Baseline:
-    """One bitwidth, layers spread evenly, the best order and micro-batches (LLM-PQ section 6.1)."""
-    latency_s, bits = math.inf, None
-    for candidate in candidates:
-        try:
-            assignment = solve(candidate.problem, method="uniform")
-        except InfeasibleError:
-            continue
-        times = stage_times(candidate.problem, assignment.first_layer, assignment.bitwidth)
-        if times.latency_s < latency_s:
-            latency_s = times.latency_s
-            bits = candidate.problem.bitwidths[assignment.bitwidth[0]]
-    if bits is None:
-        return Baseline("uniform", None, None, None)
-    tokens = workload.global_batch * workload.new_tokens
-    return Baseline("uniform", bits, latency_s, tokens / latency_s)

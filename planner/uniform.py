@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from planner.box_method import relax
 from planner.problem import Assignment, AssignmentProblem, IntArray, evaluate, stage_times
-from planner.relaxation import lower_bound
+from planner.recovery import Candidate
 from quant.errors import InfeasibleError
 
 GIB = 2**30
@@ -26,15 +27,23 @@ def solve_uniform(
     Raises InfeasibleError where no single bitwidth is run by all devices and fits.
     """
     start = clock()
+    found = uniform_candidate(problem)
+    bound = min(found.objective, relax(problem).bound)
+    return Assignment(
+        found.first_layer, found.bitwidth, found.objective, bound, "uniform", clock() - start
+    )
+
+
+def uniform_candidate(problem: AssignmentProblem) -> Candidate:
+    """The same without a bound, for searches that ask often."""
     sizes = even_sizes(problem.layers, problem.stages)
     first_layer = (0, *np.cumsum(sizes).tolist())
-    usable = problem.available[sizes > 0].all(axis=0)
     for choice in reversed(range(len(problem.bitwidths))):
         bitwidth = (choice,) * problem.layers
         objective = evaluate(problem, first_layer, bitwidth)
         if math.isfinite(objective):
-            bound = min(objective, lower_bound(problem))
-            return Assignment(first_layer, bitwidth, objective, bound, "uniform", clock() - start)
+            return Candidate(first_layer, bitwidth, objective)
+    usable = problem.available[sizes > 0].all(axis=0)
     raise InfeasibleError(_explain(problem, sizes, first_layer, np.flatnonzero(usable)))
 
 

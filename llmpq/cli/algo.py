@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +11,15 @@ from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cluster import Cluster
-from llmpq.tables import plan_table
+from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
+from planner.front import front_json, write_front
 from planner.options import PlanOptions
 from planner.workload import Workload
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
 
-_PLANNING = (
-    "theta", "bits", "dtype", "objective", "method", "solver", "group", "all_orders", "omega_file",
-    "profiles", "profile_use", "prefill_micro_batch", "decode_micro_batch", "ilp_time_limit",
-    "relative_gap",
-)  # fmt: skip
+_PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,13 +34,40 @@ def _plan(options: argparse.Namespace) -> int:
     if "write_cluster" in options:
         _write(Path(options.write_cluster), cluster.to_yaml())
     given = {name: getattr(options, name) for name in _PLANNING if name in options}
-    plan = cluster.plan(model, _workload(options, model), **given)
+    workload = _workload(options, model)
+    if options.shaq_efficient:
+        given.setdefault("method", "transfer")
+    if "pareto" in options:
+        return _pareto(options, cluster, model, workload, given)
+    plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
+    if "report" in options:
+        plan.report(options.report)
     if options.json:
         sys.stdout.write(plan.data.to_json())
     else:
         console().print(plan_table(plan.data))
+        if options.compare:
+            console().print(comparison_table(plan.data))
+    return EXIT_DONE
+
+
+def _pareto(
+    options: argparse.Namespace,
+    cluster: Cluster,
+    model: str,
+    workload: Workload,
+    given: dict[str, Any],
+) -> int:
+    """Print the front, or write it where `--pareto` names a file."""
+    points = cluster.pareto(model, workload, **given)
+    if options.pareto:
+        write_front(options.pareto, points)
+    if options.json:
+        sys.stdout.write(front_json(points))
+    else:
+        console().print(front_table(points))
     return EXIT_DONE
 
 
@@ -108,7 +133,24 @@ def _parser() -> Parser:
         help="tokens to generate (100)")  # fmt: skip
     _add_planning(add)
     add("-o", "--output", dest="output", metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--shaq-efficient",
+        "--shaq_efficient",
+        action="store_true",
+        help="bitwidth transfer (LLM-PQ Alg. 2) instead of the optimum",
+    )
+    add("--report", metavar="FILE", help="write the plan and its reasons as an HTML page")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--compare", action="store_true", help="print the paper's baselines beside the plan"
+    )
+    add(
+        "--pareto",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="instead of one plan the front of latency against quality, also as .svg or .json",
+    )
     return parser
 
 
@@ -143,6 +185,15 @@ def _add_planning(add: Any) -> None:
         help="fit the latency model on the profiles (default)")  # fmt: skip
     add("--use_profiler_prediction", dest="profile_use", action="store_const", const="measured",
         help="take profiled times as measured where the workload was measured")  # fmt: skip
+    add("--head", help="stage of the LM head: auto, first or last (auto)")
+    add(
+        "--keep_all_devices",
+        action="store_const",
+        const=True,
+        help="do not try to leave out devices that do not help",
+    )
+    add("--max_omega", type=float, help="most summed sensitivity; theta is found")
+    add("--max_latency_s", type=float, help="most seconds a batch; theta is found")
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
 

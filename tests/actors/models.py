@@ -92,6 +92,7 @@ def stages_of(
     bits: int | Sequence[int] = 16,
     dtype: str = "float32",
     processor: Processor = Processor(),  # noqa: B008  (frozen)
+    head_on_first: bool = False,
 ) -> list[Stage]:
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
     spans = [range(a, b) for a, b in pairwise(bounds)]
@@ -106,6 +107,7 @@ def stages_of(
                 dtype=dtype,
                 slots=slots,
                 max_tokens=max_tokens,
+                head_on_first=head_on_first,
             ),
             folder,
             torch.device("cpu"),

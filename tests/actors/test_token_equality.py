@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,12 @@ def test_greedy_tokens_equal_generate(name: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, CONFIGS[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
-    for bounds in SPLITS.values():
-        stages = stages_of(tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS)
-        assert generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3) == expected, bounds
+    for head_on_first, bounds in product((False, True), SPLITS.values()):
+        stages = stages_of(
+            tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first
+        )
+        tokens = generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3)
+        assert tokens == expected, (bounds, head_on_first)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])

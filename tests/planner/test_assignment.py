@@ -114,7 +114,7 @@ def test_arrays_are_copied_and_read_only(problem: AssignmentProblem) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "magic"}, "auto, ilp, uniform"),
+        ({"method": "magic"}, "auto, ilp, transfer, adabits, uniform, pipeedge"),
         ({"solver": "abacus"}, "highs, gurobi, cbc"),
         ({"relative_gap": -0.1}, "relative gap"),
         ({"time_limit_s": 0.0}, "time limit"),

@@ -1,0 +1,378 @@
+"""How fast the planner is: against the published formulation, on large clusters, and as it grows.
+
+    python benchmarks/planner_speed.py clusters [--update docs/planner.md]
+    python benchmarks/planner_speed.py methods [--update docs/planner.md]
+    python benchmarks/planner_speed.py scale [--update docs/planner.md]
+    python benchmarks/planner_speed.py growth [--plot docs/planner_growth.svg]
+
+Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
+the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven
+across layers and no product of a layer's and a bitwidth's factor, seeded by the cluster's number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from published import PublishedOutcome, solve_published
+
+from planner.assignment import solve
+from planner.candidates import SearchCandidate, list_candidates
+from planner.cluster import ClusterSpec
+from planner.costs import CostModel
+from planner.model_shape import ModelShape, model_shape
+from planner.options import PlanOptions
+from planner.problem import AssignmentProblem, FloatArray
+from planner.search import PlanSearch, SearchOutcome, cost_model
+from planner.sensitivity import default_sensitivity
+from planner.workload import Workload
+
+CLUSTERS = Path(__file__).resolve().parents[1] / "cluster_specs"
+BITS = (3, 4, 8, 16)
+GAP = 1e-4
+WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)  # LLM-PQ section 6.1
+
+# LLM-PQ tables 3 and 9: the model served on each cluster, and its theta.
+PAPER = {
+    1: ("opt-13b", 1.0),
+    2: ("opt-13b", 1.0),
+    3: ("opt-30b", 1.0),
+    4: ("opt-30b", 1000.0),
+    5: ("opt-66b", 50.0),
+    6: ("opt-66b", 100.0),
+    7: ("bloom-176b", 10.0),
+    8: ("bloom-176b", 10.0),
+    9: ("opt-30b", 1.0),
+    10: ("opt-66b", 1.0),
+    11: ("bloom-176b", 10.0),
+}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One search and its CPU seconds, candidates' problems and bounds included."""
+
+    outcome: SearchOutcome
+    candidates: list[SearchCandidate]
+    cpu_s: float
+
+
+def uneven_sensitivity(shape: ModelShape, seed: int) -> FloatArray:
+    """Omega [L, K]: the default's size, disturbed by layer and by entry, falling with the bits."""
+    rng = np.random.default_rng(seed)
+    omega = default_sensitivity(shape, BITS)
+    factor = np.exp(rng.normal(0, 0.5, len(omega)))[:, np.newaxis]
+    disturbed = omega * factor * rng.uniform(0.6, 1.4, omega.shape)
+    falling: FloatArray = -np.sort(-disturbed, axis=1)
+    return falling
+
+
+def paper_costs(number: int, options: PlanOptions) -> CostModel:
+    """The costs of one of the paper's clusters."""
+    name, theta = PAPER[number]
+    shape = model_shape(name)
+    cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
+    omega = uneven_sensitivity(shape, number)
+    return cost_model(cluster, shape, WORKLOAD, replace(options, theta=theta), omega)
+
+
+def timed_search(costs: CostModel) -> Timed:
+    """The whole search for a cluster."""
+    start = time.process_time()
+    candidates = list_candidates(costs)
+    search = PlanSearch(costs.options, candidates[0].problem.sensitivity, time.perf_counter)
+    outcome = search.run(candidates)
+    return Timed(outcome, candidates, time.process_time() - start)
+
+
+def sampled(candidates: Sequence[SearchCandidate], samples: int) -> list[AssignmentProblem]:
+    """Problems spread evenly from the most to the least promising candidate."""
+    places = np.linspace(0, len(candidates) - 1, min(samples, len(candidates)))
+    return [candidates[round(place)].problem for place in places]
+
+
+def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iterator[str]:
+    """Markdown rows: the published formulation beside this search."""
+    yield (
+        "| cluster | devices, layers | candidates | published, sampled (s) | published, whole "
+        "search (s) | this search (s) | ratio | solved | gap |"
+    )
+    yield "|" + "---|" * 9
+    total_published = total_ours = 0.0
+    bounded = False
+    for number in numbers:
+        ours = timed_search(paper_costs(number, PlanOptions(relative_gap=GAP)))
+        problems = sampled(ours.candidates, samples)
+        published = [solve_published(problem, limit_s, GAP) for problem in problems]
+        for problem, outcome in zip(problems, published, strict=True):
+            check_agreement(problem, outcome)
+        cut = any(not outcome.finished for outcome in published)
+        bounded = bounded or cut
+        mean_s = sum(outcome.cpu_s for outcome in published) / len(published)
+        whole_s = mean_s * len(ours.candidates)
+        total_published, total_ours = total_published + whole_s, total_ours + ours.cpu_s
+        sign = "≥ " if cut else ""
+        cells = (
+            number,
+            f"{ours.candidates[0].problem.stages}, {ours.candidates[0].problem.layers}",
+            len(ours.candidates),
+            ", ".join(("" if o.finished else "≥ ") + f"{o.cpu_s:.1f}" for o in published),
+            f"{sign}{whole_s:.0f}",
+            f"{ours.cpu_s:.2f}",
+            f"{sign}{whole_s / ours.cpu_s:.0f}",
+            ours.outcome.solution.solved,
+            f"{ours.outcome.gap:.0e}",
+        )
+        yield "| " + " | ".join(map(str, cells)) + " |"
+    sign = "≥ " if bounded else ""
+    yield ""
+    yield (
+        f"Together: published {sign}{total_published:.0f} s (extrapolated from "
+        f"{samples} problems a cluster of at most {limit_s:.0f} s each), this search "
+        f"{total_ours:.1f} s, {sign}{total_published / total_ours:.0f} times less."
+    )
+
+
+def methods_table(numbers: Sequence[int]) -> Iterator[str]:
+    """Markdown rows: bitwidth transfer, and all distinct orders, beside the usual search."""
+    yield (
+        "| cluster | search (s) | transfer, one problem (s) | its excess | transfer, search (s) | "
+        "its excess | distinct orders x sizes | search (s) | better by |"
+    )
+    yield "|" + "---|" * 9
+    for number in numbers:
+        ours = timed_search(paper_costs(number, PlanOptions(relative_gap=GAP)))
+        every = timed_search(paper_costs(number, PlanOptions(relative_gap=GAP, all_orders=True)))
+        heuristic = timed_search(paper_costs(number, PlanOptions(method="transfer")))
+        best = ours.outcome.solution.assignment.objective
+        problem = _winner(ours)
+        start = time.process_time()
+        alone = solve(problem, method="transfer")
+        alone_s = time.process_time() - start
+        cells = (
+            number,
+            f"{ours.cpu_s:.2f}",
+            f"{alone_s:.2f}",
+            f"{100 * (alone.objective / best - 1):.2f} %",
+            f"{heuristic.cpu_s:.2f}",
+            f"{100 * (heuristic.outcome.solution.assignment.objective / best - 1):.2f} %",
+            len(every.candidates),
+            f"{every.cpu_s:.2f}",
+            f"{100 * (1 - every.outcome.solution.assignment.objective / best):.2f} %",
+        )
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _winner(found: Timed) -> AssignmentProblem:
+    """The problem of the order and sizes that won a search."""
+    solution = found.outcome.solution
+    return next(
+        candidate.problem
+        for candidate in found.candidates
+        if (candidate.devices, candidate.sizes) == (solution.devices, solution.sizes)
+    )
+
+
+def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> None:
+    """Stop where the two formulations contradict each other."""
+    ours = solve(problem, relative_gap=GAP)
+    worse = ours.objective > published.objective * (1 + GAP + 1e-6)
+    missed = published.finished and published.objective > ours.objective * (1 + GAP + 1e-6)
+    if worse or missed or published.bound > ours.objective * (1 + 1e-6):
+        raise SystemExit(f"ours {ours.objective}, published {published}: they disagree")
+
+
+def scale_table(all_orders: bool) -> Iterator[str]:
+    """Markdown rows for 16 and 32 devices of 4 types."""
+    yield "| devices | layers | objective | candidates | solved | search (s) | gap | peak (GB) |"
+    yield "|" + "---|" * 8
+    for each, layers, hidden in ((4, 80, 8192), (8, 120, 12288)):
+        for objective in ("pipeline", "paper"):
+            costs = _large_costs(each, layers, hidden, objective, all_orders)
+            found = timed_search(costs)
+            peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+            cells = (
+                4 * each,
+                layers,
+                objective,
+                len(found.candidates),
+                found.outcome.solution.solved,
+                f"{found.cpu_s:.1f}",
+                f"{found.outcome.gap:.0e}",
+                f"{peak_gb:.2f}",
+            )
+            yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _large_costs(
+    each: int, layers: int, hidden: int, objective: str, all_orders: bool
+) -> CostModel:
+    """`each` devices of four types, one node a type, and a model with `layers` layers."""
+    names = ["T4-16GB", "P100-PCIE-12GB", "V100-SXM2-32GB", "A100-SXM4-40GB"]
+    cluster = ClusterSpec.from_counts(names, [each] * 4)
+    model = replace(
+        model_shape("opt-66b"),
+        name=f"{layers} layers",
+        layers=layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        heads=hidden // 128,
+        kv_heads=hidden // 128,
+    )
+    options = PlanOptions(relative_gap=GAP, all_orders=all_orders)
+    options = replace(options, objective="paper" if objective == "paper" else "pipeline")
+    return cost_model(cluster, model, WORKLOAD, options, uneven_sensitivity(model, layers))
+
+
+@dataclass(frozen=True)
+class GrowthPoint:
+    """CPU seconds, peak of the memory allocated (bytes) and gap of one problem of some size."""
+
+    layers: int
+    stages: int
+    bitwidths: int
+    cpu_s: float
+    peak_bytes: int
+    gap: float
+
+
+def growth_points() -> Iterator[GrowthPoint]:
+    """One problem a point: layers, stages and bitwidths grow one at a time."""
+    for layers in (20, 40, 60, 80, 100, 120):
+        yield _growth_point(layers, 8, 4)
+    for stages in (1, 2, 4, 8, 16, 32):
+        yield _growth_point(80, stages, 4)
+    for bitwidths in (1, 2, 3, 4):
+        yield _growth_point(80, 8, bitwidths)
+
+
+def _growth_point(layers: int, stages: int, bitwidths: int) -> GrowthPoint:
+    """Half V100s, half A100s, with memory that makes about half of the layers 4 bit."""
+    problem = growth_problem(layers, stages, bitwidths)
+    start = time.process_time()
+    found = solve(problem, relative_gap=GAP)
+    cpu_s = time.process_time() - start
+    tracemalloc.start()
+    solve(problem, relative_gap=GAP)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    gap = (found.objective - found.bound) / found.objective
+    return GrowthPoint(layers, stages, bitwidths, cpu_s, peak_bytes, gap)
+
+
+def growth_problem(layers: int, stages: int, bitwidths: int) -> AssignmentProblem:
+    """A problem of any size; each layer of 12 * 8192^2 weights in the middle of the bitwidths."""
+    rng = np.random.default_rng(layers + 1000 * stages + 10**6 * bitwidths)
+    bits = np.array(BITS[-bitwidths:])
+    fast = np.where(np.arange(stages) < stages / 2, 1.0, 2.5)[:, np.newaxis]
+    layer_bytes = 1e8 * bits + 3e8
+    share = layers / stages * (layer_bytes[0] + layer_bytes[-1]) / 2
+    noise = rng.uniform(0.95, 1.05, (stages, len(bits)))
+    omega = np.sort(rng.uniform(0.1, 1.0, (layers, 1)) * rng.uniform(0.6, 1.4, (layers, len(bits))))
+    omega = omega[:, ::-1] * 4.0 ** -(bits - 3) / layers
+    return AssignmentProblem(
+        prefill_s=(0.02 + 0.004 * (16 - bits) / 13) * noise / fast,
+        decode_s=(0.0005 + 0.0001 * bits) * noise / fast,
+        fixed_prefill_s=np.zeros(stages),
+        fixed_decode_s=np.zeros(stages),
+        prefill_comm_s=np.full(stages, 0.001),
+        decode_comm_s=np.full(stages, 0.0001),
+        layer_bytes=np.ceil(layer_bytes),
+        memory_bytes=np.full(stages, math.ceil(share * 1.1 + layer_bytes[0])),
+        sensitivity=omega,
+        theta=100.0,
+        bitwidths=tuple(bits.tolist()),
+        prefill_micro_batches=16,
+        decode_micro_batches=max(2, stages),
+        new_tokens=100,
+    )
+
+
+def growth_table(points: Sequence[GrowthPoint]) -> Iterator[str]:
+    """Markdown rows of single solves."""
+    yield "| layers | stages | bitwidths | solve (s) | peak (MB) | gap |"
+    yield "|" + "---|" * 6
+    for p in points:
+        peak_mb = p.peak_bytes / 1e6
+        sizes = f"{p.layers} | {p.stages} | {p.bitwidths}"
+        yield f"| {sizes} | {p.cpu_s:.2f} | {peak_mb:.0f} | {p.gap:.0e} |"
+
+
+def plot_growth(points: Sequence[GrowthPoint], path: Path) -> None:
+    """Seconds above, memory below, one column for what grows; needs matplotlib."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise SystemExit("--plot needs matplotlib; install llmpq with the extra 'plot'") from error
+    figure, panels = plt.subplots(
+        2, 3, figsize=(10, 5), sharex="col", sharey="row", layout="constrained"
+    )
+    usual = {"layers": 80, "stages": 8, "bitwidths": 4}
+    for column, name in enumerate(usual):
+        chosen = [
+            p for p in points if all(getattr(p, k) == v for k, v in usual.items() if k != name)
+        ]
+        chosen.sort(key=lambda p, name=name: getattr(p, name))
+        sizes = [getattr(p, name) for p in chosen]
+        panels[0, column].plot(sizes, [p.cpu_s for p in chosen], marker="o")
+        panels[1, column].plot(sizes, [p.peak_bytes / 1e6 for p in chosen], marker="o")
+        panels[1, column].set_xlabel(name)
+    panels[0, 0].set_ylabel("CPU seconds to a gap of 1e-4")
+    panels[1, 0].set_ylabel("peak of allocated MB")
+    figure.savefig(path)
+
+
+def update_page(page: Path, section: str, lines: Sequence[str]) -> None:
+    """Replace what stands between a section's markers."""
+    begin, end = f"<!-- {section} -->", f"<!-- end of {section} -->"
+    text = page.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        raise SystemExit(f"{page} has no markers {begin} and {end}; add both on lines of their own")
+    head, rest = text.split(begin, 1)
+    tail = rest.split(end, 1)[1]
+    page.write_text(f"{head}{begin}\n" + "\n".join(lines) + f"\n{end}{tail}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and update a page or plot if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["clusters", "methods", "scale", "growth"])
+    parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
+    parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
+    parser.add_argument("--all-orders", action="store_true", help="scale: every distinct order")
+    parser.add_argument("--update", type=Path, help="page whose section is replaced")
+    parser.add_argument("--plot", type=Path, help="growth: file for the figure")
+    chosen = parser.parse_args(arguments)
+    points: list[GrowthPoint] = []
+    if chosen.what == "clusters":
+        rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
+    elif chosen.what == "methods":
+        rows = methods_table(chosen.clusters)
+    elif chosen.what == "scale":
+        rows = scale_table(chosen.all_orders)
+    else:
+        points = list(growth_points())
+        rows = growth_table(points)
+    lines = []
+    for line in rows:
+        lines.append(line)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    if chosen.plot is not None:
+        plot_growth(points, chosen.plot)
+    if chosen.update is not None:
+        update_page(chosen.update, chosen.what, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The simpler plans of LLM-PQ section 6.1 for the same cluster, to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.candidates import orders_of, searched_sizes
+from planner.costs import CostModel
+from planner.device import Device
+from planner.micro_batches import MicroBatches
+from planner.offloading import estimate_offloading
+from planner.pipeedge import solve_pipeedge
+from planner.plan import Baseline
+from planner.problem import stage_times
+from planner.simulation import simulate_assignment
+from planner.uniform import uniform_candidate
+from quant.errors import InfeasibleError
+
+OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
+
+
+def baselines(costs: CostModel) -> tuple[Baseline, ...]:
+    """Uniform, PipeEdge and, where their bitwidths are allowed, the offloading estimates.
+
+    Uniform and PipeEdge are simulated like the plan itself; each has the LM head on the last stage.
+    """
+    costs = replace(costs, head_on_first=False)
+    offloading = [
+        _offloading(costs, name, bits)
+        for name, bits in OFFLOADED.items()
+        if bits in costs.options.bits
+    ]
+    return (_uniform(costs), _pipeedge(costs), *offloading)
+
+
+def _uniform(costs: CostModel) -> Baseline:
+    """One bitwidth, layers spread evenly, the best order and micro-batches."""
+    best: _Found | None = None
+    for devices in orders_of(costs, all_orders=False):
+        for sizes in searched_sizes(costs.workload, len(devices), costs.options):
+            problem = costs.problem(devices, sizes)
+            try:
+                found = uniform_candidate(problem)
+            except InfeasibleError:
+                continue
+            times = stage_times(problem, found.first_layer, found.bitwidth)
+            if best is None or times.latency_s < best.rank[0]:
+                best = _Found((times.latency_s,), devices, sizes, found.first_layer, found.bitwidth)
+    return _simulated(costs, "uniform", best)
+
+
+def _pipeedge(costs: CostModel) -> Baseline:
+    """One bitwidth, partitioned for the prefill, the batch over the stages in both phases.
+
+    Of all orders that keep equal devices together the one with the fastest prefill stage.
+    """
+    best: _Found | None = None
+    for devices in orders_of(costs, all_orders=False):
+        sizes = _even_share(costs, devices)
+        problem = costs.problem(devices, sizes)
+        try:
+            found = solve_pipeedge(problem)
+        except InfeasibleError:
+            continue
+        times = stage_times(problem, found.first_layer, found.bitwidth)
+        slowest_s = max(float(times.prefill_s.max()), float(problem.prefill_comm_s.max()))
+        rank = (-problem.bitwidths[found.bitwidth[0]], slowest_s)
+        if best is None or rank < best.rank:
+            best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
+    return _simulated(costs, "pipeedge", best)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A baseline's assignment; of two the one with the lower `rank` is the baseline's choice."""
+
+    rank: tuple[float, ...]
+    devices: Sequence[Device]
+    sizes: MicroBatches
+    first_layer: Sequence[int]
+    bitwidth: Sequence[int]
+
+
+def _simulated(costs: CostModel, name: str, found: _Found | None) -> Baseline:
+    if found is None:
+        return Baseline(name, None, None, None, None)
+    run = simulate_assignment(costs, found.devices, found.sizes, found.first_layer, found.bitwidth)
+    return _baseline(costs, name, costs.options.bits[found.bitwidth[0]], run.latency_s)
+
+
+def _offloading(costs: CostModel, name: str, bits: int) -> Baseline:
+    """The estimate in the cluster's own order; hosts that state no memory are not limited."""
+    devices = costs.cluster.devices
+    problem = costs.problem(devices, _even_share(costs, devices))
+    on_node = {node: sum(d.node == node for d in devices) for node in costs.cluster.nodes}
+    host = [(d.host_memory_bytes or math.inf) / on_node[d.node] for d in devices]
+    links = [device.link_bytes_per_s for device in devices]
+    try:
+        found = estimate_offloading(problem, bits, links, host)
+    except InfeasibleError:
+        return Baseline(name, None, None, None, None)
+    return _baseline(costs, name, bits, found.latency_s)
+
+
+def _even_share(costs: CostModel, devices: Sequence[Device]) -> MicroBatches:
+    share = -(-costs.workload.global_batch // len(devices))
+    return MicroBatches(share, share)
+
+
+def _baseline(costs: CostModel, name: str, bits: int | None, latency_s: float) -> Baseline:
+    if bits is None:
+        return Baseline(name, None, None, None, None)
+    tokens = costs.workload.global_batch * costs.workload.new_tokens
+    quality = costs.sensitivity[:, costs.options.bits.index(bits)].sum()
+    return Baseline(name, bits, latency_s, tokens / latency_s, float(quality))

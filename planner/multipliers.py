@@ -1,0 +1,131 @@
+"""Prices for what couples the stages of an assignment, and the bound that they prove.
+
+Lagrangian relaxation of LLM-PQ eq. 4-16: each stage's share in the slowest prefill and decode
+(eq. 5-6) and its memory (eq. 12-13) get a price. A layer then takes the bitwidth that is cheapest
+on its stage, and the best boundaries are a shortest path, which keeps eq. 15-16 exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.problem import AssignmentProblem, FloatArray, IntArray
+from planner.stage_kinds import latency_weights, stage_kinds
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Seconds of objective per second of a stage's prefill and decode, and per byte; by kind [Q].
+
+    They come on top of what a stage's own seconds count; `trip`, from 0 to 1, is the part of the
+    decode rounds that is priced by the trip round all stages.
+    """
+
+    prefill: FloatArray
+    decode: FloatArray
+    memory: FloatArray
+    trip: float
+
+
+@dataclass(frozen=True, eq=False)
+class PathBound:
+    """A bound in seconds, and the least price of the stages before and after each boundary.
+
+    `before` [N+1, L+1] are stages 0 to j-1 with the layers up to a boundary, `after` the others.
+    """
+
+    bound: float
+    constant: float
+    before: FloatArray
+    after: FloatArray
+
+
+class PricedProblem:
+    """One problem with what pricing it needs, by kind of stage [Q]; `bytes` are infinite where
+    a device lacks a bitwidth, `loss_s` [L, K] is theta * omega.
+    """
+
+    def __init__(self, problem: AssignmentProblem) -> None:
+        self.problem = problem
+        self.weights = latency_weights(problem)
+        self.kinds = stage_kinds(problem)
+        example = self.kinds.example
+        self.prefill_s = problem.prefill_s[example]
+        self.decode_s = problem.decode_s[example]
+        self.bytes = np.where(problem.available[example], problem.layer_bytes[example], np.inf)
+        self.fixed_prefill_s = problem.fixed_prefill_s[example]
+        self.fixed_decode_s = problem.fixed_decode_s[example]
+        self.memory_bytes = problem.memory_bytes[example]
+        self.loss_s = problem.theta * problem.sensitivity
+
+    def decode_price(self, prices: Prices) -> FloatArray:
+        """What a second of decode on a stage of each kind costs altogether [Q]."""
+        weights = self.weights
+        total: FloatArray = weights.decode_each + prices.decode + prices.trip * weights.round_trips
+        return total
+
+    def constant(self, prices: Prices, prefill_least: float, decode_least: float) -> float:
+        """The bound's part without layers, of stages that take at least so many seconds."""
+        weights, count = self.weights, self.kinds.count
+        prefill = weights.prefill_max - float(count @ prices.prefill)
+        decode = (1 - prices.trip) * weights.decode_max - float(count @ prices.decode)
+        trips = prices.trip * weights.round_trips * weights.trip_s
+        return weights.constant_s + prefill * prefill_least + decode * decode_least + trips
+
+    def path_bound(self, prices: Prices) -> PathBound:
+        """The bound of these prices by a shortest path over boundaries."""
+        prefill, decode = 1.0 + prices.prefill, self.decode_price(prices)
+        usable = np.isfinite(self.bytes)
+        held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
+        place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s
+        place = np.where(usable, place + held, np.inf)
+        each = (place[:, np.newaxis, :] + self.loss_s).min(axis=2)
+        each[~usable.any(axis=1)] = 0.0
+        running = np.concatenate([np.zeros((len(each), 1)), each.cumsum(axis=1)], axis=1)
+        fixed = prefill * self.fixed_prefill_s + decode * self.fixed_decode_s
+        fixed = fixed - prices.memory * self.memory_bytes
+        constant = self.constant(prices, self.weights.prefill_floor_s, self.weights.decode_floor_s)
+        before = self._before(running, fixed)
+        after = self._after(running, fixed)
+        return PathBound(constant + float(before[-1, -1]), constant, before, after)
+
+    def _before(self, running: FloatArray, fixed: FloatArray) -> FloatArray:
+        stages, layers = self.problem.stages, self.problem.layers
+        before = np.full((stages + 1, layers + 1), np.inf)
+        before[0, 0] = 0.0
+        for stage, kind in enumerate(self.kinds.of_stage):
+            lowest = np.minimum.accumulate(before[stage] - running[kind])
+            if stage in (0, stages - 1):
+                lowest = np.concatenate([[np.inf], lowest[:-1]])
+            if np.isinf(self.bytes[kind]).all():
+                lowest = before[stage]
+            before[stage + 1] = lowest + running[kind] + fixed[kind]
+        return before
+
+    def _after(self, running: FloatArray, fixed: FloatArray) -> FloatArray:
+        stages, layers = self.problem.stages, self.problem.layers
+        after = np.full((stages + 1, layers + 1), np.inf)
+        after[-1, -1] = 0.0
+        for stage in range(stages - 1, -1, -1):
+            kind = self.kinds.of_stage[stage]
+            lowest = np.minimum.accumulate((after[stage + 1] + running[kind])[::-1])[::-1]
+            if stage in (0, stages - 1):
+                lowest = np.concatenate([lowest[1:], [np.inf]])
+            if np.isinf(self.bytes[kind]).all():
+                lowest = after[stage + 1]
+            after[stage] = lowest - running[kind] + fixed[kind]
+        return after
+
+
+def onto_simplex(values: FloatArray, count: IntArray, total: float) -> FloatArray:
+    """The nearest non-negative values [Q] with count . values = total."""
+    if total <= 0:
+        return np.zeros_like(values)
+    order = np.argsort(-values)
+    sums = np.cumsum(count[order] * values[order]) - total
+    level = sums / np.cumsum(count[order])
+    last = int(np.flatnonzero(values[order] > level)[-1])
+    nearest: FloatArray = np.maximum(values - level[last], 0.0)
+    return nearest

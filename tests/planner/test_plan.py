@@ -1,0 +1,182 @@
+"""Plans as JSON: the round trip, every refusal, and what a plan predicts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cluster import ClusterSpec
+from planner.costs import CostModel
+from planner.micro_batches import MicroBatches
+from planner.model_shape import model_shape
+from planner.options import PlanOptions
+from planner.plan import PLAN_VERSION, Baseline, Plan
+from planner.plan_builder import Solution, build_plan, simulate_solution
+from planner.problem import Assignment
+from planner.roofline import RooflineLatency
+from planner.sensitivity import default_sensitivity
+from planner.simulation import Simulated
+from planner.workload import Workload
+from quant.errors import SpecError
+
+
+@cache
+def made(group: int = 1) -> tuple[Plan, Simulated]:
+    """OPT-1.3B (24 layers) on three of four devices; the second one holds no layer."""
+    cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [3, 1])
+    shape, options = model_shape("opt-1.3b"), PlanOptions(group=group)
+    costs = CostModel(
+        cluster,
+        shape,
+        Workload(10, 64, 12),
+        options,
+        RooflineLatency(shape),
+        default_sensitivity(shape, options.bits),
+    )
+    bounds = (0, 6 // group, 6 // group, 12 // group, 24 // group)
+    bitwidth = tuple([1] * (6 // group) + [3] * (18 // group))
+    assignment = Assignment(bounds, bitwidth, 9.0, 8.1, "optimal", 0.5)
+    solution = Solution(cluster.devices, MicroBatches(3, 5), assignment, 8.1, 7, 2, 1.5)
+    baselines = (Baseline("uniform", 16, 3.5, 34.0, 0.0), Baseline("other", None, None, None, None))
+    plan = build_plan(costs, "opt-1.3b", solution, "default", baselines)
+    return plan, simulate_solution(costs, solution)
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    plan, _ = made()
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert json.loads(path.read_text())["version"] == PLAN_VERSION
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_empty_stages_drop_out() -> None:
+    plan, _ = made()
+    assert [stage.layers for stage in plan.stages] == [range(6), range(6, 12), range(12, 24)]
+    assert [stage.index for stage in plan.stages] == [0, 1, 2]
+    assert [set(stage.bitwidths) for stage in plan.stages] == [{4}, {16}, {16}]
+    assert plan.unused_devices == ("node0/T4-16GB:1",)
+    assert len(plan.predicted.busy_share) == 3
+
+
+def test_groups_of_layers_make_the_same_plan() -> None:
+    assert made(group=2)[0].stages == made()[0].stages
+    assert made(group=3)[0].predicted == made()[0].predicted
+
+
+def test_prediction_is_the_simulations() -> None:
+    plan, simulated = made()
+    predicted = plan.predicted
+    assert predicted.latency_s == simulated.link_end_s.max()
+    assert predicted.tokens_per_s == pytest.approx(10 * 12 / predicted.latency_s)
+    assert predicted.prefill_s + predicted.decode_s == pytest.approx(predicted.latency_s)
+    last_prefill = [row for row, each in enumerate(simulated.passes) if each.phase == "prefill"][-1]
+    assert predicted.prefill_s == simulated.link_end_s[last_prefill, -1]
+    spans = simulated.stage_end_s - simulated.stage_start_s
+    prefill, decode = (
+        sum(spans[row] for row, each in enumerate(simulated.passes) if each.phase == phase)
+        for phase in ("prefill", "decode")
+    )
+    assert predicted.prefill_bottleneck == prefill.argmax()
+    assert predicted.decode_bottleneck == decode.argmax()
+    assert predicted.busy_share == pytest.approx((prefill + decode) / predicted.latency_s)
+
+
+def test_objective_latency_is_the_closed_form() -> None:
+    """LLM-PQ's symbols: 4 prefill and 2 decode micro-batches, 11 rounds, times of the stages."""
+    plan, _ = made()
+    stages = plan.stages
+    prefill_max = max(max(s.prefill_s, s.prefill_comm_s) for s in stages)
+    decode_max = max(max(s.decode_s, s.decode_comm_s) for s in stages)
+    once = sum(s.prefill_s + s.prefill_comm_s for s in stages)
+    around = sum(s.decode_s + s.decode_comm_s for s in stages)
+    expected = 3 * prefill_max + once + 11 * max(2 * decode_max, around)
+    assert plan.predicted.objective_latency_s == pytest.approx(expected, rel=1e-12)
+    assert plan.predicted.latency_s == pytest.approx(expected, rel=0.1)
+
+
+def change(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(content: dict[str, Any]) -> None:
+        inner: Any = content
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = to
+
+    return apply
+
+
+def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
+    def apply(content: dict[str, Any]) -> None:
+        inner: Any = content
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change("version", to=PLAN_VERSION + 1), "plan version 2.*plan again"),
+        (remove("version"), "plan version None"),
+        (remove("stages"), "not a plan"),
+        (remove("model"), "field model: Field required"),
+        (remove("predicted", "busy_share"), "field predicted.busy_share: Field required"),
+        (remove("stages", 1, "device"), "field stages.1.device"),
+        (change("surprise", to=1), "field surprise"),
+        (change("stages", 0, "layers", to=[0]), "field stages.0.layers"),
+        (change("stages", 0, "layers", to=[0, "six"]), "field stages.0.layers"),
+        (change("stages", 0, "layers", to=[6, 0]), "field stages.0.layers"),
+        (change("stages", 1, "index", to=2), "field stages.1.index: 2 where 1"),
+        (change("micro_batches", "decode", to=0), "field micro_batches: 3 and 0"),
+        (change("micro_batches", "prefill", to=11), "give 1 to 10"),
+        (change("stages", 0, "prefill_s", to="fast"), "field stages.0.prefill_s"),
+        (change("workload", "new_tokens", to=0), "new_tokens is 0"),
+        (change("stages", 1, "layers", to=[7, 13]), "field stages.1.layers.*layer 6 should begin"),
+        (change("stages", 1, "layers", to=[6, 13]), "with 6 bitwidths"),
+        (change("stages", to=[]), "stages hold 0 of 24 layers"),
+        (change("model", "layers", to=40), "stages hold 24 of 40 layers"),
+    ],
+)
+def test_damaged_plans_are_refused(
+    tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    content = json.loads(made()[0].to_json())
+    damage(content)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SpecError, match=message) as refusal:
+        Plan.load(path)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 1,\n oops', ":2: not JSON"),
+        ("[1, 2]", "not a plan"),
+        ('"plan"', "not a plan"),
+        ("", ":1: not JSON"),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        Plan.from_json(text, "plan.json")
+
+
+def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cannot read plan"):
+        Plan.load(tmp_path / "missing.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="cannot read plan"):
+        Plan.load(tmp_path / "bytes.json")
+    with pytest.raises(SpecError, match="cannot write the plan"):
+        made()[0].save(tmp_path / "nowhere" / "plan.json")

@@ -1,0 +1,258 @@
+"""The search over orders, sizes, subsets of devices and places of the head, against trying all."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from planner import candidates as candidates_module
+from planner.assignment import solve
+from planner.baselines import baselines
+from planner.candidates import SearchCandidate, list_candidates, orders_of
+from planner.cluster import ClusterSpec
+from planner.costs import CostModel
+from planner.front import front_json, front_svg, trace_front
+from planner.micro_batches import MicroBatches
+from planner.model_shape import model_shape
+from planner.options import PlanOptions
+from planner.pipeedge import solve_pipeedge
+from planner.plan import Plan
+from planner.problem import Assignment, stage_times
+from planner.search import PlanSearch, SearchOutcome, cost_model, find_plan
+from planner.search import search as whole_search
+from planner.sensitivity import default_sensitivity
+from planner.simulation import simulate_assignment
+from planner.uniform import solve_uniform
+from planner.workload import Workload
+from quant.errors import InfeasibleError, SpecError
+
+CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
+WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
+
+
+def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
+    """OPT-30B with uneven sensitivities."""
+    shape = model_shape("opt-30b")
+    omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]
+    return cost_model(cluster, shape, WORKLOAD, options, omega)
+
+
+def search(costs: CostModel) -> SearchOutcome:
+    """The search over all devices."""
+    found = list_candidates(costs)
+    return PlanSearch(costs.options, found[0].problem.sensitivity, time.perf_counter).run(found)
+
+
+@pytest.mark.parametrize("objective", ["pipeline", "paper"])
+@pytest.mark.parametrize("all_orders", [False, True])
+def test_the_search_finds_the_best_of_all_candidates(all_orders: bool, objective: str) -> None:
+    options = PlanOptions(theta=5.0, all_orders=all_orders, objective=objective, relative_gap=1e-6)
+    costs = costs_of(options)
+    every = [solve(c.problem, relative_gap=1e-6).objective for c in list_candidates(costs)]
+    outcome = search(costs)
+    assert outcome.solution.assignment.objective == pytest.approx(min(every), rel=2e-6)
+    assert outcome.solution.lower_bound <= min(every)
+    assert outcome.gap <= 1.1e-6
+    assert outcome.solution.candidates == len(every) == len(outcome.records)
+    assert outcome.solution.solved < len(every), "bounds should make some solves needless"
+
+
+def test_records_say_what_became_of_every_candidate() -> None:
+    costs = costs_of(PlanOptions())
+    outcome = search(costs)
+    lowest = outcome.solution.assignment.objective
+    for record, candidate in zip(outcome.records, list_candidates(costs), strict=True):
+        assert record.devices == tuple(device.name for device in candidate.devices)
+        assert record.bound <= solve(candidate.problem).objective
+        if record.status in ("pruned", "cutoff"):
+            assert record.bound >= lowest * (1 - 2e-4)
+    assert "optimal" in {record.status for record in outcome.records}
+
+
+def test_bounds_hold_for_every_candidate() -> None:
+    for candidate in list_candidates(costs_of(PlanOptions(all_orders=True))):
+        assert 0 < candidate.bound <= solve(candidate.problem).objective
+
+
+def test_more_orders_are_never_worse() -> None:
+    few, many = (
+        search(costs_of(PlanOptions(theta=20.0, all_orders=every))) for every in (False, True)
+    )
+    assert many.solution.candidates > few.solution.candidates
+    best = few.solution.assignment.objective
+    assert many.solution.assignment.objective <= best * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("method", ["transfer", "adabits", "uniform", "pipeedge", "ilp"])
+def test_every_method_can_be_searched_with(method: str) -> None:
+    options = PlanOptions(method=method, prefill_micro_batch=2, decode_micro_batch=4)
+    outcome = search(costs_of(options))
+    best = search(costs_of(replace(options, method="auto")))
+    objective = best.solution.assignment.objective
+    assert outcome.solution.assignment.objective >= objective * (1 - 2e-4)
+    assert outcome.solution.lower_bound <= objective
+    if method in ("transfer", "ilp"):
+        assert outcome.solution.assignment.objective <= 1.02 * objective
+
+
+def test_a_method_without_a_plan_is_refused() -> None:
+    """Layers cannot be spread evenly over a large and a small device, at any bitwidth."""
+    cluster = ClusterSpec.from_counts(["P100-PCIE-12GB", "A100-SXM4-80GB"], [1, 1])
+    options = PlanOptions(method="uniform", bits=(8, 16))
+    with pytest.raises(InfeasibleError, match="method uniform has no plan"):
+        search(costs_of(options, cluster))
+
+
+def test_too_many_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates_module, "MOST_ORDERS", 2)
+    with pytest.raises(SpecError, match="more than 2 distinct orders; leave all_orders out"):
+        list_candidates(costs_of(PlanOptions(all_orders=True)))
+    assert list_candidates(costs_of(PlanOptions()))
+
+
+def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
+    small = ClusterSpec.from_counts(["T4-16GB"], [1])
+    with pytest.raises(InfeasibleError, match=r"does not fit.*more T4-16GB"):
+        list_candidates(costs_of(PlanOptions(), small))
+
+
+def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
+    run = simulate_assignment(
+        costs, candidate.devices, candidate.sizes, plan.first_layer, plan.bitwidth
+    )
+    return run.latency_s
+
+
+def test_baselines_are_those_of_the_paper() -> None:
+    costs = costs_of(PlanOptions())
+    found = list_candidates(costs)
+    named = {baseline.name: baseline for baseline in baselines(costs)}
+    assert list(named) == ["uniform", "pipeedge", "flexgen", "flexgen-int8"]
+    uniform_s = []
+    for candidate in (c for c in found if not c.head_on_first):
+        plan = solve_uniform(candidate.problem)
+        times = stage_times(candidate.problem, plan.first_layer, plan.bitwidth)
+        uniform_s.append((times.latency_s, simulated_s(costs, candidate, plan)))
+    assert named["uniform"].latency_s == pytest.approx(min(uniform_s)[1])
+    latencies = []
+    share = MicroBatches(3, 3)
+    for devices in orders_of(costs, all_orders=False):
+        candidate = SearchCandidate(devices, share, costs.problem(devices, share), 0.0)
+        latencies.append(simulated_s(costs, candidate, solve_pipeedge(candidate.problem)))
+    assert named["pipeedge"].latency_s in [pytest.approx(latency) for latency in latencies]
+    assert named["flexgen-int8"].bitwidth == 8
+
+
+def test_a_plan_states_its_gap_over_the_whole_search() -> None:
+    options = PlanOptions(relative_gap=1e-4)
+    plan = find_plan(CLUSTER, model_shape("opt-30b"), "opt-30b", WORKLOAD, options)
+    assert plan.solver.status == "optimal"
+    assert 0 <= plan.solver.gap <= 1.01e-4
+    assert plan.solver.solved <= plan.solver.candidates
+
+
+SLOW_LINK = """
+name: useless third device
+nodes:
+  - {name: near, accelerators: {A100-80GB: 2}}
+  - {name: far, accelerators: {P100: 1}}
+network: {internode_gbit_per_s: 0.01}
+"""
+
+
+def test_a_device_that_only_slows_the_pipeline_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(SLOW_LINK)
+    cluster = ClusterSpec.from_yaml(path)
+    shape = model_shape("opt-13b")
+    plan = find_plan(cluster, shape, "opt-13b", WORKLOAD, PlanOptions())
+    forced = find_plan(cluster, shape, "opt-13b", WORKLOAD, PlanOptions(keep_all_devices=True))
+    assert "far/P100-SXM2-16GB:0" in plan.unused_devices
+    assert "far/P100-SXM2-16GB:0" in [stage.device for stage in forced.stages]
+    assert plan.predicted.latency_s < forced.predicted.latency_s
+    assert plan.cluster_fingerprint == forced.cluster_fingerprint
+
+
+def test_leaving_out_is_the_best_of_every_subset() -> None:
+    cluster = ClusterSpec.from_counts(["T4-16GB", "A100-80GB"], [2, 1], internode_gbit_per_s=1)
+    costs = costs_of(PlanOptions(theta=0.5, head="last"), cluster)
+    objectives = []
+    for size in (1, 2, 3):
+        for subset in combinations(cluster.devices, size):
+            smaller = replace(costs, cluster=replace(cluster, devices=subset))
+            try:
+                objectives += [solve(c.problem).objective for c in list_candidates(smaller)]
+            except InfeasibleError:
+                continue
+    found = whole_search(costs).solution
+    assert found.assignment.objective == pytest.approx(min(objectives), rel=2e-4)
+
+
+def test_a_cluster_whose_smallest_device_holds_nothing_is_still_planned() -> None:
+    big, small = ClusterSpec.from_counts(["A100-80GB", "T4-16GB"], [1, 1]).devices
+    cluster = replace(CLUSTER, devices=(big, replace(small, memory_bytes=2**28)))
+    plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions())
+    assert [stage.device for stage in plan.stages] == [big.name]
+
+
+@pytest.mark.parametrize("name", ["bloom-7b1", "opt-13b"])
+def test_the_head_goes_where_it_is_better(name: str) -> None:
+    shape = model_shape(name)
+    cluster = ClusterSpec.from_counts(["V100-SXM2-16GB", "T4-16GB"], [1, 1])
+    by_head = {
+        head: find_plan(
+            cluster, shape, name, WORKLOAD, PlanOptions(head=head, theta=5.0, keep_all_devices=True)
+        )
+        for head in ("first", "last", "auto")
+    }
+    assert by_head["first"].head_on_first
+    assert not by_head["last"].head_on_first
+    objectives = {head: plan.solver.objective for head, plan in by_head.items()}
+    assert objectives["auto"] <= min(objectives["first"], objectives["last"]) * (1 + 2e-4)
+    held = {head: sum(s.memory.final for s in plan.stages) for head, plan in by_head.items()}
+    spared = held["last"] - held["first"]
+    assert spared == (2 * shape.head_parameters if shape.tied_embeddings else 0)
+
+
+def test_bounds_on_quality_and_latency_are_kept() -> None:
+    shape, cluster = model_shape("opt-13b"), ClusterSpec.from_counts(["T4-16GB"], [2])
+
+    def plan(**options: Any) -> Plan:
+        chosen = PlanOptions(**options, head="last", keep_all_devices=True)
+        return find_plan(cluster, shape, "opt-13b", WORKLOAD, chosen)
+
+    fast, fine = plan(theta=0.0), plan(theta=1e6)
+    assert fast.solver.sensitivity > fine.solver.sensitivity
+    middle = (fast.solver.sensitivity + fine.solver.sensitivity) / 2
+    kept = plan(max_omega=middle)
+    assert kept.solver.sensitivity <= middle * (1 + 1e-6)
+    closed_form = kept.predicted.objective_latency_s
+    assert fast.predicted.objective_latency_s <= closed_form * (1 + 1e-4)
+    assert closed_form <= fine.predicted.objective_latency_s * (1 + 1e-4)
+    again = plan(max_latency_s=closed_form * 1.001)
+    assert again.predicted.objective_latency_s <= closed_form * 1.001
+    assert again.solver.sensitivity <= kept.solver.sensitivity * (1 + 1e-6)
+    with pytest.raises(InfeasibleError, match="no plan takes"):
+        plan(max_latency_s=fast.predicted.objective_latency_s / 2)
+
+
+def test_the_front_runs_from_fastest_to_finest() -> None:
+    options = PlanOptions(head="last", keep_all_devices=True)
+    points = trace_front(CLUSTER, model_shape("opt-30b"), WORKLOAD, options, most_points=5)
+    assert len(points) >= 2
+    for near, far in pairwise(points):
+        assert near.objective_latency_s < far.objective_latency_s
+        assert near.omega > far.omega
+        assert near.theta < far.theta
+    assert json.loads(front_json(points))[0]["theta"] == points[0].theta
+    svg = ElementTree.fromstring(front_svg(points))
+    circles = svg.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == len(points)
