@@ -33,4 +33,4 @@ check: install
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -93,6 +93,37 @@ class _MaskKind:
         return masked
 
 
+def _attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Scaled dot product of `[requests, heads, tokens, head_dim]` with grouped keys and values.
+
+    On CUDA only the flash kernel knows grouped heads, and it takes neither masks nor GPUs below
+    8.0; the fallback would write out all scores in float32, so the heads are repeated for it
+    instead.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    if groups > 1 and query.is_cuda:
+        flash = attn_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        if not flash or query.dtype == torch.float32:
+            keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
+            groups = 1
+    return F.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=groups > 1,
+    )
+
+
 def _dense_prefill(
     context: RaggedContext, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
@@ -102,13 +133,12 @@ def _dense_prefill(
     def batched(x: Tensor) -> Tensor:
         return x.view(requests, -1, *x.shape[1:]).transpose(1, 2)
 
-    out = F.scaled_dot_product_attention(
+    out = _attention(
         batched(query),
         batched(key),
         batched(value),
         is_causal=True,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -126,13 +156,12 @@ def _decode(
     mask = None
     if not (where.equal_lengths and mask_kind.is_plain):
         mask = mask_kind.mask(where.position_of_token[:, None], where.max_length)
-    out = F.scaled_dot_product_attention(
+    out = _attention(
         query[:, :, None],
         where.gather(keys),
         where.gather(values),
         attn_mask=mask,
         scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
     )
     return out[:, :, 0]
 
@@ -155,14 +184,13 @@ def _each_request(
         if not causal:
             positions = torch.arange(int(start), end, device=query.device)
             mask = mask_kind.mask(positions[None], end)
-        attended = F.scaled_dot_product_attention(
+        attended = _attention(
             query[row : row + count].transpose(0, 1)[None],
             keys[slot : slot + 1, :, :end],
             values[slot : slot + 1, :, :end],
             attn_mask=mask,
             is_causal=causal,
             scale=scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
         )
         out[row : row + count] = attended[0].transpose(0, 1)
         row += int(count)

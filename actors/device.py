@@ -29,8 +29,8 @@ def local_device(spec: StageSpec) -> torch.device:
     if kind != spec.accelerator:
         raise DeviceError(
             f"stage {spec.index} was planned for {spec.accelerator}, but its process got "
-            f"{found.name}; start the Ray nodes with one GPU type each, or with a custom "
-            "resource per type"
+            f"{found.name}; start one Ray node for each GPU type, with CUDA_VISIBLE_DEVICES and "
+            f"--resources='{{\"{spec.accelerator}\": COUNT}}'"
         )
     wanted = spec.memory_limit_bytes * (1 - TOLERATED_SHORTFALL)
     if found.total_memory < wanted:

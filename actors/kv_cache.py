@@ -4,6 +4,7 @@ place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,12 @@ class KVCache:
         """Bytes allocated."""
         return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forget what requests left in `slots`; they may have left values that are not finite."""
+        rows = list(slots)
+        for stored in (*self._keys.values(), *self._values.values()):
+            stored[rows] = 0
+
     def append(
         self, layer: int, where: SlotRows, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -56,14 +63,13 @@ class KVCache:
 class SlotRows:
     """A micro-batch's addresses in the cache as tensors on the stage's device, made once per pass.
 
-    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`, the
-    length with the new tokens included.
+    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`: `[requests]`.
+    Lengths have the new tokens included.
     """
 
     slot_of_token: Tensor
     position_of_token: Tensor
     slots: Tensor
-    lengths: Tensor
     max_length: int
     equal_lengths: bool
     contiguous: slice | None
@@ -79,7 +85,6 @@ class SlotRows:
             slot_of_token=slots.repeat_interleave(torch.as_tensor(batch.counts, device=device)),
             position_of_token=torch.as_tensor(batch.positions, device=device),
             slots=slots,
-            lengths=torch.as_tensor(lengths, device=device),
             max_length=int(lengths.max()),
             equal_lengths=bool((lengths == lengths[0]).all()),
             contiguous=slice(first, first + count) if in_a_row else None,

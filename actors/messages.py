@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from quant.errors import SpecError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 TokenIds = npt.NDArray[np.int64]
 
 
@@ -108,7 +108,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did."""
+    """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did.
+
+    `error`: its logits were not finite; the token means nothing then.
+    """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]

@@ -34,9 +34,10 @@ class Placement:
 def place(stages: Sequence[StagePlan], offered: Mapping[str, float]) -> tuple[Placement, ...]:
     """Resources for every stage out of what the Ray cluster offers in total.
 
-    A stage asks for Ray's own `accelerator_type:` resource of its GPU where a node has it, else for
-    a custom resource that bears the GPU's name or an alias. CPU and emulated devices do without
-    when there is neither. Raises `DeviceError` naming what is missing.
+    A stage asks for a custom resource that bears its GPU's name or an alias where a node has one:
+    Ray's own `accelerator_type:` cannot tell a V100 of 16 GB from one of 32. Else it asks for that.
+    CPU and emulated devices do without when there is neither. Raises `DeviceError` naming what is
+    missing.
     """
     placements = tuple(_place_one(stage, offered) for stage in stages)
     asked: Counter[str] = Counter()
@@ -68,12 +69,12 @@ def _device_resource(stage: StagePlan, offered: Mapping[str, float]) -> dict[str
     accelerator = find_accelerator(stage.accelerator)
     if stage.custom_resource is not None and not stage.emulated:
         return {stage.custom_resource: 1.0}
-    typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
-    if accelerator.ray_type and offered.get(typed) and not stage.emulated:
-        return {typed: CRUMB}
     for name in (accelerator.name, *accelerator.aliases):
         if offered.get(name) and name != "CPU":
             return {name: 1.0}
+    typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
+    if accelerator.ray_type and offered.get(typed) and not stage.emulated:
+        return {typed: CRUMB}
     return {}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
+from quant.errors import CheckpointError
 
 
 class Decoder(Protocol):
@@ -61,8 +62,9 @@ class Sampler:
         for admission in batch.admitted:
             self._running[admission.slot] = _Running(admission)
         running = [self._running[int(slot)] for slot in batch.slots]
+        finite = ~logits.isnan().any(-1) & (logits.amax(-1).abs() < torch.inf)
         tokens = choose_tokens(
-            logits,
+            logits.masked_fill(~finite[:, None], 0.0),
             [r.admission.sampling for r in running],
             [
                 uniform_draw(r.admission.sampling.seed, r.admission.custom_id, len(r.token_ids))
@@ -72,9 +74,11 @@ class Sampler:
             ],
         )
         reasons = []
-        for slot, request, token in zip(batch.slots, running, tokens, strict=True):
+        for slot, request, token, is_finite in zip(
+            batch.slots, running, tokens, finite.tolist(), strict=True
+        ):
             request.token_ids.append(int(token))
-            reason = self._finish_reason(request)
+            reason = self._finish_reason(request) if is_finite else "error"
             reasons.append(reason)
             if reason is not None:
                 del self._running[int(slot)]
@@ -91,10 +95,11 @@ class Sampler:
     def _meets_stop_string(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
         """Whether the newest token completes a stop string: look at the tail it can lie in.
 
-        Every token but a special one stands for at least one byte, and a character is at most four.
+        Every token stands for at least one byte, and a character is at most four. Special tokens
+        are kept in the text, as they may be what the user wants to stop at.
         """
         tail = max(len(s.encode()) for s in stop) + 4
-        text = self._decoder().decode(token_ids[-tail:], skip_special_tokens=True)
+        text = self._decoder().decode(token_ids[-tail:], skip_special_tokens=False)
         return any(s in text for s in stop)
 
     def _decoder(self) -> Decoder:
@@ -107,7 +112,12 @@ def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
     """End-of-sequence tokens of a checkpoint: its generation config's, else its model config's."""
     found = None
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder).eos_token_id
+        try:
+            found = GenerationConfig.from_pretrained(folder).eos_token_id
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder / 'generation_config.json'} cannot be read: {error}; mend or delete it"
+            ) from error
     if found is None:
         found = getattr(config, "eos_token_id", None)
     if found is None:
@@ -151,9 +161,12 @@ def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tupl
     temperature = torch.tensor(
         [[s.temperature] for s in sampling], device=device, dtype=torch.float64
     )
-    scaled, order = (logits.double() / temperature).sort(dim=-1, descending=True, stable=True)
+    # The greatest logit becomes 0 first: no temperature, however small, then makes infinities.
+    below = logits.double() - logits.double().amax(-1, keepdim=True)
+    scaled, order = (below / temperature).sort(dim=-1, descending=True, stable=True)
     vocabulary = logits.shape[-1]
-    top_k = torch.tensor([[s.top_k or vocabulary] for s in sampling], device=device)
+    kept = [[min(s.top_k or vocabulary, vocabulary)] for s in sampling]
+    top_k = torch.tensor(kept, device=device)
     scaled = scaled.masked_fill(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
     probabilities = scaled.softmax(-1)
     top_p = torch.tensor([[s.top_p] for s in sampling], device=device, dtype=torch.float64)

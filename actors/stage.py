@@ -74,6 +74,8 @@ class Stage:
         lives there too.
         """
         began = time.perf_counter()
+        if batch.admitted:
+            self._cache.clear([admission.slot for admission in batch.admitted])
         where = SlotRows.of(batch, self.device)
         hidden = self._forward(RaggedContext(self._cache, batch, where), inputs.to(self.device))
         result: Tensor | Sampled = hidden
@@ -81,6 +83,8 @@ class Stage:
             result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
             if self.spec.has_head:
                 result = self._sample(batch, result)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the clock would only see the launches
         self._count(batch, time.perf_counter() - began)
         return result
 

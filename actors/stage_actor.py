@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from actors.scheduler import StaticBatchScheduler
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from actors.transport import PackedTensor, pack, unpack
+from quant.checkpoint import resolve
 from quant.processor import local_processor
 
 
@@ -45,14 +45,15 @@ class StageActor:
     def __init__(self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
-        self._checkpoint = Path(checkpoint)
+        self._checkpoint = checkpoint
         self._hold = hold
         self._stage: Stage | None = None
 
     def load(self) -> StageStats:
         """Read, quantize and keep the stage's shard; raises what `Stage` raises."""
         device = local_device(self._spec)
-        self._stage = Stage(self._spec, self._checkpoint, device, local_processor(device))
+        folder = resolve(self._checkpoint)
+        self._stage = Stage(self._spec, folder, device, local_processor(device))
         return self._stage.stats()
 
     def step(self, batch: MicroBatch, inputs: PackedTensor) -> PackedTensor | Sampled:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,11 +19,7 @@ from actors.stage_actor import Hold, StageActor
 from actors.stage_spec import StageSpec
 from planner.accelerators import find_accelerator
 from planner.plan import Plan, StagePlan
-from quant.errors import DeviceError, LlmpqError
-
-
-class StageLostError(Exception):
-    """A stage's process died or hung while it was needed; the run cannot go on without it."""
+from quant.errors import DeviceError, LlmpqError, StageLostError
 
 
 @dataclass(frozen=True)
@@ -39,11 +33,13 @@ class Timeouts:
 class StageGroup:
     """Context manager over the actors of `plan`; needs an initialised Ray.
 
+    `checkpoint` is a folder that every node has under this absolute path, or a hub id.
+
     Raises `DeviceError` when devices are missing, `CheckpointError` and the like from the stages'
     loading, `StageLostError` when an actor dies.
     """
 
-    def __init__(self, plan: Plan, checkpoint: Path, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, plan: Plan, checkpoint: str, timeouts: Timeouts | None = None) -> None:
         self._plan = plan
         self._checkpoint = checkpoint
         self._timeouts = timeouts or Timeouts()
@@ -117,7 +113,7 @@ class StageGroup:
         )
         return remote.remote(
             stage_spec(plan, stage),
-            str(self._checkpoint),
+            self._checkpoint,
             placement.threads,
             hold if stage.emulated else Hold(),
         )
@@ -185,8 +181,3 @@ def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
         accelerator=None if on_host else stage.accelerator,
         head_on_first=plan.head_on_first,
     )
-
-
-def available_threads() -> int:
-    """Processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

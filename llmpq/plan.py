@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from actors.messages import Sampling
+from llmpq.report import write_report
 from llmpq.results import Result
 from llmpq.rows import RowInput, rows_of
+from planner.costs import CostModel
+from planner.explain import Explanation, explain
+from planner.front import FrontPoint
 from planner.micro_batches import MicroBatches
 from planner.plan import Plan as PlanData
 from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
@@ -19,8 +24,9 @@ class Plan:
     `load`.
     """
 
-    def __init__(self, data: PlanData) -> None:
+    def __init__(self, data: PlanData, costs: CostModel | None = None) -> None:
         self.data = data
+        self._costs = costs
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -30,6 +36,21 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         self.data.save(path)
+
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """Why the plan is as it is; takes seconds. None for a plan that was loaded from its file,
+        which does not hold the cluster.
+        """
+        return None if self._costs is None else explain(self.data, self._costs)
+
+    def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
+        """Write the plan and its explanation as one HTML page.
+
+        `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it cannot be
+        written.
+        """
+        write_report(path, self.data, self.explanation, front)
 
     @property
     def model(self) -> PlannedModel:

@@ -22,7 +22,8 @@ RowInput = str | Sequence[int] | Mapping[str, Any]
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _SPELLINGS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 # Fields of an OpenAI Batch body that do not change what is generated here.
-_IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "stream", "n"})
+_IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "stream"})
+_LARGEST = 2**53  # whole numbers up to here are exact in every format
 _PROMPT_FIELDS = ("prompt", "messages")
 
 
@@ -52,21 +53,26 @@ class _RowError(Exception):
 def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
     """Rows of a JSONL file; raises `InputError` when it is missing, empty or names an id twice."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(f"cannot read input {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"input {path} is not UTF-8 (byte {error.start})") from error
     rows = [
         _from_line(line, number)
-        for number, line in enumerate(text.splitlines(), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     return _checked(rows, str(path))
 
 
 def rows_of(items: Iterable[RowInput]) -> tuple[Row | BadRow, ...]:
-    """Rows from Python: strings, token lists or dictionaries as in a JSONL line."""
+    """Rows from Python: strings, token lists or dictionaries as in a JSONL line.
+
+    Raises `InputError` for a single string, whose characters nobody means as prompts.
+    """
+    if isinstance(items, str | bytes):
+        raise InputError("rows is one string; pass a list of prompts")
     return _checked([_from_item(item, n) for n, item in enumerate(items)], "rows")
 
 
@@ -88,7 +94,7 @@ def _from_line(line: str, number: int) -> Row | BadRow:
     fallback_id = f"line-{number}"
     try:
         content = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return BadRow(fallback_id, f"line {number} is not JSON: {error}")
     if not isinstance(content, Mapping):
         return BadRow(fallback_id, f"line {number} is not a JSON object")
@@ -104,6 +110,10 @@ def _from_mapping(content: Mapping[str, Any], fallback_id: str) -> Row | BadRow:
     custom_id = content.get("custom_id", fallback_id)
     if not isinstance(custom_id, str) or not custom_id:
         return BadRow(fallback_id, f"custom_id is {custom_id!r}; it must be a non-empty string")
+    if not _is_text(custom_id):
+        return BadRow(
+            fallback_id, "custom_id holds half a surrogate pair, which UTF-8 cannot write"
+        )
     try:
         return _parse(content, custom_id)
     except (_RowError, LlmpqError) as error:
@@ -126,6 +136,8 @@ def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
     if given[0] == "messages":
         return Row(custom_id, messages=_messages(value), sampling=sampling)
     if isinstance(value, str):
+        if not _is_text(value):
+            raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
         return Row(custom_id, text=value, sampling=sampling)
     return Row(custom_id, token_ids=_token_ids(value), sampling=sampling)
 
@@ -136,6 +148,9 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _RowError("sampling must be an object")
     merged: dict[str, Any] = {k: v for k, v in fields.items() if k != "sampling"}
     merged |= dict(nested or {})
+    merged = {name: value for name, value in merged.items() if value is not None}
+    if merged.pop("n", 1) != 1:
+        raise _RowError("n must be 1: one answer a row; repeat the row with another seed")
     overrides = {_SPELLINGS.get(str(name), str(name)): value for name, value in merged.items()}
     unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
     if unknown:
@@ -159,17 +174,22 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 def _typed(name: str, value: Any) -> Any:
     """`value` as the type that `Sampling.name` has, or a row error."""
     if name == "stop":
-        if isinstance(value, list | tuple) and all(isinstance(s, str) for s in value):
+        if isinstance(value, list | tuple) and all(
+            isinstance(s, str) and _is_text(s) for s in value
+        ):
             return tuple(value)
         raise _RowError("stop must be a string or a list of strings")
     wants_bool, wants_float = name == "ignore_eos", name in ("temperature", "top_p")
     accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
-    if type(value) not in accepted:
-        if value is None and name == "max_new_tokens":
-            return None
+    if type(value) not in accepted or abs(value) > _LARGEST:
         kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
         raise _RowError(f"{name} is {value!r}; it must be {kind}")
     return float(value) if wants_float else value
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can write it: JSON lets halves of surrogate pairs through."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _messages(value: Any) -> Messages:
@@ -179,6 +199,6 @@ def _messages(value: Any) -> Messages:
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, Sequence) and all(type(t) is int and t >= 0 for t in value):
+    if isinstance(value, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in value):
         return tuple(value)
     raise _RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")

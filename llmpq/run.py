@@ -17,6 +17,11 @@ from planner.model_shape import model_shape
 from planner.plan import Plan
 from quant.errors import PlanMismatchError, SpecError
 
+NOT_FINITE = (
+    "the model's logits are not finite: its values overflow the compute type on some stage; plan "
+    "with --dtype float32, or bfloat16 where every GPU has it"
+)
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -49,17 +54,23 @@ class RunOptions:
 class Run:
     """One run over `rows` as they finish; afterwards `summary` holds the figures.
 
-    Bad rows come first, as results with `error`. Leaving the iteration early frees the actors.
+    Bad rows come first, as results with `error`; `errors` holds what failed so far. Leaving the
+    iteration early frees the actors.
     """
 
     def __init__(self, plan: Plan, rows: Sequence[Row | BadRow], options: RunOptions) -> None:
+        from quant.checkpoint import Checkpoint, resolve
+
         self._plan = plan
         self._options = options
-        self.folder = checkpoint_folder(plan, options.model)
+        self._checkpoint = checkpoint_reference(plan, options.model)
+        self._folder = resolve(self._checkpoint, weights=False)
         self._maker = self._request_maker()
-        check_weights(self.folder)
+        if str(self._folder) == self._checkpoint:
+            Checkpoint(self._folder).check_files()
         made = [self._maker.request(row) if isinstance(row, Row) else row for row in rows]
-        self.bad_rows = tuple(m for m in made if isinstance(m, BadRow))
+        self.errors = [m for m in made if isinstance(m, BadRow)]
+        self._bad_rows = tuple(self.errors)
         self.requests = tuple(m for m in made if isinstance(m, Request))
         self.summary: RunSummary | None = None
 
@@ -70,21 +81,21 @@ class Run:
                 f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
                 f"{plan.workload.new_tokens}; plan with a larger --n"
             )
-        shape = model_shape(str(self.folder))
+        shape = model_shape(str(self._folder))
         if shape.fingerprint() != plan.model.fingerprint:
             raise PlanMismatchError(
-                f"{self.folder} holds {shape.name} ({shape.layers} layers, hidden size "
+                f"{self._folder} holds {shape.name} ({shape.layers} layers, hidden size "
                 f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
                 "layers); plan again for this model or pass --model"
             )
-        return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self.folder))
+        return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
     def results(self) -> Generator[Result]:
         """Yield every row's result once."""
-        for bad in self.bad_rows:
+        for bad in self._bad_rows:
             yield Result(bad.custom_id, None, (), None, bad.error)
         if not self.requests:
-            self.summary = RunSummary(len(self.bad_rows), len(self.bad_rows), 0, 0.0, 0.0, ())
+            self.summary = RunSummary(len(self.errors), len(self.errors), 0, 0.0, 0.0, ())
             return
         yield from self._generate()
 
@@ -96,7 +107,7 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(ray_session(self._options.address))
             began = time.perf_counter()
-            group = stack.enter_context(StageGroup(self._plan, self.folder))
+            group = stack.enter_context(StageGroup(self._plan, self._checkpoint))
             loaded = time.perf_counter()
             for batch in _chunks(self.requests, self._plan.workload.global_batch):
                 for finished in group.generate(batch):
@@ -105,8 +116,8 @@ class Run:
                         yield self._result(request, stop_of[request.custom_id])
             ended = time.perf_counter()
             self.summary = RunSummary(
-                prompts=len(self.requests) + len(self.bad_rows),
-                errors=len(self.bad_rows),
+                prompts=len(self.requests) + len(self._bad_rows),
+                errors=len(self.errors),
                 generated_tokens=tokens,
                 load_s=loaded - began,
                 seconds=ended - loaded,
@@ -114,25 +125,20 @@ class Run:
             )
 
     def _result(self, finished: Finished, stop: tuple[str, ...]) -> Result:
+        if finished.finish_reason == "error":
+            self.errors.append(BadRow(finished.custom_id, NOT_FINITE))
+            return Result(finished.custom_id, None, finished.token_ids, None, NOT_FINITE)
         text = self._maker.text(finished.token_ids, stop)
         return Result(finished.custom_id, text, finished.token_ids, finished.finish_reason)
 
 
-def checkpoint_folder(plan: Plan, model: str | None) -> Path:
-    """Where the weights are: `model` if given, else what the plan was made from.
+def checkpoint_reference(plan: Plan, model: str | None) -> str:
+    """Where the weights are, in words that hold on every node: an absolute folder, or a hub id.
 
-    Raises `CheckpointError` when there is nothing usable.
+    That is `model` if given, else what the plan was made from.
     """
-    from quant.checkpoint import resolve
-
-    return resolve(model or plan.model.source)
-
-
-def check_weights(folder: Path) -> None:
-    """See that the weights can be opened, before any stage is started for them."""
-    from quant.checkpoint import Checkpoint
-
-    Checkpoint(folder).check_files()
+    named = Path(model or plan.model.source).expanduser()
+    return str(named.resolve()) if named.is_dir() else model or plan.model.source
 
 
 def _chunks(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:

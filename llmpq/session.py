@@ -37,7 +37,8 @@ def ray_session(address: str | None = None) -> Iterator[None]:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
-            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`"
+            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`, or "
+            "if it asks for a token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         ) from error
     try:
         yield

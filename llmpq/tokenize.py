@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from actors.messages import Request, Sampling
 from llmpq.rows import BadRow, Row, merge_sampling
 from planner.workload import Workload
@@ -35,11 +37,13 @@ class RequestMaker:
             )
         try:
             prompt_ids = self._prompt_ids(row)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, TemplateError) as error:
             return BadRow(row.custom_id, f"the prompt cannot be tokenized: {error}")
         problem = self._problem(prompt_ids)
         if problem:
             return BadRow(row.custom_id, problem)
+        if sampling.stop and self.tokenizer is None:
+            return BadRow(row.custom_id, "stop strings need a tokenizer, which the model has not")
         return Request(row.custom_id, prompt_ids, wanted, sampling)
 
     def _prompt_ids(self, row: Row) -> tuple[int, ...]:
@@ -89,5 +93,5 @@ def load_tokenizer(folder: Path) -> Any:
         return None
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error

@@ -9,7 +9,7 @@ from actors.messages import Sampling
 from llmpq.rows import Row, read_rows
 from llmpq.tokenize import RequestMaker, load_tokenizer
 from planner.workload import Workload
-from quant.errors import InputError, SpecError
+from quant.errors import CheckpointError, InputError, SpecError
 
 # LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
 DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
@@ -19,8 +19,8 @@ _NO_LIMIT = 2**31
 def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
     """Batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
 
-    `model` must be a local folder when prompts are text, for its tokenizer. Raises `InputError`
-    when no prompt can be used.
+    `model` must be a local folder or hub id when prompts are text, for its tokenizer. Raises
+    `InputError` when no prompt can be used.
     """
     rows = [row for row in read_rows(path) if isinstance(row, Row)]
     if not rows:
@@ -37,12 +37,16 @@ def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Wor
 
 
 def _longest(rows: list[Row], model: str) -> int:
-    folder = Path(model)
     tokenizer = None
     if any(row.token_ids is None for row in rows):
-        tokenizer = load_tokenizer(folder) if folder.is_dir() else None
+        from quant.checkpoint import resolve
+
+        try:
+            tokenizer = load_tokenizer(resolve(model, weights=False))
+        except CheckpointError as error:
+            raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
         if tokenizer is None:
-            raise SpecError(f"{model} has no local tokenizer to measure the prompts; give --s")
+            raise SpecError(f"{model} has no tokenizer to measure the prompts; give --s")
     room = Workload(1, _NO_LIMIT, _NO_LIMIT)
     maker = RequestMaker(room, _NO_LIMIT, Sampling(), tokenizer)
     lengths = [

@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from planner.accelerators import find_accelerator
 from quant.errors import SpecError
 
+MAX_DEVICES = 256
+"""Most devices of a cluster: eight times as many as the search for device orders is made for."""
+
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -103,8 +106,12 @@ def read_yaml(path: Path) -> tuple[object, Source]:
         values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cluster file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible number or date
         raise SpecError(f"cluster file {path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise SpecError(
+            f"cluster file {path} nests too deeply or contains itself; write it out flat"
+        ) from error
     source = Source(str(path), document)
     _refuse_repeated_keys(document, str(path))
     return values, source
@@ -118,6 +125,11 @@ def parse_cluster(values: object, source: Source) -> ClusterEntry:
         entry = ClusterEntry.model_validate(dict(values))
     except ValidationError as error:
         raise _first_problem(error, source) from error
+    devices = sum(count for node in entry.nodes for count in node.accelerators.values())
+    if devices > MAX_DEVICES:
+        raise source.error(
+            ["nodes"], f"{devices} devices; plan for at most {MAX_DEVICES}, split the cluster"
+        )
     for index, node in enumerate(entry.nodes):
         _check_node(node, index, source)
     return entry
@@ -195,14 +207,24 @@ def _child(node: yaml.Node | None, step: str | int) -> tuple[yaml.Node, int] | N
     return None
 
 
-def _refuse_repeated_keys(node: yaml.Node | None, path: str) -> None:
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                raise SpecError(f"{path}:{key.start_mark.line + 1}: key {key.value!r} stands twice")
-            seen.add(key.value)
-            _refuse_repeated_keys(value, path)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            _refuse_repeated_keys(value, path)
+def _refuse_repeated_keys(document: yaml.Node | None, path: str) -> None:
+    """Looks at every node once, however often aliases name it, and it itself."""
+    waiting, met = [document], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in met:
+            continue
+        met.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        elif isinstance(node, yaml.MappingNode):
+            waiting += [value for _, value in node.value]
+            _refuse_repeats_of(node, path)
+
+
+def _refuse_repeats_of(node: yaml.MappingNode, path: str) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise SpecError(f"{path}:{key.start_mark.line + 1}: key {key.value!r} stands twice")
+        seen.add(key.value)

@@ -25,12 +25,10 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
     cannot be planned.
     """
-    path = Path(name_or_path).expanduser()
     text = str(name_or_path)
-    if path.is_file():
-        return shape_from_config(path.parent.resolve().name, _read_config(path))
-    if path.is_dir():
-        return _folder_shape(path)
+    local = _local_shape(text)
+    if local is not None:
+        return local
     builtin = _builtin_configs().get(text.lower())
     if builtin is not None:
         return shape_from_config(text, builtin)
@@ -46,6 +44,17 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
+def _local_shape(text: str) -> ModelShape | None:
+    """The shape of a folder or file here; None where there is neither."""
+    try:
+        path = Path(text).expanduser()
+        if path.is_file():
+            return shape_from_config(path.parent.resolve().name, _read_config(path))
+        return _folder_shape(path) if path.is_dir() else None
+    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
+        raise SpecError(f"model {text}: {error}; give a name, a folder or a hub id") from error
+
+
 def _folder_shape(folder: Path) -> ModelShape:
     config = folder / "config.json"
     if not config.is_file():
@@ -59,7 +68,7 @@ def _folder_shape(folder: Path) -> ModelShape:
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise SpecError(f"{path} holds no JSON object; give a Hugging Face config.json")

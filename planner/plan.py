@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import astuple, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
+    Field,
     PlainSerializer,
     TypeAdapter,
     ValidationError,
@@ -24,19 +27,58 @@ from planner.memory import StageMemory
 from planner.micro_batches import MicroBatches
 from planner.workload import Workload
 from quant.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, KERNEL_RULES
 
 PLAN_VERSION = 1
-_STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+_STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+_MAX_BYTES = 2**60
+"""An exbibyte: a stage of more is a slip of the hand."""
+_MAX_LAYERS = 2**16
+KV_BITS = (16,)
+"""Bits of keys and values that the runtime can hold: those of the compute type."""
 
 
 def _as_range(value: Any) -> Any:
-    """`[first, end]` as a range; anything else is left for pydantic to refuse."""
+    """`[first, end]` as a range; ValueError, which pydantic reports, for anything else."""
     match value:
-        case [int(first), int(end)] if not isinstance(value, range) and 0 <= first <= end:
+        case range():
+            return value
+        case [int(first), int(end)] if 0 <= first <= end <= _MAX_LAYERS:
             return range(first, end)
-    return value
+    raise ValueError(f"give [first, end], whole numbers from 0 to {_MAX_LAYERS}, not {value!r:.40}")
 
 
+def _one_of(choices: Collection[int | str]) -> AfterValidator:
+    """Refuses what is not among `choices`."""
+
+    def check(value: int | str) -> int | str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(map(str, choices))}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _known_backends(backends: dict[int, str]) -> dict[int, str]:
+    """Whether each backend is one of its bitwidth's."""
+    for bits, backend in backends.items():
+        names = [rule.name for rule in KERNEL_RULES if rule.bits == bits]
+        if backend not in names:
+            raise ValueError(f"{bits} bit has no backend {backend!r}; choose one of {names}")
+    return backends
+
+
+def _no_negative_part(memory: StageMemory) -> StageMemory:
+    parts = astuple(memory)
+    if min(parts) < 0 or max(parts) > _MAX_BYTES:
+        raise ValueError(f"{parts} bytes; each part is 0 to {_MAX_BYTES}")
+    return memory
+
+
+Bits = Annotated[int, _one_of(BITWIDTHS)]
+Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES)]
+Seconds = Annotated[float, Field(ge=0)]
 LayerRange = Annotated[
     range,
     BeforeValidator(_as_range),
@@ -51,7 +93,7 @@ class PlannedModel:
     source: str
     name: str
     model_type: str
-    layers: int
+    layers: Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
     fingerprint: str
 
 
@@ -69,19 +111,19 @@ class StagePlan:
     accelerator: str
     node: str
     emulated: bool
-    threads: int
+    threads: Annotated[int, Field(ge=1)]
     custom_resource: str | None
-    dtype: str
+    dtype: Annotated[str, _one_of(DTYPE_BYTES)]
     layers: LayerRange
-    bitwidths: tuple[int, ...]
-    backends: dict[int, str]
-    memory: StageMemory
-    memory_bytes: int
-    memory_limit_bytes: int
-    prefill_s: float
-    decode_s: float
-    prefill_comm_s: float
-    decode_comm_s: float
+    bitwidths: tuple[Bits, ...]
+    backends: Annotated[dict[int, str], AfterValidator(_known_backends)]
+    memory: Annotated[StageMemory, AfterValidator(_no_negative_part)]
+    memory_bytes: Bytes
+    memory_limit_bytes: Bytes
+    prefill_s: Seconds
+    decode_s: Seconds
+    prefill_comm_s: Seconds
+    decode_comm_s: Seconds
     provenance: str
 
 
@@ -148,11 +190,11 @@ class Plan:
     workload: Workload
     cluster: str
     cluster_fingerprint: str
-    time_scale: float
-    kv_bits: int
+    time_scale: Annotated[float, Field(ge=0)]
+    kv_bits: Annotated[int, _one_of(KV_BITS)]
     micro_batches: MicroBatches
     head_on_first: bool
-    stages: tuple[StagePlan, ...]
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     unused_devices: tuple[str, ...]
     predicted: Prediction
     solver: SolverRecord
@@ -166,20 +208,23 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced whole or not at all."""
         target = Path(path)
+        if not target.name:
+            raise SpecError(f"cannot write the plan to {str(path)!r}: no file name; name a file")
         aside = target.with_name(target.name + ".part")
         try:
-            aside.write_text(self.to_json())
+            aside.write_text(self.to_json(), encoding="utf-8")
             os.replace(aside, target)
-        except OSError as error:
-            aside.unlink(missing_ok=True)
-            raise SpecError(f"cannot write the plan to {target}: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            with suppress(OSError, ValueError):
+                aside.unlink()
+            raise SpecError(f"cannot write the plan to {target}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan; raises `SpecError` naming file and field."""
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
             raise SpecError(f"cannot read plan {path}: {error}") from error
         return cls.from_json(text, str(path))
 
@@ -190,6 +235,8 @@ class Plan:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
+            raise SpecError(f"{source}: not a plan: {error}") from error
         if not isinstance(content, Mapping) or "stages" not in content:
             raise SpecError(f"{source}: not a plan; make one with llmpq-algo -o plan.json")
         if content.get("version") != PLAN_VERSION:
@@ -201,8 +248,9 @@ class Plan:
             plan = _ADAPTER.validate_python(content)
         except ValidationError as error:
             first = error.errors()[0]
+            problem = first["msg"].removeprefix("Value error, ")
             where = ".".join(str(part) for part in first["loc"])
-            raise SpecError(f"{source}: field {where}: {first['msg']}") from error
+            raise SpecError(f"{source}: field {where}: {problem}") from error
         except SpecError as error:
             raise SpecError(f"{source}: {error}") from error
         plan.check(source)

@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 from quant.errors import SpecError
 
+MAX_REQUESTS = 2**20
+MAX_TOKENS = 2**22
+"""Far beyond any batch in memory and any model's context: larger numbers are slips of the hand."""
+
 
 @dataclass(frozen=True)
 class Workload:
     """`global_batch` requests of `prompt_length` tokens that each get `new_tokens` more.
 
-    Lengths are in tokens (LLM-PQ: B, s, n). SpecError unless all are positive integers.
+    Lengths are in tokens (LLM-PQ: B, s, n). SpecError unless all are whole numbers of
+    at least 1, at most `MAX_REQUESTS` requests and `MAX_TOKENS` tokens in each length.
     """
 
     global_batch: int
@@ -20,10 +25,17 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Check the three numbers."""
-        for name in ("global_batch", "prompt_length", "new_tokens"):
+        limits = {
+            "global_batch": MAX_REQUESTS,
+            "prompt_length": MAX_TOKENS,
+            "new_tokens": MAX_TOKENS,
+        }
+        for name, most in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            if value > most:
+                raise SpecError(f"{name} is above {most}, the most that can be planned; lower it")
 
     @property
     def total_length(self) -> int:

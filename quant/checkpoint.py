@@ -136,23 +136,30 @@ class Checkpoint:
         )
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, weights: bool = True) -> Path:
     """The local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
+
+    Without `weights` a hub id brings only configuration and tokenizer.
 
     CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    try:
+        folder = Path(path).expanduser()
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
+        raise CheckpointError(f"{path}: {error}; give the folder that holds the weights") from error
+    if is_file:
         raise CheckpointError(f"{folder} is a file; give the folder that holds it")
     name = str(path)
+    patterns = _HUB_PATTERNS if weights else _HUB_PATTERNS[1:]
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise CheckpointError(
             f"there is no folder {folder}; give one, or a hub id such as facebook/opt-125m"
         )
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_PATTERNS)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (
         hub_errors.HfHubHTTPError,
         hub_errors.LocalEntryNotFoundError,
@@ -171,7 +178,7 @@ def read_index(path: Path) -> dict[str, str]:
     """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is no index of shards ({type(error).__name__}: {error}); download it again"
         ) from error

@@ -9,11 +9,14 @@ import json
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for anything but tensors
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
@@ -55,27 +58,21 @@ def convert(source: Path, target: Path) -> ConvertSummary:
     Tensors that share memory are written once, with the names left out in the file's metadata,
     unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, if
     `source` has no `.bin` weights or configuration, or if a file is missing, damaged, or holds
-    anything but tensors.
+    anything but tensors, or if `target` cannot be written; nothing of it is left then.
     """
-    if target.exists():
-        raise CheckpointError(f"{target} exists already; name a new folder or remove it first")
-    files = _bin_files(source)
-    tied = _ties_embeddings(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        staging = aside / target.name
-        staging.mkdir()
-        shards = []
-        for number, file in enumerate(files, start=1):
-            name = _shard_name(number, len(files))
-            shards.append(_convert_file(source / file, staging / name, tied))
-        if len(files) > 1:
-            _write_index(staging / INDEX_FILE, shards)
-        copied = _copy_others(source, staging)
-        staging.rename(target)
-    finally:
-        shutil.rmtree(aside)
+        if target.exists():
+            raise CheckpointError(f"{target} exists already; name a new folder or remove it first")
+        files = _bin_files(source)
+        tied = _ties_embeddings(source)
+        with _new_folder(target) as staging:
+            shards = _convert_files(source, files, staging, tied)
+            copied = _copy_others(source, staging)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot convert {source} into {target} ({error}); "
+            "choose folders that can be read and written, with space for the weights"
+        ) from error
     return ConvertSummary(
         target=target,
         shards=len(shards),
@@ -84,6 +81,35 @@ def convert(source: Path, target: Path) -> ConvertSummary:
         aliases=tuple(alias for shard in shards for alias in shard.aliases),
         copied=copied,
     )
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill; it becomes `target`, with the parents that lack, when it is complete.
+
+    Made in the nearest parent that exists, so that renaming one folder is all there is to do.
+    """
+    target = target.resolve()
+    base = next(parent for parent in target.parents if parent.exists())
+    aside = Path(tempfile.mkdtemp(prefix=".llmpq-convert-", dir=base))
+    try:
+        inside = target.relative_to(base)
+        (aside / inside).mkdir(parents=True)
+        yield aside / inside
+        (aside / inside.parts[0]).rename(base / inside.parts[0])
+    finally:
+        shutil.rmtree(aside)
+
+
+def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> list[_Shard]:
+    """Every weight file as a shard in `target`, with an index where there are several."""
+    shards = [
+        _convert_file(source / file, target / _shard_name(number, len(files)), tied)
+        for number, file in enumerate(files, start=1)
+    ]
+    if len(files) > 1:
+        _write_index(target / INDEX_FILE, shards)
+    return shards
 
 
 def _bin_files(source: Path) -> list[str]:
@@ -116,7 +142,7 @@ def _ties_embeddings(source: Path) -> bool:
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
     try:
         return bool(json.loads(path.read_text(encoding="utf-8")).get("tie_word_embeddings", True))
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON object ({error}); download it again") from error
 
 

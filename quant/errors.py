@@ -27,3 +27,7 @@ class InputError(LlmpqError):
 
 class DeviceError(LlmpqError):
     """A device that is missing, or offers less than the plan needs."""
+
+
+class StageLostError(Exception):
+    """A stage's process died while it was needed: no mistake of the user's, and the run is over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.backends.base import PackedWeight
+from quant.backends.base import PackedWeight, copy_of
 from quant.backends.registry import usable_backend
 from quant.errors import DeviceError
 from quant.scheme import KernelRule, LinearShape, Processor, layer_rule
@@ -76,11 +76,6 @@ def quantize_linear(
             f"{packed.nbytes} bytes but plans count {planned_bytes}; plan with another backend"
         )
     return QuantizedLinear(packed, shape, own_bias, dtype, rule)
-
-
-def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of its own: no view of a checkpoint file, and no temporary on the way."""
-    return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from quant.backends.base import copy_of
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
-from quant.linear import QuantizedLinear, copy_of, quantize_linear
+from quant.linear import QuantizedLinear, quantize_linear
 from quant.scheme import Processor
 
 
@@ -38,15 +40,11 @@ def load_layer(
     """
     linears = [(name, child) for name, child in module.named_modules() if _is_linear(child)]
     for name, linear in linears:
-        full_name = f"{name_prefix}.{name}"
-        weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
-        bias = None
-        if linear.bias is not None:
-            bias = _read(checkpoint, f"{full_name}.bias", linear.bias)
-        try:
-            filled = quantize_linear(weight, bias, bits, processor, dtype, device, backend)
-        except CheckpointError as error:
-            raise CheckpointError(f"{full_name}.weight in {checkpoint.folder}: {error}") from error
+        full_name = f"{name_prefix}.{name}.weight"
+        weight = _read(checkpoint, full_name, linear.weight)
+        with _named(full_name, checkpoint):
+            filled = quantize_linear(weight, None, bits, processor, dtype, device, backend)
+        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, filled)
     load_tensors(module, checkpoint, name_prefix, dtype, device)
@@ -70,7 +68,8 @@ def load_tensors(
             full_name = ".".join(part for part in (name_prefix, owner_name, name) if part)
             stored = _read(checkpoint, full_name, tensor)
             kept_dtype = dtype if tensor.is_floating_point() else tensor.dtype
-            filled = copy_of(stored, kept_dtype, device)
+            with _named(full_name, checkpoint):
+                filled = copy_of(stored, kept_dtype, device)
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(owner, name, nn.Parameter(filled, False) if is_parameter else filled)
 
@@ -84,6 +83,15 @@ def module_nbytes(module: nn.Module) -> int:
         for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
     }
     return sum(storages.values()) + sum({id(weight): weight.nbytes for weight in packed}.values())
+
+
+@contextmanager
+def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
+    """Puts tensor and folder before what is wrong with its values."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"tensor {full_name} in {checkpoint.folder}: {error}") from error
 
 
 def _return_freed_memory() -> None:

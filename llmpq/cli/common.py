@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from quant.errors import LlmpqError
+from quant.errors import LlmpqError, StageLostError
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -46,18 +46,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that keeps tables whole when the output is no terminal."""
-    plain = Console(stderr=stderr)
-    return plain if plain.is_terminal else Console(stderr=stderr, width=140)
+    """A console that keeps tables whole when the output is no terminal, and names as they are."""
+    plain = Console(stderr=stderr, markup=False)
+    return plain if plain.is_terminal else Console(stderr=stderr, markup=False, width=140)
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Exit code of `command`; what the user can mend becomes one message and exit code 2."""
+    """Exit code of `command`; what the user can mend becomes one message and exit code 2,
+    a lost stage one message and 1.
+    """
     try:
         return command()
     except LlmpqError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return EXIT_BAD_INPUT
+    except StageLostError as error:
+        sys.stderr.write(f"{name}: failed: {error}\n")
+        return EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted; what was finished is kept\n")
         return EXIT_INTERRUPTED

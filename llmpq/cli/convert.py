@@ -20,7 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(source: Path, target: Path) -> int:
     from quant.convert import convert
 
-    console().print(f"{convert(source, target)}")
+    made = convert(source, target)
+    sentence = (
+        f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
+        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"
+    )
+    console().print(sentence, markup=False, highlight=False, soft_wrap=True)
     return EXIT_DONE
 
 

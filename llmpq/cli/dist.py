@@ -41,17 +41,17 @@ def _run(options: argparse.Namespace) -> int:
             address=getattr(options, "address", None),
         ),
     )
-    with ResultFile(Path(options.output), options.overwrite) as output:
+    inputs = (Path(options.input), Path(options.strat_file_name))
+    with ResultFile(Path(options.output), options.overwrite, inputs) as output:
         if options.show_plan:
             console(stderr=True).print(plan_table(plan.data))
         _write_all(run, output, len(rows))
     if run.summary is not None:
         console(stderr=True).print(summary_table(plan.data, run.summary))
-    if run.bad_rows:
-        first = run.bad_rows[0]
+    if run.errors:
+        first = run.errors[0]
         console(stderr=True).print(
-            f"{len(run.bad_rows)} rows have errors, the first {first.custom_id!r}: {first.error}",
-            markup=False,
+            f"{len(run.errors)} rows have errors, the first {first.custom_id!r}: {first.error}"
         )
         return EXIT_ERROR_ROWS
     return EXIT_DONE

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from quant.canonical import row_blocks
+from quant.errors import CheckpointError
 
 
 class PackedWeight(Protocol):
@@ -32,6 +33,31 @@ class PackedWeight(Protocol):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` times the transposed weight: `[..., out]` in the type of `x`."""
         ...
+
+
+def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of its own, no view of a checkpoint file, whose float values are all finite.
+
+    Copied in blocks of rows, each cast on `device`: a copy of the whole to a GPU would be cast in
+    host memory first. CheckpointError for NaN, and for values that are infinite in `dtype`.
+    """
+    out = torch.empty(tensor.shape, dtype=dtype, device=device)
+    source, target = torch.atleast_1d(tensor), torch.atleast_1d(out)
+    rows = len(target)
+    for block in row_blocks(rows, target.numel() // max(1, rows), device):
+        filled = target[block].copy_(source[block].to(device))
+        if filled.numel() and dtype.is_floating_point and not _is_finite(filled):
+            raise CheckpointError(
+                f"a tensor of shape {list(tensor.shape)} holds NaN or values that are infinite in "
+                f"{dtype}; the checkpoint is damaged or needs another compute type"
+            )
+    return out
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Without a temporary: NaN and infinity pass through the extremes."""
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:

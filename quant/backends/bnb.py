@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
-from quant.backends.base import tensor_bytes
-from quant.errors import CheckpointError, DeviceError
+from quant.backends.base import copy_of, tensor_bytes
+from quant.errors import DeviceError
 from quant.scheme import NF4_BLOCK
 
 _OUTLIER_THRESHOLD = 6.0
@@ -26,17 +26,6 @@ def _bitsandbytes() -> Any:
         ) from error
 
 
-def _on_device(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`weight` as bitsandbytes takes it, checked: its kernels pass NaN on in silence."""
-    moved = weight.to(device=device, dtype=dtype).contiguous()
-    if not bool(torch.isfinite(moved).all()):
-        raise CheckpointError(
-            f"a weight of shape {list(weight.shape)} holds NaN or values that are infinite in "
-            f"{dtype}; the checkpoint is damaged or needs another compute type"
-        )
-    return moved
-
-
 @dataclass(frozen=True)
 class BnbNf4:
     """`packed` `[out * in / 2, 1]` uint8 in blocks of 64; `state`: their maxima and the table."""
@@ -47,7 +36,7 @@ class BnbNf4:
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
         """See `PackedWeight`."""
-        values = _on_device(weight, dtype, device)
+        values = copy_of(weight, dtype, device)
         packed, state = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
         )
@@ -83,7 +72,7 @@ class BnbInt8:
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
         """See `PackedWeight`."""
-        values = _on_device(weight, torch.float16, device)
+        values = copy_of(weight, torch.float16, device)
         codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
         return cls(codes, maxima)
 

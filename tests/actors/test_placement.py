@@ -21,7 +21,13 @@ def stages() -> tuple[StagePlan, ...]:
     """OPT-13b over two T4 and a V100-32GB."""
     cluster = ClusterSpec.from_counts(["T4", "V100-32GB"], [2, 1])
     workload = Workload(4, 64, 16)
-    plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", workload, PlanOptions(bits=(8,)))
+    plan = find_plan(
+        cluster,
+        model_shape("opt-13b"),
+        "opt-13b",
+        workload,
+        PlanOptions(bits=(8,), keep_all_devices=True),
+    )
     return plan.stages
 
 
@@ -42,6 +48,14 @@ def test_custom_resources_by_name_or_alias(stages: tuple[StagePlan, ...]) -> Non
     asked = [dict(p.resources) for p in place(stages, offered)]
     expected = [{"T4": 1.0} if k == "T4-16GB" else {"V100-SXM2-32GB": 1.0} for k in kinds(stages)]
     assert asked == expected
+
+
+def test_a_resource_that_names_the_very_gpu_wins(stages: tuple[StagePlan, ...]) -> None:
+    """Ray's own type is the same for a V100 of 16 GB and of 32."""
+    offered = {"GPU": 4.0, "T4": 2.0, "accelerator_type:V100": 1.0, "V100-SXM2-32GB": 1.0}
+    for kind, placement in zip(kinds(stages), place(stages, offered), strict=True):
+        name = "T4" if kind == "T4-16GB" else "V100-SXM2-32GB"
+        assert placement.bundle == {"GPU": 1.0, name: 1.0}
 
 
 def test_too_few_devices_of_a_kind(stages: tuple[StagePlan, ...]) -> None:

@@ -79,6 +79,28 @@ def test_extreme_draws_stay_within_what_is_kept() -> None:
         assert token in row.topk(3).indices.tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-310, 1e-8, 1e8])
+def test_extreme_temperatures_and_top_k(temperature: float) -> None:
+    raw = logits(3)
+    sampling = [Sampling(temperature=temperature, top_k=2**53)] * 3
+    tokens = choose_tokens(raw, sampling, [0.5] * 3)
+    if temperature < 1:
+        assert tokens.tolist() == raw.argmax(-1).tolist()
+    assert all(0 <= token < VOCABULARY for token in tokens)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_only_their_request(
+    value: float, temperature: float
+) -> None:
+    raw = logits(2)
+    raw[0, 7] = value
+    admitted = [Admission(i, str(i), 9, Sampling(temperature=temperature)) for i in range(2)]
+    sampled = Sampler([]).sample(batch([0, 1], admitted), raw)
+    assert sampled.finish_reasons == ("error", None)
+
+
 def test_draw_is_uniform_and_keyed_by_seed_id_and_position() -> None:
     draws = [uniform_draw(0, f"row-{i}", i % 7) for i in range(5000)]
     assert min(draws) >= 0

@@ -46,7 +46,7 @@ def plan(tiny: tuple[Path, Any], cluster_file: Path) -> Plan:
     """A plan of the tiny model in float32 at 16 bit, three stages."""
     workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
     cluster = Cluster.from_yaml(cluster_file)
-    return cluster.plan(tiny[0], workload, dtype="float32", bits=[16])
+    return cluster.plan(tiny[0], workload, dtype="float32", bits=[16], keep_all_devices=True)
 
 
 @pytest.fixture(scope="module")

@@ -245,6 +245,10 @@ def test_output_that_cannot_or_must_not_be_written(
         capsys, run_dist(plan_file, prompts, tmp_path / "file" / "r.jsonl"), "cannot write output"
     )
     refused(capsys, run_dist(plan_file, prompts, tmp_path), "is a folder")
+    code = run_dist(plan_file, prompts, prompts, "--overwrite")
+    refused(capsys, code, "is the input too")
+    assert prompts.read_text()
+    refused(capsys, run_dist(plan_file, prompts, tmp_path / ("x" * 300)), "cannot write output")
     kept = tmp_path / "kept.jsonl"
     kept.write_text("earlier results\n")
     refused(capsys, run_dist(plan_file, prompts, kept), "exists already", "--overwrite")

@@ -16,10 +16,10 @@ import pytest
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
 from llmpq.report import report_page
-from llmpq.report.comparison import FrontPoint
 from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
 from llmpq.report.markup import Html, tag
 from planner.explain import Explanation, explain
+from planner.front import FrontPoint
 from planner.model_shape import model_shape
 from planner.plan import Plan as PlanData
 from planner.sensitivity import default_sensitivity, save_sensitivity
@@ -262,8 +262,8 @@ def test_given_front_is_drawn_without_dominated_points() -> None:
     latency_s = made().data.predicted.objective_latency_s
     sensitivity = made().data.solver.sensitivity
     front = (
-        FrontPoint(9.0, latency_s * 2, sensitivity / 2),
-        FrontPoint(7.0, latency_s * 3, sensitivity),
+        FrontPoint(9.0, 1.0, latency_s * 2, 1.0, sensitivity / 2, 8.0),
+        FrontPoint(7.0, 1.0, latency_s * 3, 1.0, sensitivity, 8.0),
     )
     parsed = Page(report_page(made().data, None, front))
     assert len(parsed.all_of("circle", "spot")) == 2

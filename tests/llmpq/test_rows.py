@@ -64,6 +64,14 @@ def test_accepted_forms(tmp_path: Path) -> None:
         ('{"prompt": "a", "ignore_eos": 1}', "true or false"),
         ('{"prompt": "a", "sampling": 3}', "must be an object"),
         ('{"custom_id": 5, "prompt": "a"}', "non-empty string"),
+        ('{"prompt": [' + "9" * 5000 + "]}", "not JSON"),
+        ('{"prompt": "a", "temperature": 1' + "0" * 400 + "}", "a number"),
+        ('{"prompt": "a", "top_k": 99999999999999999999}', "a whole number"),
+        ('{"prompt": "a \\ud800"}', "surrogate"),
+        ('{"custom_id": "\\ud800", "prompt": "a"}', "surrogate"),
+        ('{"prompt": "a", "stop": "\\udfff"}', "list of strings"),
+        ('{"prompt": "a", "n": 5}', "n must be 1"),
+        ("[" * 100000, "not JSON"),
     ],
 )
 def test_a_bad_line_becomes_an_error_row_and_leaves_the_others(
@@ -73,6 +81,15 @@ def test_a_bad_line_becomes_an_error_row_and_leaves_the_others(
     assert isinstance(bad, BadRow)
     assert message in bad.error
     assert good == Row("good", text="p")
+
+
+def test_line_separators_within_a_prompt_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    text = "one\u2028two\x85three"
+    lines = [{"custom_id": "a", "prompt": text}, {"custom_id": "b", "prompt": "c", "stop": None}]
+    body = "\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_bytes(b"\xef\xbb\xbf" + body.encode())
+    assert read_rows(path) == (Row("a", text=text), Row("b", text="c"))
 
 
 def test_an_id_twice_is_refused_with_both_rows(tmp_path: Path) -> None:
@@ -101,6 +118,12 @@ def test_rows_from_python() -> None:
         Row("row-1", token_ids=(1, 2)),
         Row("c", text="d"),
     )
+
+
+@pytest.mark.parametrize("rows", ["one prompt", b"bytes"])
+def test_a_single_string_is_no_list_of_prompts(rows: Any) -> None:
+    with pytest.raises(InputError, match="one string"):
+        rows_of(rows)
 
 
 def test_row_sampling_overrides_only_its_own_fields() -> None:

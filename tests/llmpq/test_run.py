@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from actors.placement import place
 from actors.stage_group import StageGroup, StageLostError
@@ -91,7 +92,7 @@ def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: P
     from actors.messages import Request
 
     requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
-    with StageGroup(plan.data, tiny[0]) as group:
+    with StageGroup(plan.data, str(tiny[0])) as group:
         ray.kill(group._actors[1])
         with pytest.raises(StageLostError, match="died"):
             list(group.generate(requests))
@@ -102,9 +103,29 @@ def test_errors_while_loading_reach_the_caller_bare(plan: Plan, tmp_path: Path) 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     before = actors_alive()
+    group = StageGroup(plan.data, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        list(plan.run([[3]], model=str(tmp_path)))
+        group.__enter__()
     assert actors_alive() == before
+
+
+def test_a_relative_folder_is_found_by_actors_that_start_elsewhere(
+    tiny: tuple[Path, Any], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny[0].parent)
+    (result,) = plan.run([[5, 6, 7]], model=tiny[0].name)
+    assert list(result.token_ids) == reference(tiny[1], (5, 6, 7), NEW_TOKENS)
+
+
+def test_logits_that_are_not_finite_end_their_row_with_an_error(plan: Plan, tmp_path: Path) -> None:
+    """The final norm's weight makes every logit overflow float32."""
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    (result,) = plan.run([[5, 6, 7]], model=str(tmp_path))
+    assert result.text is None
+    assert "not finite" in str(result.error)
 
 
 def test_plan_for_another_model_is_refused_before_anything_starts(
