@@ -11,12 +11,15 @@ from llmpq.report import write_report
 from llmpq.results import Result
 from llmpq.rows import RowInput, rows_of
 from planner.costs import CostModel
-from planner.explain import Explanation, explain
+from planner.explain import Explanation, StageLimits, explain, stage_limits
 from planner.front import FrontPoint
 from planner.micro_batches import MicroBatches
 from planner.plan import Plan as PlanData
 from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
+from planner.planned_assignment import planned_assignment
+from planner.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
+from quant.errors import SpecError
 
 
 class Plan:
@@ -51,6 +54,27 @@ class Plan:
         written.
         """
         write_report(path, self.data, self.explanation, front)
+
+    @cached_property
+    def limits(self) -> tuple[StageLimits, ...]:
+        """What holds each stage; empty for a plan that was loaded from its file."""
+        if self._costs is None:
+            return ()
+        return stage_limits(planned_assignment(self.data, self._costs))
+
+    def trace(self, path: str | Path) -> None:
+        """Write the simulated batch: an `.svg` Gantt picture, else JSON for Perfetto or Chrome.
+
+        Raises `SpecError` where it cannot be written, or for a plan that was loaded from its file.
+        """
+        if self._costs is None:
+            raise SpecError("a plan file holds no cost model to simulate; trace while planning")
+        simulated = planned_assignment(self.data, self._costs).simulate()
+        labels = [stage.device for stage in self.stages]
+        if Path(path).suffix == ".svg":
+            write_gantt(path, simulated, labels)
+        else:
+            write_chrome_trace(path, simulated, labels)
 
     @property
     def model(self) -> PlannedModel:

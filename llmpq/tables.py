@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmpq.run import RunSummary
+from planner.explain import StageLimits
 from planner.front import FrontPoint
 from planner.plan import Baseline, Plan, StagePlan
 
@@ -18,8 +19,11 @@ GIB = 2**30
 MIB = 2**20
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """The stages of a plan, its prediction, its solver and its baselines."""
+def plan_table(plan: Plan, limits: Sequence[StageLimits] = ()) -> RenderableType:
+    """The stages of a plan, its prediction, its solver and its baselines.
+
+    `limits`, where known, say which resource of a stage is used up.
+    """
     table = Table(title=_headline(plan), title_justify="left", title_style="bold")
     for name, justify in (
         ("stage", "right"),
@@ -30,10 +34,12 @@ def plan_table(plan: Plan) -> RenderableType:
         ("limit", "right"),
         ("prefill", "right"),
         ("decode", "right"),
+        *((("binds", "left"),) if limits else ()),
     ):
         table.add_column(name, justify="right" if justify == "right" else "left")
     for stage in plan.stages:
-        table.add_row(*_stage_cells(stage, plan))
+        binds = [", ".join(limits[stage.index].binds) or "-"] if limits else []
+        table.add_row(*_stage_cells(stage, plan), *binds)
     return Group(table, *(Text(line) for line in _notes(plan)))
 
 
@@ -114,7 +120,7 @@ def comparison_table(plan: Plan) -> RenderableType:
             table.add_row(b.name, "", "does not fit", "", "", "")
             continue
         table.add_row(
-            b.name, str(b.bitwidth), f"{b.latency_s:.4g}", f"{b.tokens_per_s:.4g}",
+            b.name, str(b.bitwidth or "mixed"), f"{b.latency_s:.4g}", f"{b.tokens_per_s:.4g}",
             f"{b.sensitivity:.4g}", f"{b.latency_s / p.latency_s:.2f}x",
         )  # fmt: skip
     return table

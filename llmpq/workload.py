@@ -8,12 +8,11 @@ from pathlib import Path
 from actors.messages import Sampling
 from llmpq.rows import Row, read_rows
 from llmpq.tokenize import RequestMaker, load_tokenizer
-from planner.workload import Workload
+from planner.workload import MAX_TOKENS, Workload
 from quant.errors import CheckpointError, InputError, SpecError
 
 # LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
 DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
-_NO_LIMIT = 2**31
 
 
 def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
@@ -47,8 +46,8 @@ def _longest(rows: list[Row], model: str) -> int:
             raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
         if tokenizer is None:
             raise SpecError(f"{model} has no tokenizer to measure the prompts; give --s")
-    room = Workload(1, _NO_LIMIT, _NO_LIMIT)
-    maker = RequestMaker(room, _NO_LIMIT, Sampling(), tokenizer)
+    room = Workload(1, MAX_TOKENS, MAX_TOKENS)
+    maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
     lengths = [
         len(made.prompt_ids) for made in map(maker.request, rows) if hasattr(made, "prompt_ids")
     ]

@@ -26,7 +26,7 @@ from planner.problem import (
 )
 from planner.relaxation import lower_bound
 from planner.solve_options import SolveOptions
-from planner.solvers import SOLVERS
+from planner.solvers import DEFAULT_SOLVER, SOLVERS
 from planner.transfer import solve_by_transfer
 from planner.uniform import solve_uniform
 from quant.errors import SpecError
@@ -46,7 +46,6 @@ __all__ = [
     "stage_times",
 ]
 
-DEFAULT_SOLVER = "highs"
 
 METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions], Assignment]] = {
     "auto": solve_automatically,
@@ -71,11 +70,11 @@ def solve(
     `method` is a key of `METHODS`: "auto" searches exactly without an integer programme, unless
     `solver` names another solver than HiGHS, "ilp" solves one with `solver`, one of
     `planner.solvers.SOLVERS`, "transfer" is the heuristic of LLM-PQ Alg. 2, the others are the
-    paper's baselines. The exact methods
-    stop when the objective is proven within `relative_gap` (status "optimal"), when `time_limit_s`
-    wall seconds are over ("time_limit", with the best assignment so far), or when nothing beats
-    `upper_bound` seconds by more than the gap ("cutoff", without an assignment). Raises
-    InfeasibleError where nothing fits, SpecError for options that cannot be used.
+    paper's baselines. The exact methods stop when the objective is proven within `relative_gap`
+    (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with the best
+    assignment so far), or when nothing beats `upper_bound` seconds by more than the gap ("cutoff",
+    without an assignment). Raises InfeasibleError where nothing fits, SpecError for options that
+    cannot be used.
     """
     if method not in METHODS:
         raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.adabits import solve_adabits
 from planner.candidates import orders_of, searched_sizes
 from planner.costs import CostModel
 from planner.device import Device
@@ -15,16 +16,18 @@ from planner.pipeedge import solve_pipeedge
 from planner.plan import Baseline
 from planner.problem import stage_times
 from planner.simulation import simulate_assignment
+from planner.solve_options import SolveOptions
 from planner.uniform import uniform_candidate
 from quant.errors import InfeasibleError
 
+ADABITS_LIMIT_S = 10.0
 OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
 
 
 def baselines(costs: CostModel) -> tuple[Baseline, ...]:
-    """Uniform, PipeEdge and, where their bitwidths are allowed, the offloading estimates.
+    """Uniform, PipeEdge, adabits and, where their bitwidths are allowed, the offloading estimates.
 
-    Uniform and PipeEdge are simulated like the plan itself; each has the LM head on the last stage.
+    All but the estimates are simulated like the plan; the LM head is on the last stage.
     """
     costs = replace(costs, head_on_first=False)
     offloading = [
@@ -32,7 +35,7 @@ def baselines(costs: CostModel) -> tuple[Baseline, ...]:
         for name, bits in OFFLOADED.items()
         if bits in costs.options.bits
     ]
-    return (_uniform(costs), _pipeedge(costs), *offloading)
+    return (_uniform(costs), _pipeedge(costs), _adabits(costs), *offloading)
 
 
 def _uniform(costs: CostModel) -> Baseline:
@@ -72,6 +75,26 @@ def _pipeedge(costs: CostModel) -> Baseline:
     return _simulated(costs, "pipeedge", best)
 
 
+def _adabits(costs: CostModel) -> Baseline:
+    """The best quality that memory allows, the batch over the stages in both phases (section 6.9).
+
+    Of all orders that keep equal devices together the fastest.
+    """
+    best: _Found | None = None
+    for devices in orders_of(costs, all_orders=False):
+        sizes = _even_share(costs, devices)
+        problem = costs.problem(devices, sizes)
+        try:
+            found = solve_adabits(problem, SolveOptions(time_limit_s=ADABITS_LIMIT_S))
+        except InfeasibleError:
+            continue
+        times = stage_times(problem, found.first_layer, found.bitwidth)
+        rank = (times.quality, times.latency_s)
+        if best is None or rank < best.rank:
+            best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
+    return _simulated(costs, "adabits", best)
+
+
 @dataclass(frozen=True)
 class _Found:
     """A baseline's assignment; of two the one with the lower `rank` is the baseline's choice."""
@@ -87,7 +110,15 @@ def _simulated(costs: CostModel, name: str, found: _Found | None) -> Baseline:
     if found is None:
         return Baseline(name, None, None, None, None)
     run = simulate_assignment(costs, found.devices, found.sizes, found.first_layer, found.bitwidth)
-    return _baseline(costs, name, costs.options.bits[found.bitwidth[0]], run.latency_s)
+    used = {costs.options.bits[choice] for choice in found.bitwidth}
+    quality = costs.sensitivity[range(len(found.bitwidth)), list(found.bitwidth)].sum()
+    return Baseline(
+        name,
+        used.pop() if len(used) == 1 else None,
+        run.latency_s,
+        run.tokens_per_s,
+        float(quality),
+    )
 
 
 def _offloading(costs: CostModel, name: str, bits: int) -> Baseline:

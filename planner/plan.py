@@ -35,7 +35,7 @@ _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan
 _MAX_BYTES = 2**60
 """An exbibyte: a stage of more is a slip of the hand."""
 _MAX_LAYERS = 2**16
-KV_BITS = (16,)
+_KV_BITS = (16,)
 """Bits of keys and values that the runtime can hold: those of the compute type."""
 
 
@@ -169,7 +169,10 @@ class SolverRecord:
 
 @dataclass(frozen=True, config=_STRICT)
 class Baseline:
-    """A simpler plan for the same cluster; `None` figures where it does not fit."""
+    """A simpler plan for the same cluster; `bitwidth` is None where bits are mixed.
+
+    All figures are None where it does not fit.
+    """
 
     name: str
     bitwidth: int | None
@@ -191,7 +194,7 @@ class Plan:
     cluster: str
     cluster_fingerprint: str
     time_scale: Annotated[float, Field(ge=0)]
-    kv_bits: Annotated[int, _one_of(KV_BITS)]
+    kv_bits: Annotated[int, _one_of(_KV_BITS)]
     micro_batches: MicroBatches
     head_on_first: bool
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]

@@ -20,6 +20,7 @@ from planner.plan import (
 )
 from planner.problem import Assignment, stage_times
 from planner.simulation import Simulated, occupied_stages, simulate_assignment
+from planner.solvers import DEFAULT_SOLVER
 from quant.scheme import backend_name
 
 
@@ -38,6 +39,7 @@ class Solution:
     solved: int
     seconds: float
     head_on_first: bool = False
+    solver: str = DEFAULT_SOLVER
 
 
 def build_plan(
@@ -105,7 +107,7 @@ def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecor
     return SolverRecord(
         objective_kind=options.objective,
         method=options.method,
-        solver=options.solver,
+        solver=solution.solver,
         status=assignment.status,
         theta=options.theta,
         objective=assignment.objective,

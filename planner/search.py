@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from planner.adabits import solve_adabits
-from planner.assignment import DEFAULT_SOLVER, solve
+from planner.assignment import solve
 from planner.auto import solve_automatically
 from planner.baselines import baselines
 from planner.candidates import SearchCandidate, list_candidates
@@ -34,6 +35,7 @@ from planner.quality_tables import QualityTables
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity, load_sensitivity
 from planner.solve_options import SolveOptions
+from planner.solvers import DEFAULT_SOLVER, SolverUnavailableError
 from planner.transfer import solve_by_transfer
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
@@ -116,6 +118,7 @@ class PlanSearch:
             solved,
             self._clock() - start,
             candidate.head_on_first,
+            self._options.solver,
         )
         return SearchOutcome(solution, tuple(self._records))
 
@@ -139,6 +142,15 @@ class PlanSearch:
             self._best = candidate, found
 
     def _solve(self, candidate: SearchCandidate) -> Assignment:
+        """With the solver that was asked for, or from its first refusal on with HiGHS."""
+        try:
+            return self._solve_as_asked(candidate)
+        except SolverUnavailableError as error:
+            warnings.warn(f"{error}; going on with {DEFAULT_SOLVER}", stacklevel=2)
+            self._options = replace(self._options, solver=DEFAULT_SOLVER)
+            return self._solve_as_asked(candidate)
+
+    def _solve_as_asked(self, candidate: SearchCandidate) -> Assignment:
         """By the method asked for; those that can share the tables of sensitivities do."""
         options, problem = self._options, candidate.problem
         sharing = SHARING_METHODS.get(options.method)

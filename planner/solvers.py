@@ -11,6 +11,13 @@ import pulp
 
 from quant.errors import SpecError
 
+DEFAULT_SOLVER = "highs"
+
+
+class SolverUnavailableError(SpecError):
+    """A known solver that is not installed, or whose licence does not cover the model."""
+
+
 ABSOLUTE_GAP = 1e-8  # in a scaled model's units, where the objective is about 10
 
 
@@ -61,7 +68,9 @@ def require_solver(solver: str) -> Solver:
         raise SpecError(f"solver {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
     entry = SOLVERS[solver]
     if not entry.create(SolverLimits(0.0, None)).available():
-        raise SpecError(f"solver {solver!r} is not available; {entry.remedy}, or use 'highs'")
+        raise SolverUnavailableError(
+            f"solver {solver!r} is not available; {entry.remedy}, or use 'highs'"
+        )
     return entry
 
 
@@ -112,7 +121,7 @@ def _run_gurobi(model: pulp.LpProblem, backend: pulp.LpSolver) -> None:
     try:
         model.solve(backend)
     except gurobipy.GurobiError as error:
-        raise SpecError(
+        raise SolverUnavailableError(
             f"gurobi refused a model of {model.numVariables()} variables and "
             f"{model.numConstraints()} constraints: {error}; install a full licence "
             "(the one from the registry allows 2000 of each) or use solver 'highs'"

@@ -13,7 +13,7 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cluster import Cluster
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
-from planner.front import front_json, write_front
+from planner.front import FrontPoint, front_json, write_front
 from planner.options import PlanOptions
 from planner.workload import Workload
 from quant.errors import InputError, SpecError
@@ -37,33 +37,31 @@ def _plan(options: argparse.Namespace) -> int:
     workload = _workload(options, model)
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
+    points: Sequence[FrontPoint] = ()
     if "pareto" in options:
-        return _pareto(options, cluster, model, workload, given)
+        points = cluster.pareto(model, workload, **given)
+        if options.pareto:
+            write_front(options.pareto, points)
+        if "report" not in options:
+            return _show_front(options, points)
     plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
     if "report" in options:
-        plan.report(options.report)
+        plan.report(options.report, points)
+    if "trace" in options:
+        plan.trace(options.trace)
     if options.json:
         sys.stdout.write(plan.data.to_json())
     else:
-        console().print(plan_table(plan.data))
+        console().print(plan_table(plan.data, plan.limits))
         if options.compare:
             console().print(comparison_table(plan.data))
     return EXIT_DONE
 
 
-def _pareto(
-    options: argparse.Namespace,
-    cluster: Cluster,
-    model: str,
-    workload: Workload,
-    given: dict[str, Any],
-) -> int:
-    """Print the front, or write it where `--pareto` names a file."""
-    points = cluster.pareto(model, workload, **given)
-    if options.pareto:
-        write_front(options.pareto, points)
+def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint]) -> int:
+    """Print the front as a table or as JSON."""
     if options.json:
         sys.stdout.write(front_json(points))
     else:
@@ -145,11 +143,16 @@ def _parser() -> Parser:
         "--compare", action="store_true", help="print the paper's baselines beside the plan"
     )
     add(
+        "--trace",
+        metavar="FILE",
+        help="the simulated batch: .svg is a Gantt picture, else JSON for Perfetto",
+    )
+    add(
         "--pareto",
         nargs="?",
         const="",
         metavar="FILE",
-        help="instead of one plan the front of latency against quality, also as .svg or .json",
+        help="the front of latency against quality (with --report: in it), also as .svg or .json",
     )
     return parser
 

@@ -74,6 +74,27 @@ def test_json_on_stdout_is_the_plan_alone(capsys: pytest.CaptureFixture[str]) ->
     assert content["stages"][0]["layers"] == [0, 24]
 
 
+def test_comparison_front_trace_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices = ["--device_names", "T4", "V100-32GB", "--device_numbers", "1", "1"]
+    arguments = ["--model", "opt-6.7b", *devices, *SMALL, "--head", "last"]
+    front, trace, picture = (tmp_path / name for name in ("f.json", "t.json", "g.svg"))
+    assert algo.main([*arguments, "--compare", "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    for scheme in ("uniform", "pipeedge", "adabits", "flexgen", "binds"):
+        assert scheme in printed
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert algo.main([*arguments, "--trace", str(picture), "--shaq-efficient"]) == 0
+    assert picture.read_text().startswith("<svg")
+    assert algo.main([*arguments, "--pareto", str(front)]) == 0
+    assert len(json.loads(front.read_text())) >= 1
+    report = tmp_path / "report.html"
+    assert algo.main([*arguments, "--pareto", "--report", str(report)]) == 0
+    assert "opt-6.7b" in report.read_text()
+    assert algo.main([*arguments, "--pareto", str(tmp_path / "front.png")]) == 2
+
+
 def test_group_decides_layers_together() -> None:
     cluster = Cluster.from_counts(["T4", "V100-32GB"], [1, 1])
     plan = cluster.plan("opt-13b", Workload(4, 64, 16), group=4)

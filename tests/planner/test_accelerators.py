@@ -13,15 +13,30 @@ from quant.errors import SpecError
 REPORTED = {
     "Tesla T4": "T4-16GB",
     "Tesla V100-SXM2-32GB": "V100-SXM2-32GB",
+    "Tesla V100-SXM3-32GB": "V100-SXM3-32GB",
+    "Tesla V100-SXM2-16GB": "V100-SXM2-16GB",
+    "Tesla V100-PCIE-16GB": "V100-PCIE-16GB",
+    "Tesla V100-PCIE-32GB": "V100-PCIE-32GB",
+    "Tesla V100S-PCIE-32GB": "V100S-PCIE-32GB",
     "Tesla P100-PCIE-12GB": "P100-PCIE-12GB",
+    "Tesla P100-PCIE-16GB": "P100-PCIE-16GB",
+    "Tesla P100-SXM2-16GB": "P100-SXM2-16GB",
     "NVIDIA A100-SXM4-40GB": "A100-SXM4-40GB",
     "NVIDIA A100-PCIE-40GB": "A100-PCIE-40GB",
+    "NVIDIA A100-SXM4-80GB": "A100-SXM4-80GB",
+    "NVIDIA A100 80GB PCIe": "A100-PCIE-80GB",
     "NVIDIA A800-SXM4-80GB": "A800-SXM4-80GB",
+    "NVIDIA A800 80GB PCIe": "A800-PCIE-80GB",
+    "NVIDIA A10": "A10-24GB",
+    "NVIDIA A10G": "A10G-24GB",
+    "NVIDIA A40": "A40-48GB",
     "NVIDIA H100 80GB HBM3": "H100-SXM5-80GB",
     "NVIDIA H100 PCIe": "H100-PCIE-80GB",
     "NVIDIA H200": "H200-SXM-141GB",
     "NVIDIA GeForce RTX 3090": "RTX3090-24GB",
+    "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
     "NVIDIA L4": "L4-24GB",
+    "NVIDIA L40S": "L40S-48GB",
 }
 
 
@@ -32,6 +47,10 @@ def test_reported_names_are_found_and_ray_agrees(reported: str, name: str) -> No
     if accelerator.ray_type is not None:
         detected = NvidiaGPUAcceleratorManager._gpu_name_to_accelerator_type(reported)
         assert accelerator.ray_type == detected
+
+
+def test_every_gpu_has_a_reported_name() -> None:
+    assert set(REPORTED.values()) == {entry.name for entry in registry() if not entry.is_cpu}
 
 
 def test_ray_types_are_rays_and_every_name_is_unique() -> None:

@@ -134,6 +134,9 @@ def test_counts_of_the_command_line() -> None:
         ClusterSpec.from_counts(["T4", "V100"], [1])
     with pytest.raises(SpecError, match="greater than or equal to 1"):
         ClusterSpec.from_counts(["T4"], [0])
+    assert len(ClusterSpec.from_counts(["T4", "V100"], [255, 1]).devices) == 256
+    with pytest.raises(SpecError, match="nodes: 257 devices; plan for at most 256"):
+        ClusterSpec.from_counts(["T4", "V100"], [256, 1])
     with pytest.raises(SpecError, match="at least 1 item"):
         ClusterSpec.from_counts([], [])
 
@@ -162,6 +165,12 @@ def test_counts_of_the_command_line() -> None:
         ("name: mixed", "name: mixed\nname: y", ":2: key 'name' stands twice"),
         ("network: {internode_gbit_per_s: 800}", "", "2 nodes but no network"),
         ("name: mixed", "name: [", "not valid YAML"),
+        ("T4: 3", "T4: 1000000000", r":2: nodes: 1000000003 devices; plan for at most 256"),
+        ("name: mixed", "name: " + "[" * 5000, "nests too deeply"),
+        ("name: mixed", "name: &a [*a]", ":1: name: .*valid string"),
+        ("{T4: 3", "&a {x: *a, T4: 3", r":4: nodes\.0\.accelerators\.x: .*valid integer"),
+        ("name: mixed", "name: &a {b: *a, b: 1}", ":1: key 'b' stands twice"),
+        ("T4: 3", f"T4: {'1' * 5000}", "not valid YAML: .*digits"),
         (FILE, "- a", "a cluster is a mapping"),
         (FILE, "name: x", "nodes: Field required"),
     ],
@@ -171,6 +180,12 @@ def test_bad_file_is_named_with_line(tmp_path: Path, old: str, new: str, message
     with pytest.raises(SpecError, match=message) as caught:
         load(tmp_path, FILE.replace(old, new, 1))
     assert "c.yaml" in str(caught.value)
+
+
+def test_aliases_of_aliases_are_looked_at_once(tmp_path: Path) -> None:
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
+    with pytest.raises(SpecError, match="unknown key"):
+        load(tmp_path, "\n".join(["l0: &l0 [1]", *levels]))
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

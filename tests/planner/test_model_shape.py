@@ -207,6 +207,13 @@ def test_refused_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model_shape("opt-30")
     with pytest.raises(SpecError, match="no such folder"):
         model_shape(tmp_path / "none")
+    for name in ("x" * 300, f"{tmp_path}/{'x' * 300}", "~nobody-of-this-name/x"):
+        with pytest.raises(SpecError, match=r"give a name, a folder or a hub id"):
+            model_shape(name)
+    for text in ("[" * 100_000, "1" * 5000):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SpecError, match="cannot be read as JSON"):
+            model_shape(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(SpecError, match=r"nobody/opt-30x.* nearest built-in: opt-30b"):
         model_shape("nobody/opt-30x")

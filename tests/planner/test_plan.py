@@ -142,7 +142,27 @@ def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
         (change("workload", "new_tokens", to=0), "new_tokens is 0"),
         (change("stages", 1, "layers", to=[7, 13]), "field stages.1.layers.*layer 6 should begin"),
         (change("stages", 1, "layers", to=[6, 13]), "with 6 bitwidths"),
-        (change("stages", to=[]), "stages hold 0 of 24 layers"),
+        (change("stages", to=[]), "field stages: .*at least 1"),
+        (change("stages", 0, "layers", to=["a", "b"]), "field stages.0.layers: give .first, end"),
+        (change("stages", 0, "layers", to=[0, 10**30]), "field stages.0.layers: give .first, end"),
+        (change("stages", 0, "index", to=7), "field stages.0.index: 7"),
+        (change("stages", 0, "threads", to=0), "field stages.0.threads: .*equal to 1"),
+        (change("stages", 0, "dtype", to="nope"), "field stages.0.dtype: 'nope' is not one of"),
+        (change("stages", 0, "bitwidths", 2, to=5), "field stages.0.bitwidths.2: 5 is not one of"),
+        (change("stages", 0, "backends", "4", to="plain"), "0.backends: 4 bit has no .*'plain'"),
+        (change("stages", 0, "backends", to={"5": "plain"}), "0.backends: 5 bit has no backend"),
+        (change("stages", 0, "memory", "weights", to=-5), "field stages.0.memory: .*-5"),
+        (change("stages", 0, "memory_bytes", to=10**20), "field stages.0.memory_bytes"),
+        (change("stages", 0, "memory_limit_bytes", to=-1), "field stages.0.memory_limit_bytes"),
+        (change("stages", 0, "decode_s", to=-0.5), "field stages.0.decode_s"),
+        (change("stages", 0, "decode_s", to=10**400), "field stages.0.decode_s"),
+        (change("predicted", "latency_s", to=float("nan")), "field predicted.latency_s: .*finite"),
+        (change("time_scale", to=float("inf")), "field time_scale: .*finite"),
+        (change("time_scale", to=-1), "field time_scale"),
+        (change("kv_bits", to=8), "field kv_bits: 8 is not one of 16"),
+        (change("micro_batches", "prefill", to=0), "field micro_batches: 0 and 5"),
+        (change("micro_batches", "prefill", to=-1), "field micro_batches: -1 and 5"),
+        (change("workload", "global_batch", to=10**15), "global_batch is above 1048576"),
         (change("model", "layers", to=40), "stages hold 24 of 40 layers"),
     ],
 )
@@ -165,6 +185,8 @@ def test_damaged_plans_are_refused(
         ("[1, 2]", "not a plan"),
         ('"plan"', "not a plan"),
         ("", ":1: not JSON"),
+        ("[" * 100_000, "not a plan: .*recursion"),
+        ('{"stages": ' + "1" * 5000 + "}", "not a plan: .*5000 digits"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -180,3 +202,16 @@ def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
         Plan.load(tmp_path / "bytes.json")
     with pytest.raises(SpecError, match="cannot write the plan"):
         made()[0].save(tmp_path / "nowhere" / "plan.json")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\0b", "folder"])
+def test_impossible_file_names_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SpecError, match="cannot write the plan to"):
+        made()[0].save(name)
+    with pytest.raises(SpecError, match="cannot read plan"):
+        Plan.load(name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder"]

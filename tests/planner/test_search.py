@@ -30,6 +30,7 @@ from planner.search import PlanSearch, SearchOutcome, cost_model, find_plan
 from planner.search import search as whole_search
 from planner.sensitivity import default_sensitivity
 from planner.simulation import simulate_assignment
+from planner.solvers import SOLVERS, SolverLimits
 from planner.uniform import solve_uniform
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
@@ -135,7 +136,7 @@ def test_baselines_are_those_of_the_paper() -> None:
     costs = costs_of(PlanOptions())
     found = list_candidates(costs)
     named = {baseline.name: baseline for baseline in baselines(costs)}
-    assert list(named) == ["uniform", "pipeedge", "flexgen", "flexgen-int8"]
+    assert list(named) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
     uniform_s = []
     for candidate in (c for c in found if not c.head_on_first):
         plan = solve_uniform(candidate.problem)
@@ -256,3 +257,14 @@ def test_the_front_runs_from_fastest_to_finest() -> None:
     svg = ElementTree.fromstring(front_svg(points))
     circles = svg.findall("{http://www.w3.org/2000/svg}circle")
     assert len(circles) == len(points)
+
+
+def test_a_missing_solver_is_replaced_and_said_so() -> None:
+    cluster = ClusterSpec.from_counts(["T4-16GB"], [2])
+    if SOLVERS["gurobi"].create(SolverLimits(0.0, None)).available():
+        pytest.skip("gurobi is installed here")
+    options = PlanOptions(solver="gurobi", keep_all_devices=True)
+    with pytest.warns(UserWarning, match="gurobi.*going on with highs"):
+        plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, options)
+    assert plan.solver.solver == "highs"
+    assert plan.solver.status == "optimal"

@@ -6,12 +6,22 @@ from typing import Any
 
 import pytest
 
-from planner.workload import Workload
+from planner.workload import MAX_REQUESTS, MAX_TOKENS, Workload
 from quant.errors import SpecError
 
 
 def test_total_length() -> None:
     assert Workload(global_batch=32, prompt_length=512, new_tokens=100).total_length == 612
+
+
+def test_numbers_beyond_any_batch() -> None:
+    largest = [MAX_REQUESTS, MAX_TOKENS, MAX_TOKENS]
+    assert Workload(*largest).total_length == 2 * MAX_TOKENS
+    for position, most in enumerate(largest):
+        numbers = [1, 1, 1]
+        numbers[position] = most + 1
+        with pytest.raises(SpecError, match=f"is above {most}"):
+            Workload(*numbers)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8", None])

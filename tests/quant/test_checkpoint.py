@@ -115,6 +115,12 @@ def test_folders_without_weights(tmp_path: Path) -> None:
         Checkpoint(file)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/x"])
+def test_impossible_folder(name: str) -> None:
+    with pytest.raises(CheckpointError, match="give the folder that holds the weights"):
+        Checkpoint(name)
+
+
 @pytest.mark.parametrize("name", ["some-org/no-such-model", "bad//id", "two words/x"])
 def test_hub_id_that_cannot_be_reached(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

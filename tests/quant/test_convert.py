@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from llmpq.cli.convert import main
 from quant.checkpoint import Checkpoint
 from quant.convert import convert
 from quant.errors import CheckpointError
@@ -134,6 +135,50 @@ def test_refusals(tiny_model: Build, tmp_path: Path) -> None:
     (tmp_path / "old" / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match="safetensors already"):
         convert(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("inside", ["file/new", "file/more/new", "x" * 300, "a/b/" + "x" * 300])
+def test_targets_that_cannot_be_made(inside: str, tiny_model: Build, tmp_path: Path) -> None:
+    save_bin(tiny_model("llama"), tmp_path / "old")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot convert .*choose folders"):
+        convert(tmp_path / "old", tmp_path / inside)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "old"]
+
+
+def test_impossible_source_and_read_only_target(tiny_model: Build, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot convert .*too long"):
+        convert(tmp_path / ("x" * 300), tmp_path / "new")
+    save_bin(tiny_model("llama"), tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"cannot convert .* into /proc/x"):
+        convert(tmp_path / "old", Path("/proc/x"))
+
+
+def test_target_below_folders_that_lack(tiny_model: Build, tmp_path: Path) -> None:
+    save_bin(tiny_model("llama"), tmp_path / "old")
+    target = tmp_path / "a" / ".." / "b" / "c"
+    assert convert(tmp_path / "old", target).target == target
+    assert Checkpoint(tmp_path / "b" / "c").names()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "old"]
+    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged"):
+        convert(tmp_path / "old", tmp_path / "d" / "e")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "old"]
+
+
+def test_command_line_says_what_was_made(
+    tiny_model: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("llama")
+    save_bin(model, tmp_path / "old", shards=2)
+    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    gib = sum(tensor.nbytes for tensor in model.state_dict().values()) / 2**30
+    tensors = len(model.state_dict())
+    assert capsys.readouterr().out == (
+        f"Wrote {tensors} tensors ({gib:.2f} GiB) in 2 safetensors files to {tmp_path / 'new'}\n"
+    )
+    assert main([str(tmp_path / "old"), str(tmp_path / "old" / "config.json" / "x")]) == 2
+    assert "llmpq-convert: error: cannot convert" in capsys.readouterr().err
 
 
 def test_configuration_is_needed(tiny_model: Build, tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from quant.backends.base import copy_of
 from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.torch_8bit import Torch8Bit
 from quant.canonical import dequantize, quantize
@@ -113,3 +116,29 @@ def test_more_bytes_than_planned_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(BACKENDS, "torch_8bit", Padded)
     with pytest.raises(DeviceError, match=r"in 8512 bytes but plans count 8448"):
         quantize_linear(weight_and_bias()[0], None, 8, PLAIN_CPU, torch.float16, CPU, "torch_8bit")
+
+
+class CopyRecorder(TorchDispatchMode):
+    """Notes how many elements each copy moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "copy" in str(func):
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", [(3000, 1024), (700,), (), (0, 8), (5, 3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_copies_go_in_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Torch casts what goes to a GPU in host memory, so that a copy of the whole would be one."""
+    tensor = torch.randn(shape).half()
+    with CopyRecorder() as recorder:
+        copied = copy_of(tensor, dtype, CPU)
+    assert torch.equal(copied, tensor.to(dtype))
+    assert copied.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    assert max(recorder.sizes, default=0) <= 1 << 19
+    assert sum(recorder.sizes) == tensor.numel()

@@ -132,6 +132,41 @@ def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("bits", "value"),
+    [(4, torch.nan), (4, -torch.inf), (16, torch.nan), (16, -torch.inf), (16, 1e30)],
+)
+@pytest.mark.parametrize(
+    "name",
+    ["self_attn.q_proj.weight", "self_attn.q_proj.bias", "final_layer_norm.bias", "fc2.weight"],
+)
+def test_values_that_are_not_finite(
+    name: str, bits: int, value: float, tiny_model: Build, meta_layer: MetaLayer, tmp_path: Path
+) -> None:
+    """1e30 is none in float16; a single one among the others is found."""
+    tiny_model("opt").save_pretrained(tmp_path)
+    full_name = f"model.decoder.layers.1.{name}"
+    damaged = tiny_model("opt").state_dict()[full_name].clone()
+    damaged.view(-1)[-3] = value
+    change(tmp_path, full_name, damaged)
+    layer = meta_layer(tiny_model("opt"), "model.decoder.layers.1")
+    with pytest.raises(CheckpointError, match=rf"tensor {full_name} in {tmp_path}: .*NaN"):
+        load_layer(
+            layer, Checkpoint(tmp_path), "model.decoder.layers.1", bits, HERE, torch.float16, CPU
+        )
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.norm", "lm_head"])
+def test_parts_that_are_not_finite(name: str, llama_folder: Path, tiny_model: Build) -> None:
+    part = tiny_model("llama").get_submodule(name)
+    assert isinstance(part.weight, torch.Tensor)
+    damaged = part.weight.detach().clone()
+    damaged.view(-1)[-1] = torch.inf
+    change(llama_folder, f"{name}.weight", damaged)
+    with pytest.raises(CheckpointError, match=rf"tensor {name}\.weight in {llama_folder}: .*NaN"):
+        load_tensors(part.to("meta"), Checkpoint(llama_folder), name, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize(
     ("tensor", "message"),
     [
         (None, r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
