@@ -37,9 +37,9 @@ from benchmarks.profiles_2023 import profile_rows
 from planner.accelerators import GIB
 from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
+from planner.optimiser.problem import Objective
 from planner.options import PlanOptions
 from planner.plan import Plan
-from planner.problem import Objective
 from planner.profile_rows import write_profiles
 from planner.search import find_plan
 from planner.workload import Workload
@@ -95,7 +95,12 @@ def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
     schemes = {}
     for name, objective in OBJECTIVES.items():
         options = PlanOptions(
-            theta=case.theta, dtype="float16", profiles=profiles, objective=objective
+            theta=case.theta,
+            dtype="float16",
+            profiles=profiles,
+            objective=objective,
+            head="last",
+            keep_all_devices=True,
         )
         schemes[name] = _planned(case, cluster, options)
     setting = Setting(cluster, case.model, case.workload, profiles, BITWIDTHS)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from planner.adabits import solve_adabits
-from planner.auto import solve_automatically
-from planner.capacity import explain_infeasible
-from planner.exact import solve_exactly
-from planner.pipeedge import solve_pipeedge
-from planner.problem import (
+from planner.optimiser.adabits import solve_adabits
+from planner.optimiser.auto import solve_automatically
+from planner.optimiser.capacity import explain_infeasible
+from planner.optimiser.exact import solve_exactly
+from planner.optimiser.pipeedge import solve_pipeedge
+from planner.optimiser.problem import (
     Assignment,
     AssignmentProblem,
     Objective,
@@ -24,11 +24,11 @@ from planner.problem import (
     evaluate,
     stage_times,
 )
-from planner.relaxation import lower_bound
-from planner.solve_options import SolveOptions
-from planner.solvers import DEFAULT_SOLVER, SOLVERS
-from planner.transfer import solve_by_transfer
-from planner.uniform import solve_uniform
+from planner.optimiser.relaxation import lower_bound
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solvers import DEFAULT_SOLVER, SOLVERS
+from planner.optimiser.transfer import solve_by_transfer
+from planner.optimiser.uniform import solve_uniform
 from quant.errors import SpecError
 
 __all__ = [
@@ -69,12 +69,12 @@ def solve(
 
     `method` is a key of `METHODS`: "auto" searches exactly without an integer programme, unless
     `solver` names another solver than HiGHS, "ilp" solves one with `solver`, one of
-    `planner.solvers.SOLVERS`, "transfer" is the heuristic of LLM-PQ Alg. 2, the others are the
-    paper's baselines. The exact methods stop when the objective is proven within `relative_gap`
-    (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with the best
-    assignment so far), or when nothing beats `upper_bound` seconds by more than the gap ("cutoff",
-    without an assignment). Raises InfeasibleError where nothing fits, SpecError for options that
-    cannot be used.
+    `planner.optimiser.solvers.SOLVERS`, "transfer" is the heuristic of LLM-PQ Alg. 2, the others
+    are the paper's baselines. The exact methods stop when the objective is proven within
+    `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with
+    the best assignment so far), or when nothing beats `upper_bound` seconds by more than the gap
+    ("cutoff", without an assignment). Raises InfeasibleError where nothing fits, SpecError for
+    options that cannot be used.
     """
     if method not in METHODS:
         raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")

@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.adabits import solve_adabits
 from planner.candidates import orders_of, searched_sizes
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
 from planner.offloading import estimate_offloading
-from planner.pipeedge import solve_pipeedge
+from planner.optimiser.adabits import solve_adabits
+from planner.optimiser.pipeedge import solve_pipeedge
+from planner.optimiser.problem import stage_times
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.uniform import uniform_candidate
 from planner.plan import Baseline
-from planner.problem import stage_times
 from planner.simulation import simulate_assignment
-from planner.solve_options import SolveOptions
-from planner.uniform import uniform_candidate
 from quant.errors import InfeasibleError
 
 ADABITS_LIMIT_S = 10.0

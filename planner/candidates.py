@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from planner.box_method import BoundBook
-from planner.capacity import explain_infeasible, is_feasible
 from planner.costs import CostModel, grouped
 from planner.device import Device
 from planner.micro_batches import MicroBatches, micro_batch_pairs
+from planner.optimiser.box_method import BoundBook
+from planner.optimiser.capacity import explain_infeasible, is_feasible
+from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.orders import device_orders
-from planner.problem import AssignmentProblem
 from planner.remedies import remedies
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError

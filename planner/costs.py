@@ -22,8 +22,8 @@ from planner.memory import (
 )
 from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
+from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
 from planner.options import PlanOptions
-from planner.problem import Assignment, AssignmentProblem, FloatArray
 from planner.workload import Workload
 from quant.errors import SpecError
 

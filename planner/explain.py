@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 
 from planner.costs import CostModel
+from planner.optimiser.problem import FloatArray, stage_times
 from planner.plan import Plan
 from planner.planned_assignment import Effect, PlannedAssignment, planned_assignment
-from planner.problem import FloatArray, stage_times
 from planner.simulation import Simulated
 from planner.static_schedule import Phase
 from planner.what_if import Answers, WhatIfOptions, ask

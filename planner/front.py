@@ -10,8 +10,8 @@ from pathlib import Path
 
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape
+from planner.optimiser.pareto import front
 from planner.options import PlanOptions
-from planner.pareto import front
 from planner.plan_builder import simulate_solution
 from planner.search import planning_costs, theta_solver
 from planner.workload import Workload

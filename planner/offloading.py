@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, FloatArray
-from planner.stage_kinds import latency_weights
-from planner.uniform import even_sizes
+from planner.optimiser.problem import AssignmentProblem, FloatArray
+from planner.optimiser.stage_kinds import latency_weights
+from planner.optimiser.uniform import even_sizes
 from quant.errors import InfeasibleError, SpecError
 
 GIB = 2**30

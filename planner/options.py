@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.problem import Objective
+from planner.optimiser.problem import Objective
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 

@@ -9,6 +9,8 @@ from planner.costs import KV_BITS, CostModel, expanded
 from planner.device import Device
 from planner.memory import stage_memory
 from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import Assignment, stage_times
+from planner.optimiser.solvers import DEFAULT_SOLVER
 from planner.plan import (
     PLAN_VERSION,
     Baseline,
@@ -18,9 +20,7 @@ from planner.plan import (
     SolverRecord,
     StagePlan,
 )
-from planner.problem import Assignment, stage_times
 from planner.simulation import Simulated, occupied_stages, simulate_assignment
-from planner.solvers import DEFAULT_SOLVER
 from quant.scheme import backend_name
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from planner.costs import CostModel, expanded, grouped
 from planner.device import Device
 from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
 from planner.plan import Plan
-from planner.problem import Assignment, AssignmentProblem, StageTimes, stage_times
 from planner.simulation import Simulated, simulate_assignment
 from quant.errors import PlanMismatchError
 

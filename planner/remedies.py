@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planner.capacity import is_feasible
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
+from planner.optimiser.capacity import is_feasible
 from quant.scheme import BITWIDTHS
 
 MOST_MORE_DEVICES = 32

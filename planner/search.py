@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.adabits import solve_adabits
 from planner.assignment import solve
-from planner.auto import solve_automatically
 from planner.baselines import baselines
 from planner.candidates import SearchCandidate, list_candidates
 from planner.cluster import ClusterSpec
@@ -25,18 +23,20 @@ from planner.device import Device
 from planner.latency import LatencyModel
 from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
+from planner.optimiser.adabits import solve_adabits
+from planner.optimiser.auto import solve_automatically
+from planner.optimiser.pareto import Point, fastest_within, finest_within
+from planner.optimiser.problem import Assignment, FloatArray, Status
+from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solvers import DEFAULT_SOLVER, SolverUnavailableError
+from planner.optimiser.transfer import solve_by_transfer
 from planner.options import PlanOptions
-from planner.pareto import Point, fastest_within, finest_within
 from planner.plan import Plan
 from planner.plan_builder import Solution, build_plan, solution_quality
-from planner.problem import Assignment, FloatArray, Status
 from planner.profiles import latency_from_profiles
-from planner.quality_tables import QualityTables
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity, load_sensitivity
-from planner.solve_options import SolveOptions
-from planner.solvers import DEFAULT_SOLVER, SolverUnavailableError
-from planner.transfer import solve_by_transfer
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
 

@@ -18,7 +18,7 @@ from planner.communication import transfers_s
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
-from planner.problem import FloatArray
+from planner.optimiser.problem import FloatArray
 from planner.static_schedule import Pass, Phase, static_schedule
 from planner.workload import Workload
 from quant.errors import SpecError

@@ -14,13 +14,13 @@ from typing import Literal
 
 from planner.assignment import lower_bound, solve
 from planner.candidates import searched_sizes
-from planner.capacity import is_feasible
 from planner.costs import CostModel, grouped
 from planner.device import Device
 from planner.micro_batches import MicroBatches
+from planner.optimiser.capacity import is_feasible
+from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
 from planner.options import PlanOptions
 from planner.planned_assignment import PlannedAssignment
-from planner.problem import Assignment, AssignmentProblem, evaluate, stage_times
 from quant.errors import InfeasibleError
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, Objective
+from planner.optimiser.problem import AssignmentProblem, Objective
 
 # Half-precision TFLOP/s, memory GB/s and usable GiB, from the makers' data sheets.
 DEVICES = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from planner.assignment import evaluate, explain_infeasible, solve, stage_times
-from planner.capacity import fullest_bytes, is_feasible
-from planner.problem import AssignmentProblem
-from planner.uniform import even_sizes
+from planner.optimiser.capacity import fullest_bytes, is_feasible
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.uniform import even_sizes
 from quant.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
 

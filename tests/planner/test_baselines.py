@@ -9,7 +9,7 @@ import pytest
 
 from planner.assignment import Objective, evaluate, solve
 from planner.offloading import estimate_offloading
-from planner.problem import AssignmentProblem, stage_times
+from planner.optimiser.problem import AssignmentProblem, stage_times
 from quant.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, cluster_problem, small_problem
 

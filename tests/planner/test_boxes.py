@@ -9,16 +9,16 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.published import solve_published
-from planner import box_method
 from planner.assignment import Objective, evaluate, solve
-from planner.auto import solve_automatically
-from planner.box_method import BoundBook, relax, solve_by_boxes
-from planner.capacity import is_feasible
-from planner.multipliers import PricedProblem, Prices
-from planner.problem import AssignmentProblem, stage_times
-from planner.quality_tables import QualityTables, lattice_size, rank_of_counts
-from planner.solve_options import SolveOptions
-from planner.stage_kinds import latency_weights, stage_kinds
+from planner.optimiser import box_method
+from planner.optimiser.auto import solve_automatically
+from planner.optimiser.box_method import BoundBook, relax, solve_by_boxes
+from planner.optimiser.capacity import is_feasible
+from planner.optimiser.multipliers import PricedProblem, Prices
+from planner.optimiser.problem import AssignmentProblem, stage_times
+from planner.optimiser.quality_tables import QualityTables, lattice_size, rank_of_counts
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.stage_kinds import latency_weights, stage_kinds
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")

@@ -14,11 +14,11 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostModel, grouped
 from planner.explain import explain, layer_reasons, stage_limits
 from planner.model_shape import model_shape
+from planner.optimiser.problem import AssignmentProblem, evaluate
 from planner.options import PlanOptions
 from planner.plan import Plan
 from planner.plan_builder import build_plan
 from planner.planned_assignment import PlannedAssignment, planned_assignment
-from planner.problem import AssignmentProblem, evaluate
 from planner.roofline import RooflineLatency
 from planner.search import search
 from planner.sensitivity import default_sensitivity

@@ -11,11 +11,11 @@ import pytest
 
 from planner import assignment
 from planner.assignment import Objective, evaluate, lower_bound
-from planner.capacity import fullest_bytes
-from planner.exact import solve_exactly
-from planner.recovery import recover, smallest_candidate
-from planner.relaxation import CountRelaxation
-from planner.solve_options import SolveOptions
+from planner.optimiser.capacity import fullest_bytes
+from planner.optimiser.exact import solve_exactly
+from planner.optimiser.recovery import recover, smallest_candidate
+from planner.optimiser.relaxation import CountRelaxation
+from planner.optimiser.solve_options import SolveOptions
 from quant.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
 

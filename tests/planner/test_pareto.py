@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from planner.pareto import Point, fastest_within, finest_within, front
+from planner.optimiser.pareto import Point, fastest_within, finest_within, front
 from quant.errors import InfeasibleError
 
 Pairs = list[tuple[float, float]]

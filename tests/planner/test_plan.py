@@ -14,10 +14,10 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.micro_batches import MicroBatches
 from planner.model_shape import model_shape
+from planner.optimiser.problem import Assignment
 from planner.options import PlanOptions
 from planner.plan import PLAN_VERSION, Baseline, Plan
 from planner.plan_builder import Solution, build_plan, simulate_solution
-from planner.problem import Assignment
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity
 from planner.simulation import Simulated

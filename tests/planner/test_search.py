@@ -22,16 +22,16 @@ from planner.costs import CostModel
 from planner.front import front_json, front_svg, trace_front
 from planner.micro_batches import MicroBatches
 from planner.model_shape import model_shape
+from planner.optimiser.pipeedge import solve_pipeedge
+from planner.optimiser.problem import Assignment, stage_times
+from planner.optimiser.solvers import SOLVERS, SolverLimits
+from planner.optimiser.uniform import solve_uniform
 from planner.options import PlanOptions
-from planner.pipeedge import solve_pipeedge
 from planner.plan import Plan
-from planner.problem import Assignment, stage_times
 from planner.search import PlanSearch, SearchOutcome, cost_model, find_plan
 from planner.search import search as whole_search
 from planner.sensitivity import default_sensitivity
 from planner.simulation import simulate_assignment
-from planner.solvers import SOLVERS, SolverLimits
-from planner.uniform import solve_uniform
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
 

@@ -17,8 +17,8 @@ from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.micro_batches import MicroBatches
 from planner.model_shape import model_shape
+from planner.optimiser.problem import AssignmentProblem, evaluate
 from planner.options import PlanOptions
-from planner.problem import AssignmentProblem, evaluate
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity
 from planner.simulation import (

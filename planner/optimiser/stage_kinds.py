@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, IntArray
+from planner.optimiser.problem import AssignmentProblem, IntArray
 
 
 @dataclass(frozen=True)

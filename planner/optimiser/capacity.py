@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from quant.errors import InfeasibleError
 
 GIB = 2**30

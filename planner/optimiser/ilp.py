@@ -17,10 +17,10 @@ from typing import TypeAlias
 import numpy as np
 import pulp
 
-from planner.capacity import whole_layers
-from planner.objective import linear_latency, objective_scale
-from planner.problem import AssignmentProblem, FloatArray, IntArray
-from planner.relaxation import OBJECTIVE_UNITS, Window, memory_row
+from planner.optimiser.capacity import whole_layers
+from planner.optimiser.objective import linear_latency, objective_scale
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.relaxation import OBJECTIVE_UNITS, Window, memory_row
 
 # A variable, or 0 or 1 where the windows settle it.
 Step: TypeAlias = "pulp.LpVariable | int"

@@ -1,7 +1,8 @@
 """The linear relaxation of an assignment by kinds of stages: bounds, prices, and slowest stages.
 
-As `planner.relaxation`, but stages that are alike share their columns (the optimum is symmetric),
-and so do layers of equal sensitivity: small enough to solve for every candidate of a search.
+As `planner.optimiser.relaxation`, but stages that are alike share their columns (the optimum is
+symmetric), and so do layers of equal sensitivity: small enough to solve for every candidate of a
+search.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from planner.multipliers import PricedProblem, Prices, onto_simplex
-from planner.problem import FloatArray
-from planner.relaxation import LINPROG_INFEASIBLE, MEMORY_UNITS, OBJECTIVE_UNITS
+from planner.optimiser.multipliers import PricedProblem, Prices, onto_simplex
+from planner.optimiser.problem import FloatArray
+from planner.optimiser.relaxation import LINPROG_INFEASIBLE, MEMORY_UNITS, OBJECTIVE_UNITS
 
 SLACK = 1e-6  # relative; above the solver's tolerance
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.adabits import solve_adabits
-from planner.box_method import relax
-from planner.problem import Assignment, AssignmentProblem
-from planner.quality_tables import QualityTables
-from planner.recovery import Candidate, recover
-from planner.solve_options import SolveOptions
-from planner.transfer_steps import TransferSteps
+from planner.optimiser.adabits import solve_adabits
+from planner.optimiser.box_method import relax
+from planner.optimiser.problem import Assignment, AssignmentProblem
+from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.recovery import Candidate, recover
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.transfer_steps import TransferSteps
 
 NORMS = (8.0, 32.0, math.inf)
 LEAST_GAIN = 1e-9  # relative; below it a step is rounding

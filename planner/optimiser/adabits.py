@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.box_method import relax, solve_by_boxes
-from planner.capacity import require_feasible
-from planner.problem import Assignment, AssignmentProblem, evaluate, stage_times
-from planner.quality_tables import QualityTables
-from planner.recovery import smallest_candidate
-from planner.solve_options import SolveOptions
+from planner.optimiser.box_method import relax, solve_by_boxes
+from planner.optimiser.capacity import require_feasible
+from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
+from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.recovery import smallest_candidate
+from planner.optimiser.solve_options import SolveOptions
 
 QUALITY_WEIGHT = 1e4  # quality counts so many times the latency
 

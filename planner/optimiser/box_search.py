@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.multipliers import PricedProblem, Prices
-from planner.problem import FloatArray
-from planner.stage_options import Options
+from planner.optimiser.multipliers import PricedProblem, Prices
+from planner.optimiser.problem import FloatArray
+from planner.optimiser.stage_options import Options
 
 LEAST_GAP = 1e-9  # relative; above the rounding of sums
 TRIP_STEPS = 4

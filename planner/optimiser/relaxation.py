@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
-from planner.capacity import is_feasible
-from planner.objective import LinearLatency, linear_latency, objective_scale
-from planner.problem import AssignmentProblem, FloatArray
+from planner.optimiser.capacity import is_feasible
+from planner.optimiser.objective import LinearLatency, linear_latency, objective_scale
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 
 # Sizes in a scaled model. Solvers keep to 1e-6 (1e-7 in linear programmes) of such a unit.
 OBJECTIVE_UNITS = 10.0

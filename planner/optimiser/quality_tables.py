@@ -13,7 +13,7 @@ from math import comb
 
 import numpy as np
 
-from planner.problem import FloatArray, IntArray
+from planner.optimiser.problem import FloatArray, IntArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.multipliers import PathBound, PricedProblem, Prices
-from planner.problem import BoolArray, FloatArray, IntArray
-from planner.quality_tables import QualityTables, lattice_size
+from planner.optimiser.multipliers import PathBound, PricedProblem, Prices
+from planner.optimiser.problem import BoolArray, FloatArray, IntArray
+from planner.optimiser.quality_tables import QualityTables, lattice_size
 
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, FloatArray, IntArray
-from planner.stage_kinds import latency_weights, stage_kinds
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.stage_kinds import latency_weights, stage_kinds
 
 
 @dataclass(frozen=True, eq=False)

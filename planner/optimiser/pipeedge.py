@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.box_method import relax
-from planner.capacity import require_feasible, whole_layers
-from planner.problem import Assignment, AssignmentProblem, FloatArray, IntArray, evaluate
+from planner.optimiser.box_method import relax
+from planner.optimiser.capacity import require_feasible, whole_layers
+from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray, IntArray, evaluate
 from quant.errors import InfeasibleError
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, FloatArray, IntArray
-from planner.quality_tables import QualityTables, rank_of_counts
-from planner.stage_kinds import latency_weights
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.quality_tables import QualityTables, rank_of_counts
+from planner.optimiser.stage_kinds import latency_weights
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Solving one assignment problem to a proven gap: relaxation, a plan near it, windows, the ILP.
 
-1. The relaxation (`planner.relaxation`) bounds the objective and says about where stages end.
+1. The relaxation (`relaxation`) bounds the objective and says about where stages end.
 2. The integer programme with each boundary held near there gives a good plan quickly.
 3. Whatever beats that plan, or the caller's upper bound, has its boundaries in small windows.
 4. The integer programme inside the windows is solved to the gap that was asked for.
@@ -16,13 +16,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.capacity import fullest_bytes, require_feasible
-from planner.ilp import AssignmentModel, build_model
-from planner.problem import Assignment, AssignmentProblem, PhaseSeconds, Status, stage_times
-from planner.recovery import Candidate, recover, smallest_candidate
-from planner.relaxation import CountRelaxation, Relaxed, Window
-from planner.solve_options import SolveOptions
-from planner.solvers import SolverLimits, SolverOutcome, require_solver, solve_model
+from planner.optimiser.capacity import fullest_bytes, require_feasible
+from planner.optimiser.ilp import AssignmentModel, build_model
+from planner.optimiser.problem import (
+    Assignment,
+    AssignmentProblem,
+    PhaseSeconds,
+    Status,
+    stage_times,
+)
+from planner.optimiser.recovery import Candidate, recover, smallest_candidate
+from planner.optimiser.relaxation import CountRelaxation, Relaxed, Window
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.solvers import SolverLimits, SolverOutcome, require_solver, solve_model
 
 NEAR_LAYERS = 1  # how far from the relaxed boundaries the first plan is sought
 NEAR_GAP = 1e-2  # relative gap of the first plan: windows hardly shrink with a better one

@@ -1,4 +1,4 @@
-"""Solving one assignment problem by boxes (`planner.box_search`), to a proven gap.
+"""Solving one assignment problem by boxes (`planner.optimiser.box_search`), to a proven gap.
 
 1. The linear programme over kinds of stages bounds the objective and prices what couples them.
 2. Under a limit a little above that bound few ways of filling a stage are left; they are listed.
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.box_search import Box, BoxSearch, Path
-from planner.capacity import require_feasible
-from planner.exact import solve_exactly
-from planner.kind_programme import KindProgramme, KindSolution
-from planner.multipliers import PathBound, PricedProblem, Prices
-from planner.problem import Assignment, AssignmentProblem, PhaseSeconds, Status
-from planner.quality_tables import QualityTables
-from planner.recovery import Candidate, recover, smallest_candidate
-from planner.solve_options import SolveOptions
-from planner.stage_options import Reach, StageLister
+from planner.optimiser.box_search import Box, BoxSearch, Path
+from planner.optimiser.capacity import require_feasible
+from planner.optimiser.exact import solve_exactly
+from planner.optimiser.kind_programme import KindProgramme, KindSolution
+from planner.optimiser.multipliers import PathBound, PricedProblem, Prices
+from planner.optimiser.problem import Assignment, AssignmentProblem, PhaseSeconds, Status
+from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.recovery import Candidate, recover, smallest_candidate
+from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.stage_options import Reach, StageLister
 
 GROWTH = (1.02, 1.06, 1.2, 1.6)  # limits tried, over the bound; each costs more than the last
 ROUNDING = 1e-8  # relative; above the rounding of sums of seconds

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.box_method import relax
-from planner.problem import Assignment, AssignmentProblem, IntArray, evaluate, stage_times
-from planner.recovery import Candidate
+from planner.optimiser.box_method import relax
+from planner.optimiser.problem import Assignment, AssignmentProblem, IntArray, evaluate, stage_times
+from planner.optimiser.recovery import Candidate
 from quant.errors import InfeasibleError
 
 GIB = 2**30

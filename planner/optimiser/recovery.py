@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from planner.capacity import layer_capacity
-from planner.problem import AssignmentProblem, IntArray, evaluate
+from planner.optimiser.capacity import layer_capacity
+from planner.optimiser.problem import AssignmentProblem, IntArray, evaluate
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.problem import AssignmentProblem, FloatArray
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 
 
 @dataclass(frozen=True, eq=False)
