@@ -186,31 +186,6 @@ def fixed_stage_memory(
     )
 
 
-def fixed_stage_bytes(
-    shape: ModelShape,
-    workload: Workload,
-    prefill_micro_batch: int,
-    decode_micro_batch: int,
-    dtype: str,
-    device: Device,
-    on_first: bool,
-    on_last: bool,
-    quantized: bool = True,
-) -> int:
-    """Sum of `fixed_stage_memory`: what a device's budget loses before its first layer."""
-    return fixed_stage_memory(
-        shape,
-        workload,
-        prefill_micro_batch,
-        decode_micro_batch,
-        dtype,
-        device,
-        on_first,
-        on_last,
-        quantized,
-    ).total
-
-
 def net_memory_bytes(device: Device, fixed_bytes: int) -> int:
     """What is left for layers and their KV cache; negative where the fixed parts do not fit."""
     return device.memory_bytes - fixed_bytes

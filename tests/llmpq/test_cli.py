@@ -236,7 +236,7 @@ def test_a_batch_end_to_end_as_a_process(
         assert results[str(row["custom_id"])]["token_ids"] == expected
 
 
-def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
+def check_refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
     error = capsys.readouterr().err
     assert code == 2
     assert "Traceback" not in error
@@ -249,11 +249,11 @@ def test_duplicate_ids_and_empty_input(
 ) -> None:
     row = {"custom_id": "same", "prompt": [3]}
     output = tmp_path / "results.jsonl"
-    refused(
+    check_refused(
         capsys, run_dist(plan_file, prompts_file(tmp_path, row, row), output), "'same'", "row 2"
     )
-    refused(capsys, run_dist(plan_file, prompts_file(tmp_path), output), "no prompts")
-    refused(capsys, run_dist(plan_file, tmp_path / "gone", output), "cannot read input")
+    check_refused(capsys, run_dist(plan_file, prompts_file(tmp_path), output), "no prompts")
+    check_refused(capsys, run_dist(plan_file, tmp_path / "gone", output), "cannot read input")
     assert not output.exists()
 
 
@@ -262,17 +262,19 @@ def test_output_that_cannot_or_must_not_be_written(
 ) -> None:
     prompts = prompts_file(tmp_path, {"prompt": [3]})
     (tmp_path / "file").write_text("in the way")
-    refused(
+    check_refused(
         capsys, run_dist(plan_file, prompts, tmp_path / "file" / "r.jsonl"), "cannot write output"
     )
-    refused(capsys, run_dist(plan_file, prompts, tmp_path), "is a folder")
+    check_refused(capsys, run_dist(plan_file, prompts, tmp_path), "is a folder")
     code = run_dist(plan_file, prompts, prompts, "--overwrite")
-    refused(capsys, code, "is the input too")
+    check_refused(capsys, code, "is the input too")
     assert prompts.read_text()
-    refused(capsys, run_dist(plan_file, prompts, tmp_path / ("x" * 300)), "cannot write output")
+    check_refused(
+        capsys, run_dist(plan_file, prompts, tmp_path / ("x" * 300)), "cannot write output"
+    )
     kept = tmp_path / "kept.jsonl"
     kept.write_text("earlier results\n")
-    refused(capsys, run_dist(plan_file, prompts, kept), "exists already", "--overwrite")
+    check_refused(capsys, run_dist(plan_file, prompts, kept), "exists already", "--overwrite")
     assert kept.read_text() == "earlier results\n"
 
 
@@ -283,11 +285,11 @@ def test_plan_for_another_model_or_cluster(
     other_model = tmp_path / "other"
     save_tiny(other_model, CONFIGS["opt"])
     code = run_dist(plan_file, prompts, output, "--model", str(other_model))
-    refused(capsys, code, "the plan is for", "plan again")
+    check_refused(capsys, code, "the plan is for", "plan again")
     other_cluster = tmp_path / "other.yaml"
     other_cluster.write_text("name: one\nnodes:\n  - {name: a, accelerators: {T4: 1}}\n")
     code = run_dist(plan_file, prompts, output, "--cluster", str(other_cluster))
-    refused(capsys, code, "the plan is for cluster", "plan again")
+    check_refused(capsys, code, "the plan is for cluster", "plan again")
     assert not output.exists()
 
 
@@ -306,7 +308,7 @@ def test_unusable_weights(
         (folder / "config.json").unlink()
     prompts, output = prompts_file(tmp_path, {"prompt": [3]}), tmp_path / "results.jsonl"
     code = run_dist(plan_file, prompts, output, "--model", str(folder))
-    refused(capsys, code, str(folder))
+    check_refused(capsys, code, str(folder))
 
 
 def test_plan_files_that_are_none(
@@ -324,8 +326,8 @@ def test_plan_files_that_are_none(
     for message, text in broken.items():
         path = tmp_path / "broken.json"
         path.write_text(text)
-        refused(capsys, run_dist(path, prompts, output), "broken.json", message)
-    refused(capsys, run_dist(tmp_path / "none.json", prompts, output), "none.json")
+        check_refused(capsys, run_dist(path, prompts, output), "broken.json", message)
+    check_refused(capsys, run_dist(tmp_path / "none.json", prompts, output), "none.json")
 
 
 def shorter(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -352,7 +354,7 @@ def test_sampling_options_out_of_range(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     prompts = prompts_file(tmp_path, {"prompt": [3]})
-    refused(capsys, run_dist(plan_file, prompts, tmp_path / "r.jsonl", *option), message)
+    check_refused(capsys, run_dist(plan_file, prompts, tmp_path / "r.jsonl", *option), message)
 
 
 def test_no_ray_at_the_address(
@@ -360,7 +362,7 @@ def test_no_ray_at_the_address(
 ) -> None:
     prompts = prompts_file(tmp_path, {"prompt": [3]})
     code = run_dist(plan_file, prompts, tmp_path / "r.jsonl", "--address", "127.0.0.1:1")
-    refused(capsys, code, "127.0.0.1:1", "ray start --head")
+    check_refused(capsys, code, "127.0.0.1:1", "ray start --head")
 
 
 # ----------------------------------------------------------------------------------- other things
@@ -369,7 +371,7 @@ def test_no_ray_at_the_address(
 def test_convert_refuses_a_folder_without_bin_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused(capsys, convert.main([str(tmp_path), str(tmp_path / "made")]), str(tmp_path))
+    check_refused(capsys, convert.main([str(tmp_path), str(tmp_path / "made")]), str(tmp_path))
 
 
 def test_unknown_option_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

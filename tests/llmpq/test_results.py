@@ -42,6 +42,7 @@ def test_old_results_stay_until_the_first_new_one(tmp_path: Path) -> None:
 def test_devices_take_results_too() -> None:
     with ResultFile(Path("/dev/null")) as output:
         output.write(RESULT)
+    assert Path("/dev/null").read_text() == ""
 
 
 def test_a_full_disk_is_one_message() -> None:
