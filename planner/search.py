@@ -198,6 +198,11 @@ def find_plan(
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
     """
+    if cluster.emulate is not None and cluster.emulate.stand_in is not None:
+        raise SpecError(
+            f"cluster {cluster.name}: emulate.stand_in is not run yet, the planned model computes "
+            "itself; leave stand_in out"
+        )
     costs, sensitivity_source = planning_costs(cluster, shape, workload, options)
     began = clock()
     costs, solution = within_bounds(costs, clock)
