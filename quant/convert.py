@@ -173,9 +173,8 @@ def _convert_file(source: Path, target: Path, tied: bool) -> _Shard:
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The state dict in `path`, mapped where its format allows; only tensors are accepted."""
     try:
-        state = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        mappable = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
     except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise CheckpointError(

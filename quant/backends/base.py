@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch.nn import functional
 
-from quant.canonical import row_blocks
+from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.errors import CheckpointError
 
 
@@ -33,6 +34,27 @@ class PackedWeight(Protocol):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` `[..., in]` times the transposed weight: `[..., out]` in the type of `x`."""
         ...
+
+
+class CanonicalPacked(ABC):
+    """A backend that packs the canonical form at its own `bits`: quantizing is not its business."""
+
+    bits: ClassVar[int]
+
+    @classmethod
+    @abstractmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Pack codes of `bits` bits."""
+
+    @classmethod
+    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+        """See `PackedWeight`."""
+        return cls.from_canonical(quantize(weight, cls.bits, device))
+
+    @classmethod
+    def represent(cls, weight: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        return dequantize(quantize(weight, cls.bits))
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -6,12 +6,12 @@ The kernel's convention is the canonical one: `(code - 8) * scale + zero`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import tensor_bytes
-from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
+from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.canonical import CanonicalWeight, row_blocks
 
 _PACKED_ROWS = 64
 """Rows that the kernel interleaves (64 with AVX-512, fewer without), so that row ranges which are
@@ -19,8 +19,10 @@ multiples of it pack alone as they do within the whole."""
 
 
 @dataclass(frozen=True)
-class Int4Pack:
+class Int4Pack(CanonicalPacked):
     """`packed` `[out, in / 2]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group` columns."""
+
+    bits: ClassVar[int] = 4
 
     packed: torch.Tensor
     scale_zero: torch.Tensor
@@ -38,16 +40,6 @@ class Int4Pack:
             packed[block] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(wide, 1)
         scale_zero = torch.stack((canonical.scale.t(), canonical.zero.t()), dim=-1)
         return cls(packed, scale_zero.contiguous(), canonical.group)
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
-        return cls.from_canonical(quantize(weight, 4, device))
-
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
-        return dequantize(quantize(weight, 4))
 
     @property
     def nbytes(self) -> int:

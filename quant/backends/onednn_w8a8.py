@@ -7,20 +7,22 @@ what oneDNN takes, and the scale of a token is multiplied in afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import tensor_bytes
-from quant.canonical import CanonicalWeight, dequantize, quantize
+from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.canonical import CanonicalWeight
 
 _LIMIT = 127
 _MIDDLE = 128
 
 
 @dataclass(frozen=True)
-class OneDnnW8A8:
+class OneDnnW8A8(CanonicalPacked):
     """`packed`: oneDNN's own layout of `[in, out]`; `scale` `[out]` float32; `zero` `[1]` int32."""
+
+    bits: ClassVar[int] = 8
 
     packed: torch.Tensor
     scale: torch.Tensor
@@ -31,16 +33,6 @@ class OneDnnW8A8:
         """Pack 8-bit codes."""
         packed = torch.ops.onednn.qlinear_prepack(canonical.codes, None)
         return cls(packed, canonical.scale.view(-1), torch.zeros(1, dtype=torch.int32))
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
-        return cls.from_canonical(quantize(weight, 8, device))
-
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
-        return dequantize(quantize(weight, 8))
 
     @property
     def nbytes(self) -> int:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
 from quant.canonical import (
     CanonicalWeight,
     decode,
-    dequantize,
     pack_planes,
-    quantize,
     unpack_planes,
 )
 
 
 @dataclass(frozen=True)
-class Torch3Bit:
+class Torch3Bit(CanonicalPacked):
     """`planes` `[3, out, ceil(in / 8)]` uint8; `scale` and `zero` `[out, groups]` bfloat16."""
+
+    bits: ClassVar[int] = 3
 
     planes: torch.Tensor
     scale: torch.Tensor
@@ -31,16 +31,6 @@ class Torch3Bit:
         """Pack 3-bit codes."""
         assert canonical.zero is not None, "3-bit codes are affine"
         return cls(pack_planes(canonical.codes), canonical.scale, canonical.zero)
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
-        return cls.from_canonical(quantize(weight, 3, device))
-
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
-        return dequantize(quantize(weight, 3))
 
     @property
     def nbytes(self) -> int:

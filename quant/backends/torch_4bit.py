@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
 from quant.canonical import (
     CanonicalWeight,
     decode,
-    dequantize,
     pack_nibbles,
-    quantize,
     unpack_nibbles,
 )
 
 
 @dataclass(frozen=True)
-class Torch4Bit:
+class Torch4Bit(CanonicalPacked):
     """`nibbles` `[out, ceil(in / 2)]` uint8; `scale` and `zero` `[out, groups]` bfloat16."""
+
+    bits: ClassVar[int] = 4
 
     nibbles: torch.Tensor
     scale: torch.Tensor
@@ -31,16 +31,6 @@ class Torch4Bit:
         """Pack 4-bit codes."""
         assert canonical.zero is not None, "4-bit codes are affine"
         return cls(pack_nibbles(canonical.codes), canonical.scale, canonical.zero)
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
-        return cls.from_canonical(quantize(weight, 4, device))
-
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
-        return dequantize(quantize(weight, 4))
 
     @property
     def nbytes(self) -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import linear_by_blocks, tensor_bytes
-from quant.canonical import CanonicalWeight, decode, dequantize, quantize
+from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.canonical import CanonicalWeight, decode
 
 
 @dataclass(frozen=True)
-class Torch8Bit:
+class Torch8Bit(CanonicalPacked):
     """`codes` `[out, in]` int8; `scale` `[out, 1]` float32."""
+
+    bits: ClassVar[int] = 8
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -22,16 +24,6 @@ class Torch8Bit:
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         """Hold 8-bit codes as they are."""
         return cls(canonical.codes, canonical.scale)
-
-    @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
-        return cls.from_canonical(quantize(weight, 8, device))
-
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
-        return dequantize(quantize(weight, 8))
 
     @property
     def nbytes(self) -> int:
