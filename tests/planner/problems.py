@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 
-from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.problem import Assignment, AssignmentProblem, Objective
+
+PRECISION = 1e-6  # relative difference to brute force
 
 # Half-precision TFLOP/s, memory GB/s and usable GiB, from the makers' data sheets.
 DEVICES = {
@@ -158,3 +163,15 @@ def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.
     if rng.random() < 0.5:
         values *= rng.uniform(0.5, 1.5, values.shape)
     return -np.sort(-values, axis=1)
+
+
+def check_cutoff(solve: Callable[..., Assignment], problem: AssignmentProblem) -> None:
+    """An upper bound cuts off exactly what cannot beat it."""
+    least = brute_force(problem)
+    if math.isinf(least) or least == 0:
+        return
+    below = solve(problem, relative_gap=0, upper_bound=least * 0.999)
+    assert (below.status, below.first_layer, below.objective) == ("cutoff", (), math.inf)
+    assert below.bound <= least
+    above = solve(problem, relative_gap=0, upper_bound=least * 1.001)
+    assert above.objective == pytest.approx(least, rel=PRECISION)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,10 +18,16 @@ from planner.optimiser.problem import AssignmentProblem, stage_times
 from planner.optimiser.quality_tables import QualityTables, lattice_size, rank_of_counts
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.stage_kinds import latency_weights, stage_kinds
-from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
+from tests.planner.problems import (
+    PRECISION,
+    Shape,
+    brute_force,
+    check_cutoff,
+    cluster_problem,
+    small_problem,
+)
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
-PRECISION = 1e-6
 MIXED = Shape(("P100", "T4", "T4", "V100"), 24, 7168, memory_factor=0.7)
 
 
@@ -54,15 +59,7 @@ def test_boxes_agree_with_trying_everything(seed: int, objective: Objective) -> 
 def test_an_upper_bound_cuts_off_exactly_what_cannot_beat_it(
     seed: int, objective: Objective
 ) -> None:
-    problem = small_problem(seed, objective)
-    least = brute_force(problem)
-    if math.isinf(least) or least == 0:
-        return
-    below = solve(problem, relative_gap=0, upper_bound=least * 0.999)
-    assert (below.status, below.first_layer, below.objective) == ("cutoff", (), math.inf)
-    assert below.bound <= least
-    above = solve(problem, relative_gap=0, upper_bound=least * 1.001)
-    assert above.objective == pytest.approx(least, rel=PRECISION)
+    check_cutoff(solve, small_problem(seed, objective))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

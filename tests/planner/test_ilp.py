@@ -17,10 +17,16 @@ from planner.optimiser.recovery import recover, smallest_candidate
 from planner.optimiser.relaxation import CountRelaxation
 from planner.optimiser.solve_options import SolveOptions
 from quant.errors import InfeasibleError, SpecError
-from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
+from tests.planner.problems import (
+    PRECISION,
+    Shape,
+    brute_force,
+    check_cutoff,
+    cluster_problem,
+    small_problem,
+)
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
-PRECISION = 1e-6
 solve = partial(assignment.solve, method="ilp")
 
 
@@ -47,15 +53,7 @@ def test_the_ilp_agrees_with_trying_everything(seed: int, objective: Objective) 
 def test_an_upper_bound_cuts_off_exactly_what_cannot_beat_it(
     seed: int, objective: Objective
 ) -> None:
-    problem = small_problem(seed, objective)
-    least = brute_force(problem)
-    if math.isinf(least) or least == 0:
-        return
-    below = solve(problem, relative_gap=0, upper_bound=least * 0.999)
-    assert (below.status, below.first_layer, below.objective) == ("cutoff", (), math.inf)
-    assert below.bound <= least
-    above = solve(problem, relative_gap=0, upper_bound=least * 1.001)
-    assert above.objective == pytest.approx(least, rel=PRECISION)
+    check_cutoff(solve, small_problem(seed, objective))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
