@@ -22,32 +22,42 @@ from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.sampler import Sampler
 from actors.stage_spec import StageSpec
+from quant.cache_settings import NO_CACHE, CacheSettings
+from quant.cached_layer import LayerForm
 from quant.checkpoint import Checkpoint
 from quant.errors import DeviceError
-from quant.loader import load_layer, load_tensors, module_nbytes
+from quant.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
 from quant.scheme import Processor
+from quant.shard_cache import ShardCache, open_cache
 
 
 class Stage:
-    """Loads the shard of `spec` from the checkpoint folder, layer by layer, and computes
-    micro-batches.
+    """Loads the shard of `spec` from the checkpoint folder, layer by layer, or from the cache, and
+    computes micro-batches.
 
     Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
     the planned limit.
     """
 
     def __init__(
-        self, spec: StageSpec, checkpoint: Path, device: torch.device, processor: Processor
+        self,
+        spec: StageSpec,
+        checkpoint: Path,
+        device: torch.device,
+        processor: Processor,
+        cache: CacheSettings = NO_CACHE,
     ) -> None:
         self.spec = spec
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = AutoConfig.from_pretrained(checkpoint)
+        self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
         self._model = _load_shard(
-            config, spec, Checkpoint(checkpoint), device, processor, self.dtype
+            config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
-        self._architecture = architecture_of(config)
-        self._cache = _make_cache(config, spec, self.dtype, device)
+        self._cache = make_cache(
+            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device
+        )
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0
@@ -108,18 +118,9 @@ class Stage:
         """Hidden states after the stage's layers, on the last stage after the final norm:
         `[tokens, hidden_size]`.
         """
-        arguments: dict[str, object] = {"use_cache": False}
-        if self._architecture.context_as_cache:
-            arguments["past_key_values"] = ContextAsCache(context)
-        else:
-            arguments["ragged"] = context
-            arguments["position_ids"] = context.where.position_of_token[None]
-        if self.spec.is_first:
-            arguments["input_ids"] = inputs[None]
-        else:
-            arguments["inputs_embeds"] = inputs.to(self.dtype)[None]
-        hidden: Tensor = self._model.get_decoder()(**arguments).last_hidden_state[0]
-        return hidden
+        if not self.spec.is_first:
+            inputs = inputs.to(self.dtype)
+        return run_decoder(self._model, context, inputs)
 
     def _count(self, batch: MicroBatch, seconds: float) -> None:
         self._busy_s += seconds
@@ -148,13 +149,36 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
 
 
-def _make_cache(
-    config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype, device: torch.device
+def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
+    """Pass a flattened batch through what `keep_stage` left of the decoder.
+
+    `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
+    hidden_size]`; returns hidden states.
+    """
+    arguments: dict[str, object] = {"use_cache": False}
+    if architecture_of(model.config).context_as_cache:
+        arguments["past_key_values"] = ContextAsCache(context)
+    else:
+        arguments["ragged"] = context
+        arguments["position_ids"] = context.where.position_of_token[None]
+    arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
+    hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
+    return hidden
+
+
+def make_cache(
+    config: PretrainedConfig,
+    layers: range,
+    slots: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> KVCache:
+    """An empty KV cache for some decoder layers of the model of `config`."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KVCache(spec.layers, spec.slots, spec.max_tokens, kv_heads, head_dim, dtype, device)
+    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device)
 
 
 def _load_shard(
@@ -163,22 +187,49 @@ def _load_shard(
     checkpoint: Checkpoint,
     device: torch.device,
     processor: Processor,
-    dtype: torch.dtype,
+    cache: ShardCache | None,
 ) -> PreTrainedModel:
-    """The stage's part of the model, quantized while it is read; everything else stays a
-    pass-through.
+    """The stage's part of the model, quantized while it is read or taken from the cache; everything
+    else stays a pass-through.
     """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
     decoder = model.get_decoder()
-    path = _path_of(model, decoder)
-    for name, bits in zip(spec.layers, spec.bitwidths, strict=True):
-        layer = getattr(decoder, architecture.layers)[name]
-        prefix = f"{path}.{architecture.layers}.{name}"
-        load_layer(
-            layer, checkpoint, prefix, bits, processor, dtype, device, spec.backends.get(bits)
+    path = path_of(model, decoder)
+    stack = f"{path}.{architecture.layers}"
+    loads = [
+        LayerLoad(
+            module=getattr(decoder, architecture.layers)[index],
+            name_prefix=f"{stack}.{index}",
+            form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
         )
+        for index, bits in zip(spec.layers, spec.bitwidths, strict=True)
+    ]
+    names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    ends = [name for name in names if not name.startswith(f"{stack}.")]
+    with loading(loads, ends, checkpoint, cache):
+        for load in loads:
+            load_layer_as(load, checkpoint, cache)
+        load_ends(model, spec, checkpoint, dtype, device)
+    return model
+
+
+def load_ends(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fill what the stage of `spec` owns beside layers: embedding, final norm, head, frequencies.
+
+    Raises `CheckpointError` for unusable weights.
+    """
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
     owned = (architecture.embedding if spec.is_first else ()) + (
         architecture.final if spec.is_last else ()
     )
@@ -191,7 +242,6 @@ def _load_shard(
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary.to(device)
-    return model
 
 
 def _load_head(
@@ -216,6 +266,7 @@ def _load_head(
     load_tensors(head, checkpoint, prefix, dtype, device)
 
 
-def _path_of(model: nn.Module, wanted: nn.Module) -> str:
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Full name of the module `wanted` within `model`."""
     names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
     return names[id(wanted)]

@@ -18,6 +18,7 @@ from actors.scheduler import StaticBatchScheduler
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from actors.transport import PackedTensor, pack, unpack
+from quant.cache_settings import CacheSettings
 from quant.checkpoint import resolve
 from quant.processor import local_processor
 
@@ -42,18 +43,23 @@ class StageActor:
     held.
     """
 
-    def __init__(self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold) -> None:
+    def __init__(
+        self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold, cache: CacheSettings
+    ) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
         self._checkpoint = checkpoint
         self._hold = hold
+        self._cache = cache
         self._stage: Stage | None = None
 
     def load(self) -> StageStats:
-        """Read, quantize and keep the stage's shard; raises what `Stage` raises."""
+        """Read, quantize and keep the stage's shard, or take it from this node's cache; raises what
+        `Stage` raises.
+        """
         device = local_device(self._spec)
         folder = resolve(self._checkpoint)
-        self._stage = Stage(self._spec, folder, device, local_processor(device))
+        self._stage = Stage(self._spec, folder, device, local_processor(device), self._cache)
         return self._stage.stats()
 
     def step(self, batch: MicroBatch, inputs: PackedTensor) -> PackedTensor | Sampled:

@@ -19,6 +19,7 @@ from actors.stage_actor import Hold, StageActor
 from actors.stage_spec import StageSpec
 from planner.accelerators import find_accelerator
 from planner.plan import Plan, StagePlan
+from quant.cache_settings import NO_CACHE, CacheSettings
 from quant.errors import DeviceError, LlmpqError, StageLostError
 
 
@@ -33,14 +34,22 @@ class Timeouts:
 class StageGroup:
     """Context manager over the actors of `plan`; needs an initialised Ray.
 
-    `checkpoint` is a folder that every node has under this absolute path, or a hub id.
+    `checkpoint` is a folder that every node has under this absolute path, or a hub id; `cache` is
+    where each node keeps packed layers.
 
     Raises `DeviceError` when devices are missing, `CheckpointError` and the like from the stages'
     loading, `StageLostError` when an actor dies.
     """
 
-    def __init__(self, plan: Plan, checkpoint: str, timeouts: Timeouts | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: str,
+        timeouts: Timeouts | None = None,
+        cache: CacheSettings = NO_CACHE,
+    ) -> None:
         self._plan = plan
+        self._cache = cache
         self._checkpoint = checkpoint
         self._timeouts = timeouts or Timeouts()
         self._actors: list[ActorHandle[StageActor]] = []
@@ -116,6 +125,7 @@ class StageGroup:
             self._checkpoint,
             placement.threads,
             hold if stage.emulated else Hold(),
+            self._cache,
         )
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[Finished, ...]]:
@@ -180,4 +190,5 @@ def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
         device_name=stage.device,
         accelerator=None if on_host else stage.accelerator,
         head_on_first=plan.head_on_first,
+        rounding=plan.rounding,
     )

@@ -17,6 +17,7 @@ class StageSpec:
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
+    `rounding` is a way of `quant.rounding`.
     """
 
     index: int
@@ -31,6 +32,7 @@ class StageSpec:
     device_name: str = "CPU"
     accelerator: str | None = None
     head_on_first: bool = False
+    rounding: str = "nearest"
 
     @property
     def is_first(self) -> bool:

@@ -1,15 +1,14 @@
 """The canonical form of a quantized weight: integer codes with a scale and a zero per group.
 
-Round-to-nearest, no calibration (LLM-PQ section 2.3). 3 and 4 bit are affine per group of a row,
-8 bit is symmetric per row:
+3 and 4 bit are affine per group of a row, 8 bit is symmetric per row:
 
     weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
     weight ~ code * scale                           8 bit, codes -127 .. 127
 
-Scale and zero of 3 and 4 bit are bfloat16, the only type that torch's int4pack kernel takes with
-bfloat16 activations; it neither overflows nor underflows where a weight does not. They are rounded
-*before* the codes are chosen, the scale upwards, so that every weight is within half a scale of its
-code whatever the rounding did to the zero.
+`quantize` makes it of a float weight without calibration (`quant.rounding`), `quant.gptq_format`
+of a GPTQ checkpoint. Scale and zero of 3 and 4 bit are then bfloat16, the only type that torch's
+int4pack kernel takes with bfloat16 activations; it neither overflows nor underflows where a weight
+does not.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from quant.errors import CheckpointError, SpecError
+from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
 from quant.scheme import group_size
+from quant.staging import moved_blocks
 
 CANONICAL_BITS = (3, 4, 8)
 
-_INT8_LIMIT = 127
-_LOWEST_BITS = 0x0101010101010101
-"""The lowest bit of each byte of a 64-bit word."""
+_LOWEST_BITS = 0x01010101
+"""The lowest bit of each byte of a 32-bit word."""
 
 _BLOCK_WEIGHTS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Weights worked on at once: 2 MB of float32 stays in a CPU core's cache (16 MB took 1.6 times as
@@ -37,9 +37,9 @@ long on an AVX-512 core), 64 MB keeps a GPU busy."""
 class CanonicalWeight:
     """A weight `[out, in]` as codes; see the module's header for what they mean.
 
-    `codes`: uint8 (3 and 4 bit) or int8 (8 bit) `[out, in]`. `scale`: bfloat16 `[out, groups]` or,
-    at 8 bit, float32 `[out, 1]`. `zero`: bfloat16 `[out, groups]`, None at 8 bit. `group`: columns
-    that share a scale; it divides `in`.
+    `codes`: uint8 (3 and 4 bit) or int8 (8 bit) `[out, in]`. `scale` and `zero`: `[out, groups]`,
+    bfloat16 or, from a GPTQ checkpoint, float16 and float32; at 8 bit `scale` is float32 `[out, 1]`
+    and `zero` None. `group`: columns that share a scale; it divides `in`.
     """
 
     codes: torch.Tensor
@@ -48,9 +48,21 @@ class CanonicalWeight:
     bits: int
     group: int
 
+    def to(self, device: torch.device) -> CanonicalWeight:
+        """The same on another device; itself where it is there already."""
+        if self.codes.device == device:
+            return self
+        zero = None if self.zero is None else self.zero.to(device)
+        return CanonicalWeight(
+            self.codes.to(device), self.scale.to(device), zero, self.bits, self.group
+        )
+
 
 def quantize(
-    weight: torch.Tensor, bits: int, device: torch.device | None = None
+    weight: torch.Tensor,
+    bits: int,
+    device: torch.device | None = None,
+    rounding: Rounding = NEAREST,
 ) -> CanonicalWeight:
     """Round `weight` `[out, in]` (any float type) to the canonical form, on `device`.
 
@@ -67,8 +79,10 @@ def quantize(
     rows, columns = weight.shape
     group = columns if bits == 8 else group_size(columns)
     result = _empty(rows, columns, group, bits, device or weight.device)
-    for block in row_blocks(rows, columns, result.codes.device):
-        _quantize_block(weight[block], result, block)
+    draws = rounding.generator()
+    target = result.codes.device
+    for block, part in moved_blocks(weight, row_blocks(rows, columns, target), target):
+        _quantize_block(part, result, block, rounding, draws)
     return result
 
 
@@ -83,16 +97,24 @@ def dequantize(canonical: CanonicalWeight, dtype: torch.dtype = torch.float32) -
 
 
 def decode(
-    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    bits: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Float32 weights `[rows, in]` of codes `[rows, in]`, scales and zeros `[rows, groups]`."""
-    grouped = codes.float().view(codes.shape[0], scale.shape[1], -1)
+    """Float32 weights `[rows, in]` of codes `[rows, in]`, scales and zeros `[rows, groups]`.
+
+    `out`: memory for them.
+    """
+    values = codes.float() if out is None else out.copy_(codes)
+    grouped = values.view(codes.shape[0], scale.shape[1], -1)
     scale = scale.float().unsqueeze(-1)
     if zero is not None:
         grouped.sub_(1 << (bits - 1)).mul_(scale).add_(zero.float().unsqueeze(-1))
     else:
         grouped.mul_(scale)
-    return grouped.view(codes.shape)
+    return values
 
 
 def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
@@ -119,12 +141,14 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_nibbles(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """Codes `[rows, columns]` of `pack_nibbles`."""
+def unpack_nibbles(
+    packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Codes `[rows, columns]` of `pack_nibbles`; `out`: memory for them."""
     half = packed.shape[1]
-    codes = torch.empty(packed.shape[0], columns, dtype=torch.uint8, device=packed.device)
-    codes[:, :half] = packed & 15
-    codes[:, half:] = packed[:, : columns - half] >> 4
+    codes = packed.new_empty(len(packed), columns) if out is None else out
+    torch.bitwise_and(packed, 15, out=codes[:, :half])
+    torch.bitwise_right_shift(packed[:, : columns - half], 4, out=codes[:, half:])
     return codes
 
 
@@ -146,11 +170,11 @@ def unpack_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
     """Codes `[rows, columns]` of `pack_planes`."""
     rows, stride = planes.shape[1:]
     lowest_bit = 1
-    if stride % 8 == 0:  # eight bytes at a time
-        planes, lowest_bit = planes.view(torch.int64), _LOWEST_BITS
+    if stride % 4 == 0:  # four bytes at a time
+        planes, lowest_bit = planes.view(torch.int32), _LOWEST_BITS
     positions = torch.arange(8, dtype=planes.dtype, device=planes.device).view(8, 1)
     bits = (planes.unsqueeze(2) >> positions).bitwise_and_(lowest_bit)
-    codes = bits[2].mul_(2).add_(bits[1]).mul_(2).add_(bits[0])
+    codes = bits[0].add_(bits[1].add_(bits[2], alpha=2), alpha=2)
     return codes.view(rows, -1).view(torch.uint8)[:, :columns]
 
 
@@ -169,52 +193,19 @@ def _empty(rows: int, columns: int, group: int, bits: int, device: torch.device)
     )
 
 
-def _quantize_block(weight: torch.Tensor, result: CanonicalWeight, block: slice) -> None:
-    """Fill rows `block` of `result`; a float32 copy of these rows is the largest temporary."""
+def _quantize_block(
+    weight: torch.Tensor,
+    result: CanonicalWeight,
+    block: slice,
+    rounding: Rounding,
+    draws: torch.Generator | None,
+) -> None:
+    """Fill rows `block` of `result`; float32 copies of these rows are the largest temporaries."""
     values = weight.to(device=result.codes.device, dtype=torch.float32, copy=True)
     grouped = values.view(values.shape[0], -1, result.group)
-    low, high = grouped.amin(-1), grouped.amax(-1)
-    _require_finite(high - low)
     if result.zero is None:
-        scale = torch.maximum(low.neg(), high).div_(_INT8_LIMIT)
-        scale.masked_fill_(scale == 0, 1.0)
-        grouped.div_(scale.unsqueeze(-1)).round_().clamp_(-_INT8_LIMIT, _INT8_LIMIT)
+        result.scale[block] = symmetric_codes(grouped, draws)
     else:
-        scale, zero = _affine_parameters(low, high, result.bits)
-        half = 1 << (result.bits - 1)
-        grouped.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1)).round_()
-        grouped.add_(half).clamp_(0, 2 * half - 1)
-        result.zero[block] = zero
-    result.scale[block] = scale
+        scale, zero = affine_codes(grouped, result.bits, rounding, draws)
+        result.scale[block], result.zero[block] = scale, zero
     result.codes[block] = values
-
-
-def _affine_parameters(
-    low: torch.Tensor, high: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero, float32 holding bfloat16 values, whose codes cover `low` to `high`."""
-    half = 1 << (bits - 1)
-    step = (high - low) / (2 * half - 1)
-    zero = (low + half * step).bfloat16().float()
-    scale = torch.maximum((high - zero) / (half - 1), (zero - low) / half)
-    scale = _round_up_to_bfloat16(scale)
-    return scale.masked_fill_(scale == 0, 1.0), zero
-
-
-def _round_up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """The least bfloat16 not below each non-negative float32, as float32.
-
-    A bfloat16 is the upper half of a float32, and the order of positive floats is that of their
-    bits.
-    """
-    return ((values.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-
-
-def _require_finite(spans: torch.Tensor) -> None:
-    """Checks the spans of all groups: NaN and infinity pass through extremes into them."""
-    bad = spans.numel() - int(torch.isfinite(spans).sum())
-    if bad:
-        raise CheckpointError(
-            f"{bad} of {spans.numel()} weight groups hold NaN, infinite or overflowing values; "
-            "the checkpoint is damaged"
-        )

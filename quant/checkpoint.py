@@ -1,12 +1,20 @@
 """Reading the weights of a model one tensor at a time from safetensors files.
 
 Files are mapped, not read: a tensor is a view of the file until someone copies it, so that a stage
-never holds more of a checkpoint in memory than what it keeps.
+never holds more of a checkpoint in memory than what it keeps. `reading_ahead` has another thread
+bring the tensors that are needed next into the system's cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +24,9 @@ from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import CheckpointError
+from quant.gptq_config import GptqConfig, read_gptq_config
+from quant.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
+from quant.tensor_file import DamagedFileError, TensorPlace, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,6 +34,37 @@ INDEX_FILE = "model.safetensors.index.json"
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
+
+_SETTINGS_FILES = ("config.json", "quantize_config.json")
+"""What says how the stored tensors are to be read."""
+
+_CLOCK_TICK_S = 0.02
+"""Changes of a file within one tick of the kernel's clock get the same time: 10 ms at most."""
+
+_COARSE_TICK_S = 2.0
+"""The same where a file system stores whole seconds, or two."""
+
+
+@dataclass(frozen=True)
+class _FileIdentity:
+    """A file as long as nobody changes it."""
+
+    path: str
+    inode: int
+    file_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> _FileIdentity:
+        found = os.stat(path)
+        times = (found.st_mtime_ns, found.st_ctime_ns)
+        return cls(str(path.resolve()), found.st_ino, found.st_size, *times)
+
+    def settle(self) -> None:
+        """Wait until the last change is a clock tick ago: milliseconds, right after it."""
+        tick_s = _CLOCK_TICK_S if self.changed_ns % 1_000_000_000 else _COARSE_TICK_S
+        time.sleep(min(tick_s, max(0.0, self.changed_ns / 1e9 + tick_s - time.time())))
 
 
 class Checkpoint:
@@ -35,6 +77,9 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.folder = resolve(path)
         self._files: dict[str, Any] = {}
+        self._places: dict[str, Mapping[str, TensorPlace]] = {}
+        self._identities: dict[str, _FileIdentity] = {}
+        self._ahead: ReadAhead | None = None
         self._file_of = self._list_tensors()
 
     def names(self) -> list[str]:
@@ -53,6 +98,8 @@ class Checkpoint:
         """
         handle = self._handle(name)
         try:
+            if self._ahead is not None:
+                self._ahead.wait_for(self.range_of(name))
             tensor: torch.Tensor = handle.get_tensor(name)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise self._unreadable(self._file_of[name], error) from error
@@ -65,6 +112,66 @@ class Checkpoint:
         except SafetensorError as error:
             raise self._unreadable(self._file_of[name], error) from error
 
+    def range_of(self, name: str) -> FileRange:
+        """Where the tensor `name` lies; errors as in `read`."""
+        self._handle(name)
+        file = self._file_of[name]
+        if file not in self._places:
+            path = self.folder / file
+            try:
+                with path.open("rb") as opened:
+                    self._places[file] = read_header(opened).places
+            except (DamagedFileError, OSError) as error:
+                raise self._unreadable(file, error) from error
+        place = self._places[file][name]
+        return FileRange(self.folder / file, place.start, place.stop)
+
+    @contextmanager
+    def reading_ahead(
+        self, ranges: Sequence[FileRange], window_bytes: int = READ_AHEAD_BYTES
+    ) -> Iterator[ReadAhead]:
+        """Inside, `ranges` are brought into memory in that order, `window_bytes` before their use.
+
+        They may be of other files too. `read` waits for its tensor; what was read does not change.
+        """
+        with ReadAhead(ranges, window_bytes) as ahead:
+            self._ahead = ahead
+            try:
+                yield ahead
+            finally:
+                self._ahead = None
+
+    def names_below(self, name_prefix: str) -> list[str]:
+        """Stored names of the tensors of the module `name_prefix`, sorted; as `find` tries them."""
+        base, _, rest = name_prefix.partition(".")
+        prefixes = (f"{name_prefix}.", f"{rest}.", f"{base}.{name_prefix}.")
+        return sorted(name for name in self._file_of if name.startswith(prefixes))
+
+    def fingerprint(self, name_prefix: str) -> str:
+        """What tells the tensors below `name_prefix` from any others, without reading them.
+
+        Names, and the files that hold them as they were when they were opened: path, inode, size,
+        and the times of the last change to content and to anything, the latter of which no program
+        can set. Returns when that change is a clock tick ago, so that a later one shows. With them
+        goes what says how tensors are to be read. CheckpointError if a file is missing.
+        """
+        file_of = {name: self._file_of[name] for name in self.names_below(name_prefix)}
+        files = {file: self._identity(file) for file in sorted(set(file_of.values()))}
+        for identity in files.values():
+            identity.settle()
+        settings = [self.folder / file for file in _SETTINGS_FILES]
+        content = [path.read_text("utf-8", "replace") for path in settings if path.is_file()]
+        identities = {file: astuple(identity) for file, identity in files.items()}
+        return hashlib.sha256(json.dumps([file_of, identities, content]).encode()).hexdigest()
+
+    def is_unchanged(self, name_prefix: str) -> bool:
+        """Whether the files with tensors below `name_prefix` are still those of `fingerprint`."""
+        files = {self._file_of[name] for name in self.names_below(name_prefix)}
+        try:
+            return all(_FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
+        except OSError:  # gone, or no longer ours to see
+            return False
+
     def find(self, name: str, prefix: str = "") -> str:
         """The name under which a tensor is stored.
 
@@ -72,9 +179,7 @@ class Checkpoint:
         without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
         CheckpointError names the tensor if none is there.
         """
-        candidates = [name]
-        if prefix:
-            candidates = [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
+        candidates = _spellings(name, prefix)
         for candidate in candidates:
             if candidate in self._file_of:
                 return candidate
@@ -82,6 +187,15 @@ class Checkpoint:
             f"{self.folder} has no tensor {name} (tried {', '.join(dict.fromkeys(candidates))}) "
             f"among its {len(self._file_of)}; it is incomplete or of another model"
         )
+
+    def has(self, name: str, prefix: str = "") -> bool:
+        """Whether `find` would find a tensor."""
+        return any(candidate in self._file_of for candidate in _spellings(name, prefix))
+
+    @cached_property
+    def gptq(self) -> GptqConfig | None:
+        """How quantized linears are stored, None for plain weights; SpecError if not readable."""
+        return read_gptq_config(self.folder)
 
     def _handle(self, name: str) -> Any:
         """The open file that holds `name`."""
@@ -101,16 +215,26 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            path = self.folder / file
-            if not path.is_file():
-                raise CheckpointError(
-                    f"{self.folder} lacks {file}, which its index names; download the missing shard"
-                )
+            path = self._path(file)
+            self._identity(file)  # before its content
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, RuntimeError, OSError) as error:
                 raise self._unreadable(file, error) from error
         return self._files[file]
+
+    def _identity(self, file: str) -> _FileIdentity:
+        if file not in self._identities:
+            self._identities[file] = _FileIdentity.of(self._path(file))
+        return self._identities[file]
+
+    def _path(self, file: str) -> Path:
+        path = self.folder / file
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.folder} lacks {file}, which its index names; download the missing shard"
+            )
+        return path
 
     def _unreadable(self, file: str, error: Exception) -> CheckpointError:
         path = self.folder / file
@@ -188,6 +312,12 @@ def read_index(path: Path) -> dict[str, str]:
         if not isinstance(file, str) or Path(file).name != file:
             raise CheckpointError(f"{path} places tensor {name} in {file!r}, which is no file name")
     return weight_map
+
+
+def _spellings(name: str, prefix: str) -> list[str]:
+    if not prefix:
+        return [name]
+    return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
 
 
 def _first_line(error: Exception) -> str:

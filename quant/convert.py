@@ -6,11 +6,7 @@ The target appears only when it is complete: it is written aside, in the same fo
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for anything but tensors
@@ -21,10 +17,10 @@ from safetensors.torch import save_file
 
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from quant.errors import CheckpointError
+from quant.model_folder import copy_settings, new_folder, write_index
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
-_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,9 @@ def convert(source: Path, target: Path) -> ConvertSummary:
             raise CheckpointError(f"{target} exists already; name a new folder or remove it first")
         files = _bin_files(source)
         tied = _ties_embeddings(source)
-        with _new_folder(target) as staging:
+        with new_folder(target) as staging:
             shards = _convert_files(source, files, staging, tied)
-            copied = _copy_others(source, staging)
+            copied = copy_settings(source, staging)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot convert {source} into {target} ({error}); "
@@ -81,24 +77,6 @@ def convert(source: Path, target: Path) -> ConvertSummary:
         aliases=tuple(alias for shard in shards for alias in shard.aliases),
         copied=copied,
     )
-
-
-@contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes `target`, with the parents that lack, when it is complete.
-
-    Made in the nearest parent that exists, so that renaming one folder is all there is to do.
-    """
-    target = target.resolve()
-    base = next(parent for parent in target.parents if parent.exists())
-    aside = Path(tempfile.mkdtemp(prefix=".llmpq-convert-", dir=base))
-    try:
-        inside = target.relative_to(base)
-        (aside / inside).mkdir(parents=True)
-        yield aside / inside
-        (aside / inside.parts[0]).rename(base / inside.parts[0])
-    finally:
-        shutil.rmtree(aside)
 
 
 def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> list[_Shard]:
@@ -205,17 +183,4 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def _write_index(path: Path, shards: list[_Shard]) -> None:
     total = sum(sum(shard.tensor_bytes.values()) for shard in shards)
-    weight_map = {name: shard.file for shard in shards for name in shard.tensor_bytes}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _copy_others(source: Path, target: Path) -> tuple[str, ...]:
-    """Configuration, tokenizer and licence files."""
-    copied = []
-    for path in sorted(source.iterdir()):
-        wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")
-        if path.is_file() and wanted and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-            copied.append(path.name)
-    return tuple(copied)
+    write_index(path, {n: shard.file for shard in shards for n in shard.tensor_bytes}, total)

@@ -1,24 +1,53 @@
 """Filling the modules of a stage from a checkpoint, tensor by tensor, quantized on the way.
 
-While a layer loads, anonymous host memory holds what is packed already plus one linear's codes and
-a few megabytes: tensors are read as views of mapped files and neither cast nor copied whole.
+While a layer loads, anonymous host memory holds what is packed already plus one linear's codes (two
+where the cache writes 8-bit layers) and a few megabytes: tensors are read as views of mapped files
+and neither cast nor copied whole. Inside `loading`, three things go on at once: the disk is read
+ahead of use, tensors are quantized (and moved to a GPU, `quant.staging`), and finished layers are
+written to the cache.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from quant.backends.base import copy_of
+from quant.cached_layer import (
+    CachedLayer,
+    LayerForm,
+    fill_from,
+    layer_key,
+    new_entry,
+    put_submodule,
+    read_layer,
+)
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
+from quant.gptq_linear import gptq_linear
 from quant.linear import QuantizedLinear, quantize_linear
+from quant.read_ahead import READ_AHEAD_BYTES, FileRange
+from quant.rounding import Rounding
 from quant.scheme import Processor
+from quant.shard_cache import CachedTensors, CacheKey, ShardCache, file_range
+
+FULL_BITS = 16
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """A decoder layer to be loaded: `module` on the meta device, its full name, and how."""
+
+    module: nn.Module
+    name_prefix: str
+    form: LayerForm
 
 
 def load_layer(
@@ -30,25 +59,133 @@ def load_layer(
     dtype: torch.dtype,
     device: torch.device,
     backend: str | None = None,
+    cache: ShardCache | None = None,
 ) -> None:
     """Fill a decoder layer, built on the meta device, and quantize its linears to `bits`.
 
     `name_prefix` is the layer's full name, such as `model.layers.3`; checkpoints saved without its
     first part are read too. Every `nn.Linear` is replaced (`quant.linear.quantize_linear`); norms
-    and biases are held in `dtype`. CheckpointError names a tensor that is missing, of another
-    shape or not finite; SpecError and DeviceError as in `quantize_linear`.
+    and biases are held in `dtype`. A layer that `cache` has is taken from there, another is put
+    there unless nothing has to be quantized for it. CheckpointError names a tensor that is missing,
+    of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
     """
-    linears = [(name, child) for name, child in module.named_modules() if _is_linear(child)]
-    for name, linear in linears:
-        full_name = f"{name_prefix}.{name}.weight"
-        weight = _read(checkpoint, full_name, linear.weight)
-        with _named(full_name, checkpoint):
-            filled = quantize_linear(weight, None, bits, processor, dtype, device, backend)
-        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
-        parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, filled)
-    load_tensors(module, checkpoint, name_prefix, dtype, device)
+    form = LayerForm(bits, processor, dtype, device, backend)
+    load_layer_as(LayerLoad(module, name_prefix, form), checkpoint, cache)
+
+
+def load_layer_as(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
+    """`load_layer`, of a layer that was described before."""
+    if cache is not None and _is_quantized_here(load, checkpoint):
+        _load_with_cache(load, checkpoint, cache)
+    else:
+        _fill_layer(load, checkpoint)
     _return_freed_memory()
+
+
+@contextmanager
+def loading(
+    layers: Sequence[LayerLoad],
+    others: Sequence[str],
+    checkpoint: Checkpoint,
+    cache: ShardCache | None = None,
+    read_ahead_bytes: int = READ_AHEAD_BYTES,
+) -> Iterator[None]:
+    """Around `load_layer` for each of `layers` in turn, and `load_tensors` for what else there is.
+
+    `others`: full names of the latter's tensors. Files are read up to `read_ahead_bytes` ahead (0:
+    not at all), and the cache writes in the background; both are done with on leaving.
+    """
+    with ExitStack() as stack:
+        if cache is not None:
+            stack.enter_context(cache)
+        if read_ahead_bytes:
+            ranges = [r for load in layers for r in _ranges_of_layer(load, checkpoint, cache)]
+            ranges += _ranges(others, checkpoint)
+            ahead = stack.enter_context(checkpoint.reading_ahead(ranges, read_ahead_bytes))
+            if cache is not None:
+                cache.ahead = ahead
+        yield
+
+
+def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
+    """What the cache would only copy is not put there: 16-bit layers, and stored codes."""
+    return load.form.bits != FULL_BITS and checkpoint.gptq is None
+
+
+def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
+    fingerprint = checkpoint.fingerprint(load.name_prefix)
+    return layer_key(load.module, load.name_prefix, fingerprint, load.form)
+
+
+def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
+    key = _key(load, checkpoint)
+    if _restore_layer(load, cache, key):
+        return
+    _fill_layer(load, checkpoint)
+    entry = new_entry(load.module, key, load.form, module_nbytes(load.module))
+    if entry is not None and checkpoint.is_unchanged(load.name_prefix):
+        cache.store(entry)
+
+
+def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
+    """From the checkpoint."""
+    module, form = load.module, load.form
+    for name, linear in _linears(module):
+        filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint)
+        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
+        put_submodule(module, name, filled)
+    load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
+
+
+def _stored_linear(
+    full_name: str, linear: nn.Linear, form: LayerForm, checkpoint: Checkpoint
+) -> nn.Module:
+    """The linear for `linear` (on meta) without its bias, of codes or of a weight to be rounded."""
+    how = (form.processor, form.dtype, form.device, form.backend)
+    if checkpoint.gptq is not None:
+        shape = (linear.out_features, linear.in_features)
+        with _named(f"{full_name}.qweight", checkpoint):
+            filled = gptq_linear(checkpoint, full_name, shape, form.bits, *how)
+        if filled is not None:
+            return filled
+    weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
+    with _named(f"{full_name}.weight", checkpoint):
+        rounding = Rounding.of_tensor(form.rounding, full_name)
+        return quantize_linear(weight, None, form.bits, *how, rounding)
+
+
+def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
+    """From the cache; whether it was there. The module is changed only then."""
+
+    def build(cached: CachedTensors) -> CachedLayer:
+        return read_layer(load.module, cached, load.form)
+
+    parts = cache.restore(key, build)
+    if parts is not None:
+        fill_from(load.module, parts)
+    return parts is not None
+
+
+def _ranges_of_layer(
+    load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
+) -> list[FileRange]:
+    """What `load_layer` will read, in its order."""
+    if cache is not None and _is_quantized_here(load, checkpoint):
+        path = cache.path_of(_key(load, checkpoint))
+        if path.is_file():
+            return [file_range(path)]
+    weights = [f"{name}.weight" for name, _ in _linears(load.module)]
+    names = [*weights, *(name for name, _ in _all_tensors(load.module))]
+    ranges = _ranges([f"{load.name_prefix}.{name}" for name in names], checkpoint)
+    others = map(checkpoint.range_of, checkpoint.names_below(load.name_prefix))
+    return list(dict.fromkeys([*ranges, *others]))
+
+
+def _ranges(full_names: Sequence[str], checkpoint: Checkpoint) -> list[FileRange]:
+    """Of those that the checkpoint has under such a name; the others are for loading to miss."""
+    found = ((name, name.partition(".")[0]) for name in full_names)
+    stored = (checkpoint.find(*each) for each in found if checkpoint.has(*each))
+    return [checkpoint.range_of(name) for name in stored]
 
 
 def load_tensors(
@@ -105,8 +242,16 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _linears(module: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, child) for name, child in module.named_modules() if _is_linear(child)]
+
+
+def _is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear)
+
+
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,15 +8,21 @@ up to is the planner's slack.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quant.errors import SpecError
 
 BITWIDTHS = (3, 4, 8, 16)
+ROUNDINGS = ("nearest", "searched", "stochastic")
+"""Ways of rounding a weight that is quantized while it loads; see `quant.rounding`."""
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 GROUP_SIZES = (128, 64, 32)
 """Group sizes tried in this order; all are among those that torch's int4pack matmul takes."""
+
+INT8PACK_COLUMNS = 16
+"""torch's int8 CPU kernel reads rows so many weights at a time, beyond their end if need be."""
 
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
@@ -24,10 +30,20 @@ NF4_BLOCK = 64
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One weight matrix `[out_features, in_features]`."""
+    """One weight matrix `[out_features, in_features]`.
+
+    `stored_group`: weights that share a scale and a zero where the checkpoint is quantized already,
+    None where it is not.
+    """
 
     in_features: int
     out_features: int
+    stored_group: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Weights that share a scale and a zero at 3 and 4 bit."""
+        return self.stored_group or group_size(self.in_features)
 
     @property
     def parameters(self) -> int:
@@ -73,7 +89,7 @@ def group_size(in_features: int) -> int:
 
 def _groups_bytes(shape: LinearShape) -> int:
     """Scale and zero of every group, 16 bit each (bfloat16)."""
-    return 4 * shape.out_features * (shape.in_features // group_size(shape.in_features))
+    return 4 * shape.out_features * (shape.in_features // shape.group)
 
 
 def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
@@ -100,8 +116,11 @@ def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """What `_convert_weight_to_int4pack_for_cpu` and its matmul check, and bfloat16 activations."""
-    whole_groups = shape.in_features % GROUP_SIZES[-1] == 0
+    """What `_convert_weight_to_int4pack_for_cpu` and its matmul check, and bfloat16 activations.
+
+    The kernel also takes float32 and float16, at a hundredth of the speed.
+    """
+    whole_groups = shape.group in GROUP_SIZES
     return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
 
 
@@ -110,6 +129,12 @@ def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bo
     whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
     vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
     return vnni and whole_tiles and dtype in ("bfloat16", "float32")
+
+
+def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Rows that the kernel does not read beyond; other types than bfloat16 have no fast path."""
+    whole = shape.in_features % INT8PACK_COLUMNS == 0
+    return processor.is_cpu and dtype == "bfloat16" and whole
 
 
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
@@ -122,8 +147,11 @@ def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Compute capability 6.0; rows of whole blocks, which bitsandbytes' decode kernel asks for."""
-    return _has_capability(processor, (6, 0)) and shape.in_features % NF4_BLOCK == 0
+    """Compute capability 6.0; rows of whole blocks, which bitsandbytes' decode kernel asks for; no
+    codes of a checkpoint, which are not nf4's.
+    """
+    whole_blocks = shape.in_features % NF4_BLOCK == 0
+    return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
@@ -136,16 +164,29 @@ def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
     return _has_capability(processor, (7, 5))
 
 
+def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Groups of whole runs of 32 columns, the 8 rows of a block; bfloat16 where GPUs have it."""
+    least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
+    if least is None or not _has_capability(processor, least):
+        return False
+    return shape.group in GROUP_SIZES and shape.out_features >= 8
+
+
 def _has_capability(processor: Processor, least: tuple[int, int]) -> bool:
     return processor.compute_capability is not None and processor.compute_capability >= least
 
 
 KERNEL_RULES: tuple[KernelRule, ...] = (
     KernelRule("plain", 16, _anywhere, _plain_bytes),
+    KernelRule("int3pack", 3, _int4pack_supports, _torch_3bit_bytes),
     KernelRule("int4pack", 4, _int4pack_supports, _torch_4bit_bytes),
     KernelRule("onednn_w8a8", 8, _onednn_supports, _onednn_bytes),
+    KernelRule("int8pack", 8, _int8pack_supports, _int8_row_bytes),
     KernelRule("bnb_nf4", 4, _nf4_supports, _nf4_bytes),
     KernelRule("bnb_int8", 8, _bnb_int8_supports, _int8_row_bytes),
+    KernelRule("cuda_3bit", 3, _cuda_supports, _torch_3bit_bytes),
+    KernelRule("cuda_4bit", 4, _cuda_supports, _torch_4bit_bytes),
+    KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes),
     KernelRule("torch_3bit", 3, _anywhere, _torch_3bit_bytes),
     KernelRule("torch_4bit", 4, _anywhere, _torch_4bit_bytes),
     KernelRule("torch_8bit", 8, _anywhere, _int8_row_bytes),
@@ -192,9 +233,13 @@ def layer_rule(
     return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
 
 
-def backend_name(processor: Processor, bits: int, dtype: str) -> str:
-    """The preferred backend for weights of ordinary shape; odd shapes may get another one."""
-    return rule_for(processor, bits, _ORDINARY_SHAPE, dtype).name
+def backend_name(processor: Processor, bits: int, dtype: str, is_stored: bool = False) -> str:
+    """The preferred backend for weights of ordinary shape; odd shapes may get another one.
+
+    `is_stored`: for weights that the checkpoint holds quantized already.
+    """
+    shape = replace(_ORDINARY_SHAPE, stored_group=GROUP_SIZES[0]) if is_stored else _ORDINARY_SHAPE
+    return rule_for(processor, bits, shape, dtype).name
 
 
 def _rules_of(bits: int, dtype: str) -> list[KernelRule]:

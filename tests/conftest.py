@@ -3,5 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
+"""What this process and those it starts take for the user's cache folder."""
+os.environ["XDG_CACHE_HOME"] = USER_CACHE
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(USER_CACHE, ignore_errors=True)

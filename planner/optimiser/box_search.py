@@ -254,13 +254,13 @@ class BoxSearch:
             return _split_stage(box, path.decode_s, found.other.decode_s)
         if prefill_gap >= decode_gap:
             middle = (box.prefill_least + path.slowest_prefill_s) / 2
-            above = [o.prefill_s[o.prefill_s > middle] for o in _distinct(box.options)]
-            least = min(float(values.min()) for values in above if values.size)
-            return _below(box, middle, math.inf), replace(box, prefill_least=least)
+            least = _least_above(middle, [o.prefill_s for o in _distinct(box.options)])
+            below = _below(box, middle, math.inf)
+            return (below,) if least is None else (below, replace(box, prefill_least=least))
         middle = (box.decode_least + path.slowest_decode_s) / 2
-        above = [o.decode_s[o.decode_s > middle] for o in _distinct(box.options)]
-        least = min(float(values.min()) for values in above if values.size)
-        return _below(box, math.inf, middle), replace(box, decode_least=least)
+        least = _least_above(middle, [o.decode_s for o in _distinct(box.options)])
+        below = _below(box, math.inf, middle)
+        return (below,) if least is None else (below, replace(box, decode_least=least))
 
 
 def _shortest(tables: list[FloatArray]) -> tuple[FloatArray, FloatArray]:
@@ -274,6 +274,12 @@ def _shortest(tables: list[FloatArray]) -> tuple[FloatArray, FloatArray]:
     for stage in range(stages - 1, -1, -1):
         after[stage] = (tables[stage] + after[stage + 1]).min(axis=1)
     return before, after
+
+
+def _least_above(middle: float, seconds: list[FloatArray]) -> float | None:
+    """The least above `middle`; None where the path's slow options have been filtered away."""
+    above = [values[values > middle] for values in seconds]
+    return min((float(values.min()) for values in above if values.size), default=None)
 
 
 def _below(box: Box, prefill_most: float, decode_most: float) -> Box:

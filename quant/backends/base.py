@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, Protocol, Self
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch.nn import functional
 
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.errors import CheckpointError
+from quant.scheme import LinearShape
+from quant.staging import moved_blocks
+
+_CPU_DECODED_WEIGHTS = 1 << 19
+"""2 MB of float32: fewer are no closer to the core (512 KB takes 1.3 times as long, for calls)."""
+
+_GPU_DECODED_WEIGHTS = 1 << 24
+"""64 MB of float32 keep a GPU busy."""
+
+_MANY_TOKENS = 8
+_PRODUCT_ROWS = 256
+"""For so many tokens products of so few rows run slower than decoding into a cache gains."""
 
 
 class PackedWeight(Protocol):
@@ -35,6 +48,19 @@ class PackedWeight(Protocol):
         """`x` `[..., in]` times the transposed weight: `[..., out]` in the type of `x`."""
         ...
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors to keep in a file, of which `from_state` makes this weight again; numbers are
+        int64 without dimensions.
+        """
+        ...
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """The weight of `shape` for activations of `dtype`; tensors are kept where they are."""
+        ...
+
 
 class CanonicalPacked(ABC):
     """A backend that packs the canonical form at its own `bits`: quantizing is not its business."""
@@ -56,6 +82,27 @@ class CanonicalPacked(ABC):
         """See `PackedWeight`."""
         return dequantize(quantize(weight, cls.bits))
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight`; for dataclasses of tensors and numbers."""
+        held = {field.name: getattr(self, field.name) for field in _fields(self)}
+        return {
+            name: torch.tensor(value) if isinstance(value, int) else value
+            for name, value in held.items()
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """See `PackedWeight`."""
+        numbers = {field.name for field in _fields(cls) if field.type in (int, "int")}
+        return cls(**{n: int(value) if n in numbers else value for n, value in state.items()})
+
+
+def _fields(packed: Any) -> Any:
+    """The fields of a backend, each of which is a dataclass."""
+    return fields(packed)
+
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of its own, no view of a checkpoint file, whose float values are all finite.
@@ -66,8 +113,9 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
     out = torch.empty(tensor.shape, dtype=dtype, device=device)
     source, target = torch.atleast_1d(tensor), torch.atleast_1d(out)
     rows = len(target)
-    for block in row_blocks(rows, target.numel() // max(1, rows), device):
-        filled = target[block].copy_(source[block].to(device))
+    blocks = row_blocks(rows, target.numel() // max(1, rows), device)
+    for block, part in moved_blocks(source, blocks, device):
+        filled = target[block].copy_(part)
         if filled.numel() and dtype.is_floating_point and not _is_finite(filled):
             raise CheckpointError(
                 f"a tensor of shape {list(tensor.shape)} holds NaN or values that are infinite in "
@@ -88,13 +136,64 @@ def tensor_bytes(*tensors: torch.Tensor) -> int:
 
 
 def linear_by_blocks(
-    x: torch.Tensor, rows: int, decode_rows: Callable[[slice], torch.Tensor]
+    x: torch.Tensor,
+    rows: int,
+    decode_rows: Callable[[slice], torch.Tensor],
+    row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x` `[..., in]` times a weight of `rows` rows that is decoded a few rows at a time.
 
-    `decode_rows` gives the float32 weight `[block, in]` of a half-open range of rows.
+    `decode_rows` gives the weight `[block, in]` of a half-open range of rows, of at most
+    `decoded_rows(x)`; it may use the same memory each time. `row_scale` `[rows]` multiplies sums.
     """
-    out = x.new_empty(*x.shape[:-1], rows)
-    for block in row_blocks(rows, x.shape[-1], x.device):
-        out[..., block] = functional.linear(x, decode_rows(block).to(x.dtype))
-    return out
+    compute = _compute_type(x)
+    tokens = x.reshape(-1, x.shape[-1]).to(compute)
+    step = decoded_rows(x)
+    few = compute == torch.float32 and len(tokens) < _MANY_TOKENS
+    together = step if few else step * -(-_PRODUCT_ROWS // step)
+    weight = tokens.new_empty(min(together, rows), x.shape[-1])
+    out = x.new_empty(len(tokens), rows)
+    for first in range(0, rows, together):
+        block = slice(first, min(first + together, rows))
+        own = _filled(weight[: block.stop - first], step, first, decode_rows)
+        sums = functional.linear(tokens, own)
+        out[:, block] = sums if row_scale is None else sums * row_scale[block]
+    return out.view(*x.shape[:-1], rows)
+
+
+def _filled(
+    weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
+) -> torch.Tensor:
+    """`weight` `[rows, in]` with the rows from `first` on in it, or what they are decoded to."""
+    rows = len(weight)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        decoded = decode_rows(slice(first + start, first + stop))
+        if decoded.shape == weight.shape and decoded.dtype == weight.dtype:
+            return decoded
+        weight[start:stop] = decoded
+    return weight
+
+
+def decoded_rows(x: torch.Tensor) -> int:
+    """Rows that `linear_by_blocks` asks for at once, given its `x` `[..., in]`."""
+    weights = _CPU_DECODED_WEIGHTS if x.device.type == "cpu" else _GPU_DECODED_WEIGHTS
+    return max(1, weights // max(1, x.shape[-1]))
+
+
+class DecodeMemory:
+    """What `linear_by_blocks` decodes to, again and again: mapping fresh pages would cost more.
+
+    `codes` uint8 and `values` float32, both `[decoded_rows(x), in]`, or `rows` where they are fewer.
+    """
+
+    def __init__(self, x: torch.Tensor, rows: int) -> None:
+        shape = (min(decoded_rows(x), rows), x.shape[-1])
+        self.codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        self.values = torch.empty(shape, device=x.device)
+
+
+def _compute_type(x: torch.Tensor) -> torch.dtype:
+    """CPUs without float16 arithmetic multiply matrices far faster in float32."""
+    half_on_cpu = x.device.type == "cpu" and x.dtype == torch.float16
+    return torch.float32 if half_on_cpu else x.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,7 +11,7 @@ import torch
 
 from quant.backends.base import copy_of, tensor_bytes
 from quant.errors import DeviceError
-from quant.scheme import NF4_BLOCK
+from quant.scheme import NF4_BLOCK, LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
 """Activations above it are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
@@ -28,37 +29,60 @@ def _bitsandbytes() -> Any:
 
 @dataclass(frozen=True)
 class BnbNf4:
-    """`packed` `[out * in / 2, 1]` uint8 in blocks of 64; `state`: their maxima and the table."""
+    """`packed` `[out * in / 2, 1]` uint8 in blocks of 64; `quantized`: their maxima, the table."""
 
     packed: torch.Tensor
-    state: Any
+    quantized: Any
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
         """See `PackedWeight`."""
         values = copy_of(weight, dtype, device)
-        packed, state = _bitsandbytes().functional.quantize_4bit(
+        packed, quantized = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
         )
-        return cls(packed, state)
+        return cls(packed, quantized)
 
     @staticmethod
     def represent(weight: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
         packed = BnbNf4.from_weight(weight, torch.float32, weight.device)
         restored: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
-            packed.packed, packed.state
+            packed.packed, packed.quantized
         )
         return restored
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight`."""
+        return {
+            "packed": self.packed,
+            "maxima": self.quantized.absmax,
+            "table": self.quantized.code,
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """See `PackedWeight`."""
+        quantized = _bitsandbytes().functional.QuantState(
+            absmax=state["maxima"],
+            shape=torch.Size((shape.out_features, shape.in_features)),
+            code=state["table"],
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+        )
+        return cls(state["packed"], quantized)
 
     @property
     def nbytes(self) -> int:
         """See `PackedWeight`."""
-        return tensor_bytes(self.packed, self.state.absmax, self.state.code)
+        return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
-        out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.state)
+        out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
 
 
@@ -81,6 +105,17 @@ class BnbInt8:
         """See `PackedWeight`."""
         packed = BnbInt8.from_weight(weight, torch.float16, weight.device)
         return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight`."""
+        return {"codes": self.codes, "maxima": self.maxima}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """See `PackedWeight`."""
+        return cls(state["codes"], state["maxima"])
 
     @property
     def nbytes(self) -> int:

@@ -11,11 +11,15 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.int4_blob import (
+    BLOCK_ROWS,
+    is_many,
+    multiply_few,
+    multiply_many,
+    pack_codes,
+    pack_scale_zero,
+)
 from quant.canonical import CanonicalWeight, row_blocks
-
-_PACKED_ROWS = 64
-"""Rows that the kernel interleaves (64 with AVX-512, fewer without), so that row ranges which are
-multiples of it pack alone as they do within the whole."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,9 @@ class Int4Pack(CanonicalPacked):
         codes = canonical.codes
         rows, columns = codes.shape
         packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
-        for block in row_blocks(rows, columns, codes.device, multiple=_PACKED_ROWS):
-            wide = codes[block].to(torch.int32)
-            packed[block] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(wide, 1)
-        scale_zero = torch.stack((canonical.scale.t(), canonical.zero.t()), dim=-1)
-        return cls(packed, scale_zero.contiguous(), canonical.group)
+        for block in row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS):
+            packed[block] = pack_codes(codes[block])
+        return cls(packed, pack_scale_zero(canonical.scale, canonical.zero), canonical.group)
 
     @property
     def nbytes(self) -> int:
@@ -48,8 +50,9 @@ class Int4Pack(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows, self.packed, self.group, self.scale_zero
-        )
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        if is_many(tokens):
+            out = multiply_many(tokens, self.packed.__getitem__, self.group, self.scale_zero)
+        else:
+            out = multiply_few(tokens, self.packed, self.group, self.scale_zero)
         return out.view(*x.shape[:-1], self.scale_zero.shape[1])

@@ -6,16 +6,25 @@ what oneDNN takes, and the scale of a token is multiplied in afterwards.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
+from weakref import WeakValueDictionary
 
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
 from quant.canonical import CanonicalWeight
+from quant.scheme import LinearShape
 
 _LIMIT = 127
 _MIDDLE = 128
+_LEAST_MAXIMUM = 1e-30
+"""Taken for the largest magnitude of a token of zeros, whose codes and results then are zeros."""
+
+_ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
+"""The last weight of each shape that came back from a file, as long as somebody holds it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,25 @@ class OneDnnW8A8(CanonicalPacked):
         packed = torch.ops.onednn.qlinear_prepack(canonical.codes, None)
         return cls(packed, canonical.scale.view(-1), torch.zeros(1, dtype=torch.int32))
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight`: the packed bytes, and oneDNN's description of their layout."""
+        content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
+        return content | {"scale": self.scale}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """See `PackedWeight`; RuntimeError for bytes that oneDNN lays out otherwise here."""
+        packed = _packed_of_any_content(shape.out_features, shape.in_features)
+        content = _content_of(packed)
+        if not torch.equal(_layout_of(packed), state["layout"]) or len(content) != len(
+            state["content"]
+        ):
+            raise RuntimeError("oneDNN packs this weight in another layout here")
+        content.copy_(state["content"])
+        return cls(packed, state["scale"], torch.zeros(1, dtype=torch.int32))
+
     @property
     def nbytes(self) -> int:
         """See `PackedWeight`; the packed layout has padding and compensation that torch counts."""
@@ -50,9 +78,36 @@ class OneDnnW8A8(CanonicalPacked):
         return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
 
 
+def _content_of(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of a packed weight, not a copy: they are gone when it is."""
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _layout_of(packed: torch.Tensor) -> torch.Tensor:
+    """oneDNN's description of a packed weight's shape and layout, in bytes."""
+    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+    return layout
+
+
+def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
+    """A packed weight to be written into.
+
+    Packing takes 8 times as long as copying one of this shape (measured), of which a stage has as
+    many as layers.
+    """
+    alike = _ALIKE.get((rows, columns))
+    if alike is None:
+        codes = torch.zeros(rows, columns, dtype=torch.int8)
+        packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+    else:
+        packed = alike.clone()
+    _ALIKE[rows, columns] = packed
+    return packed
+
+
 def _quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 `[tokens, in]` and scales float32 `[tokens, 1]` of `x` `[tokens, in]`."""
     values = x.to(torch.float32, copy=True)
-    scale = values.abs().amax(-1, keepdim=True).div_(_LIMIT)
-    scale.masked_fill_(scale == 0, 1.0)
-    return values.div_(scale).round_().add_(_MIDDLE).to(torch.uint8), scale
+    scale = values.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_MAXIMUM).div_(_LIMIT)
+    return values.div_(scale).add_(_MIDDLE + 0.5).to(torch.uint8), scale  # which rounds down

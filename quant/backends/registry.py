@@ -9,7 +9,10 @@ import torch
 
 from quant.backends.base import PackedWeight
 from quant.backends.bnb import BnbInt8, BnbNf4
+from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit
+from quant.backends.int3pack import Int3Pack
 from quant.backends.int4pack import Int4Pack
+from quant.backends.int8pack import Int8Pack
 from quant.backends.onednn_w8a8 import OneDnnW8A8
 from quant.backends.torch_3bit import Torch3Bit
 from quant.backends.torch_4bit import Torch4Bit
@@ -17,10 +20,15 @@ from quant.backends.torch_8bit import Torch8Bit
 from quant.scheme import fallback_rule
 
 BACKENDS: dict[str, type[PackedWeight]] = {
+    "int3pack": Int3Pack,
     "int4pack": Int4Pack,
     "onednn_w8a8": OneDnnW8A8,
+    "int8pack": Int8Pack,
     "bnb_nf4": BnbNf4,
     "bnb_int8": BnbInt8,
+    "cuda_3bit": Cuda3Bit,
+    "cuda_4bit": Cuda4Bit,
+    "cuda_8bit": Cuda8Bit,
     "torch_3bit": Torch3Bit,
     "torch_4bit": Torch4Bit,
     "torch_8bit": Torch8Bit,
@@ -28,7 +36,7 @@ BACKENDS: dict[str, type[PackedWeight]] = {
 """Backend by the name of its `quant.scheme.KernelRule`; `plain` has none, it is `nn.Linear`."""
 
 _TEST_SHAPE = (192, 256)
-_TEST_TOKENS = (1, 7)
+_TEST_TOKENS = (1, 3, 7, 33, 130)
 _TOLERANCE = 0.03
 """Relative error (Frobenius norm) of a product. Rounding activations to 8 bit costs 0.009 on normal
 values, bfloat16 0.004; a kernel that misreads a scale, a zero or a code is beyond 0.1."""

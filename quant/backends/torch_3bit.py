@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks, tensor_bytes
 from quant.canonical import (
     CanonicalWeight,
     decode,
@@ -18,7 +18,7 @@ from quant.canonical import (
 
 @dataclass(frozen=True)
 class Torch3Bit(CanonicalPacked):
-    """`planes` `[3, out, ceil(in / 8)]` uint8; `scale` and `zero` `[out, groups]` bfloat16."""
+    """`planes` `[3, out, ceil(in / 8)]` uint8; `scale` and `zero` `[out, groups]` in 16 bits."""
 
     bits: ClassVar[int] = 3
 
@@ -30,7 +30,8 @@ class Torch3Bit(CanonicalPacked):
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
         """Pack 3-bit codes."""
         assert canonical.zero is not None, "3-bit codes are affine"
-        return cls(pack_planes(canonical.codes), canonical.scale, canonical.zero)
+        zero = canonical.zero.to(canonical.scale.dtype)
+        return cls(pack_planes(canonical.codes), canonical.scale, zero)
 
     @property
     def nbytes(self) -> int:
@@ -39,9 +40,11 @@ class Torch3Bit(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
+        memory = DecodeMemory(x, self.scale.shape[0])
 
         def decode_rows(block: slice) -> torch.Tensor:
             codes = unpack_planes(self.planes[:, block], x.shape[-1])
-            return decode(codes, self.scale[block], self.zero[block], 3)
+            values = memory.values[: len(codes)]
+            return decode(codes, self.scale[block], self.zero[block], 3, out=values)
 
         return linear_by_blocks(x, self.scale.shape[0], decode_rows)

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.base import CanonicalPacked, DecodeMemory, linear_by_blocks, tensor_bytes
 from quant.canonical import CanonicalWeight, decode
 
 
@@ -32,8 +32,13 @@ class Torch8Bit(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
+        rows = len(self.codes)
+        if x.dtype != torch.float16:  # codes are exact, and sums of them within the range
+            return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale.view(-1))
+        memory = DecodeMemory(x, rows)
 
         def decode_rows(block: slice) -> torch.Tensor:
-            return decode(self.codes[block], self.scale[block], None, 8)
+            codes = self.codes[block]
+            return decode(codes, self.scale[block], None, 8, out=memory.values[: len(codes)])
 
-        return linear_by_blocks(x, self.codes.shape[0], decode_rows)
+        return linear_by_blocks(x, rows, decode_rows)

@@ -1,4 +1,6 @@
-"""Host memory while a stage loads: packed size, two decoder layers, and a stated allowance."""
+"""Host memory while a stage loads and its layers go to the cache or come from it: packed size, two
+decoder layers, and a stated allowance.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,18 @@ import pathlib, sys
 import torch
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
+from quant.cache_settings import CacheSettings
 from quant.processor import local_processor
 
 small, large = map(pathlib.Path, sys.argv[1:3])
 bitwidths = tuple(map(int, sys.argv[3].split(",")))
+cache = CacheSettings(sys.argv[4])
 cpu = torch.device("cpu")
 
 def load(folder, bitwidths):
     layers = range(len(bitwidths))
     spec = StageSpec(0, 1, layers, bitwidths, "bfloat16", slots=2, max_tokens=128)
-    return Stage(spec, folder, cpu, local_processor(cpu))
+    return Stage(spec, folder, cpu, local_processor(cpu), cache)
 
 load(small, (3, 4, 8, 16))
 status = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -41,6 +45,7 @@ anonymous = next(line for line in status if line.startswith("RssAnon"))
 print(int(anonymous.split()[1]) * 1024, flush=True)
 stats = load(large, bitwidths).stats()
 print(stats.weight_bytes, stats.kv_cache_bytes, flush=True)
+load(large, bitwidths)  # the first one is gone
 """
 
 
@@ -110,7 +115,7 @@ def test_loading_stays_within_packed_size_and_two_layers(tmp_path: Path) -> None
     layer_bytes = (large / "layer-0.safetensors").stat().st_size
     bitwidths = ",".join(map(str, BITWIDTHS))
     with subprocess.Popen(
-        [sys.executable, "-c", LOADING, str(small), str(large), bitwidths],
+        [sys.executable, "-c", LOADING, str(small), str(large), bitwidths, str(tmp_path / "cache")],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -120,5 +125,7 @@ def test_loading_stays_within_packed_size_and_two_layers(tmp_path: Path) -> None
         peak = peak_anonymous_bytes(process) - before
         weight_bytes, kv_cache_bytes = map(int, process.stdout.readline().split())
     assert process.returncode == 0
+    cached = [path.name for path in (tmp_path / "cache").glob("*.safetensors")]
+    assert len(cached) == sum(bits < 16 for bits in BITWIDTHS) + 3  # those of the small one
     assert peak > 0.9 * weight_bytes, "the measurement missed what the process certainly holds"
     assert peak <= weight_bytes + kv_cache_bytes + 2 * layer_bytes + RUNTIME_BYTES

@@ -3,25 +3,33 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
-from quant.backends.base import PackedWeight
+from quant.backends import int3pack, int4_blob
+from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
+from quant.backends.int3pack import Int3Pack
 from quant.backends.int4pack import Int4Pack
+from quant.backends.int8pack import Int8Pack
 from quant.backends.onednn_w8a8 import OneDnnW8A8
 from quant.backends.registry import BACKENDS, self_test, usable_backend
 from quant.backends.torch_4bit import Torch4Bit
 from quant.canonical import quantize
-from quant.errors import DeviceError
+from quant.errors import CheckpointError, DeviceError, SpecError
 from quant.processor import local_processor
 from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
 
 CPU = torch.device("cpu")
 RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHAPES = ((64, 64), (64, 128), (80, 256), (192, 320), (48, 96), (33, 100), (1, 1), (5, 7))
+SHAPES = (
+    *((64, 64), (64, 128), (80, 256), (192, 320), (48, 96), (33, 100), (1, 1), (5, 7)),
+    *((65, 4096), (272, 1024), (64, 48), (3, 16)),
+)
 """(out, in): several groups, each group size, whole rows as groups, and what kernels refuse."""
 
 CASES = [
@@ -31,6 +39,7 @@ CASES = [
     for shape in SHAPES
     if rule.supports(local_processor(CPU), LinearShape(shape[1], shape[0]), dtype)
 ]
+LOCAL_RULES = list({rule.name: rule for rule, _, _ in CASES}.values())
 IDS = [f"{rule.name}-{dtype}-{rows}x{columns}" for rule, dtype, (rows, columns) in CASES]
 
 
@@ -61,7 +70,7 @@ def test_product_against_float64(rule: KernelRule, dtype: str, shape: tuple[int,
     weight, packed = make(rule, dtype, shape)
     meant = type(packed).represent(weight).double()
     generator = torch.Generator().manual_seed(4)
-    for leading in ((1,), (5,), (2, 3), (70,)):
+    for leading in ((1,), (5,), (2, 3), (70,), (130,)):  # few and many are computed differently
         x = torch.randn(*leading, shape[1], generator=generator).to(DTYPES[dtype])
         x[0] *= 50  # one token far larger than the others
         out = packed.forward(x)
@@ -84,6 +93,90 @@ def test_bytes_are_those_of_the_rule(rule: KernelRule, dtype: str, shape: tuple[
         for tensor in tensors
     )
     assert held == packed.nbytes
+
+
+@pytest.mark.parametrize("rule", LOCAL_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("shape", [(256, 1024), (192, 320), (80, 256), (33, 100)])
+def test_error_is_that_of_the_dequantized_weight(rule: KernelRule, shape: tuple[int, int]) -> None:
+    """At most 1.1 times it where only the weight is rounded; at W8A8 twice it, at 8 bit."""
+    for dtype in DTYPES:
+        if not rule.supports(local_processor(CPU), LinearShape(shape[1], shape[0]), dtype):
+            continue
+        weight, packed = make(rule, dtype, shape)
+        dequantized = type(packed).represent(weight).double()
+        for tokens in (1, 8, 130):
+            generator = torch.Generator().manual_seed(tokens)
+            x = torch.randn(tokens, shape[1], generator=generator).to(DTYPES[dtype])
+            wanted = x.double() @ weight.double().t()
+            error = (packed.forward(x).double() - wanted).norm()
+            own = (x.double() @ dequantized.t() - wanted).norm()
+            assert error <= (2 if rule.name == "onednn_w8a8" else 1.1) * own
+
+
+@pytest.mark.parametrize("rule", LOCAL_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_damaged_weights_are_refused(rule: KernelRule, value: float) -> None:
+    weight = torch.zeros(128, 256)
+    weight[70, 3] = value
+    with pytest.raises(CheckpointError, match=r"1 of \d+ weight groups hold NaN, infinite"):
+        BACKENDS[rule.name].from_weight(weight, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("columns", [8, 100, 1000])
+def test_int8pack_refuses_rows_that_its_kernel_reads_beyond(columns: int) -> None:
+    with pytest.raises(SpecError, match=f"multiples of 16 input features, not {columns}"):
+        Int8Pack.from_weight(torch.zeros(16, columns), torch.bfloat16, CPU)
+
+
+def int3pack_and_twin(rows: int, columns: int) -> tuple[Int3Pack, Int4Pack]:
+    """A 3-bit weight, and as 4-bit codes twice as large with half the scale."""
+    canonical = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(8)), 3)
+    doubled = replace(canonical, codes=canonical.codes * 2, scale=canonical.scale / 2, bits=4)
+    return Int3Pack.from_canonical(canonical), Int4Pack.from_canonical(doubled)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 32), (48, 96), (64, 64), (208, 320), (1104, 2048), (64, 40960)]
+)
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, tokens: int) -> None:
+    packed, twin = int3pack_and_twin(rows, columns)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
+    assert torch.equal(packed.forward(x), twin.forward(x))
+    assert packed.nbytes == RULES["int3pack"].nbytes(LinearShape(columns, rows), "bfloat16")
+
+
+def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
+    for columns in (64, 40960, 1024):
+        int3pack_and_twin(128, columns)[0].forward(torch.zeros(1, columns, dtype=torch.bfloat16))
+    held = int3pack._MEMORY.words(0)
+    assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
+
+
+def test_int3pack_scratch_memory_serves_other_threads_and_inference_mode() -> None:
+    cases = [int3pack_and_twin(rows, 512) for rows in (64, 640, 1280, 2560)]
+    x = torch.randn(3, 512).bfloat16()
+
+    def agrees(case: tuple[Int3Pack, Int4Pack]) -> bool:
+        with torch.inference_mode():
+            inside = case[0].forward(x)
+        return torch.equal(inside, case[1].forward(x)) and torch.equal(inside, case[0].forward(x))
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        assert all(pool.map(agrees, cases * 8))
+
+
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, kind: type[CanonicalPacked]
+) -> None:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(10))
+    packed = kind.from_weight(weight, torch.bfloat16, CPU)
+    x = torch.randn(130, 256, generator=torch.Generator().manual_seed(11)).bfloat16()
+    decoded = packed.forward(x)
+    monkeypatch.setattr(int4_blob, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_blob.functional, "linear", None)
+    assert (packed.forward(x) - decoded).norm() < 0.01 * decoded.norm()
 
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 80, 1040])

@@ -38,13 +38,15 @@ def test_group_size(in_features: int, expected: int) -> None:
 @pytest.mark.parametrize(
     ("processor", "dtype", "expected"),
     [
-        (CPU, "bfloat16", ("torch_3bit", "int4pack", "onednn_w8a8", "plain")),
+        (CPU, "bfloat16", ("int3pack", "int4pack", "onednn_w8a8", "plain")),
         (CPU, "float32", ("torch_3bit", "torch_4bit", "onednn_w8a8", "plain")),
         (OLD_CPU, "float32", ("torch_3bit", "torch_4bit", "torch_8bit", "plain")),
-        (P100, "float16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
-        (V100, "float16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
-        (T4, "float16", ("torch_3bit", "bnb_nf4", "bnb_int8", "plain")),
-        (A100, "bfloat16", ("torch_3bit", "bnb_nf4", "bnb_int8", "plain")),
+        (P100, "float16", ("cuda_3bit", "bnb_nf4", "cuda_8bit", "plain")),
+        (P100, "bfloat16", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
+        (V100, "float16", ("cuda_3bit", "bnb_nf4", "cuda_8bit", "plain")),
+        (V100, "float32", ("torch_3bit", "bnb_nf4", "torch_8bit", "plain")),
+        (T4, "float16", ("cuda_3bit", "bnb_nf4", "bnb_int8", "plain")),
+        (A100, "bfloat16", ("cuda_3bit", "bnb_nf4", "bnb_int8", "plain")),
     ],
 )
 def test_backend_of_each_device(
@@ -56,10 +58,15 @@ def test_backend_of_each_device(
 def test_bits_per_weight_at_group_128() -> None:
     shape = LinearShape(in_features=4096, out_features=4096)
     sizes = {rule.name: 8 * rule.nbytes(shape, "bfloat16") for rule in KERNEL_RULES}
-    assert sizes["torch_3bit"] == 3.25 * shape.parameters
+    assert sizes["torch_3bit"] == sizes["int3pack"] == 3.25 * shape.parameters
     assert sizes["torch_4bit"] == sizes["int4pack"] == 4.25 * shape.parameters
     assert sizes["bnb_nf4"] == 4.5 * shape.parameters + 8 * 64
-    assert sizes["torch_8bit"] == sizes["bnb_int8"] == 8 * shape.parameters + 32 * 4096
+    assert (
+        sizes["torch_8bit"]
+        == sizes["int8pack"]
+        == sizes["bnb_int8"]
+        == 8 * shape.parameters + 32 * 4096
+    )
     assert sizes["plain"] == 16 * shape.parameters
 
 
@@ -75,10 +82,19 @@ def test_fallback_never_needs_more_bytes() -> None:
 
 def test_odd_shape_falls_to_torch() -> None:
     odd = LinearShape(in_features=100, out_features=50)
-    assert rule_for(CPU, 4, odd, "bfloat16").name == "torch_4bit"
+    assert [rule_for(CPU, bits, odd, "bfloat16").name for bits in (3, 4, 8)] == [
+        "torch_3bit",
+        "torch_4bit",
+        "torch_8bit",
+    ]
     assert layer_rule(CPU, 4, odd, "bfloat16", "int4pack").name == "torch_4bit"
     with pytest.raises(SpecError, match=r"int4pack cannot hold a 4-bit weight of 50 x 100"):
         rule_for(CPU, 4, odd, "bfloat16", "int4pack")
+
+
+def test_cpu_without_vnni_multiplies_bfloat16_by_weights_of_8_bits() -> None:
+    assert backend_name(OLD_CPU, 8, "bfloat16") == "int8pack"
+    assert rule_for(CPU, 8, LinearShape(64, 72), "bfloat16").name == "int8pack"  # no whole tiles
 
 
 @pytest.mark.parametrize(
@@ -86,7 +102,7 @@ def test_odd_shape_falls_to_torch() -> None:
     [
         (5, "bfloat16", None, "bitwidth 5 is not one of 3, 4, 8, 16"),
         (4, "int8", None, "compute type 'int8'"),
-        (4, "bfloat16", "onednn_w8a8", "choose one of int4pack, bnb_nf4, torch_4bit"),
+        (4, "bfloat16", "onednn_w8a8", "choose one of int4pack, bnb_nf4, cuda_4bit, torch_4bit"),
         (4, "bfloat16", "bnb_nf4", "on a CPU with avx512_bf16, avx512_vnni; torch_4bit can"),
     ],
 )

@@ -1,0 +1,345 @@
+// Products of a few tokens with a 3-, 4- or 8-bit weight, and the weight restored to 16 bit.
+//
+// Compiled at run time by NVRTC for one GPU, with -D BITS=3|4|8 and -D BFLOAT16=0|1 (the type of
+// activations). No header is included: NVRTC's wheel has none. Sums are in float32.
+//
+// Eight consecutive columns, an octet, take BITS bytes of a row: code i is at bit BITS * i of that
+// little-endian number. At 4 and 8 bit a row is its octets one after another. At 3 bit four octets
+// make three 32-bit words, and a row is all first words, all second, all third, so that the lanes
+// of a warp read neighbouring words.
+
+#if BITS != 3 && BITS != 4 && BITS != 8
+#error "BITS is 3, 4 or 8"
+#endif
+
+#ifdef __CUDACC_RTC__  // elsewhere whoever includes this file defines these
+
+// The lower and the upper half of a word.
+__device__ __forceinline__ void halves_to_floats(unsigned int word, float& low, float& high) {
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(word));
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+// (word & mask) ^ other in one instruction, which takes one constant only: NVRTC makes two of it
+// rather than keep the other in a register.
+__device__ __forceinline__ unsigned int and_xor(
+    unsigned int word, unsigned int mask, unsigned int other) {
+    unsigned int result;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(word), "r"(mask), "r"(other));
+    return result;
+}
+
+#endif
+
+constexpr int LANES = 32;
+constexpr int WARPS = 4;
+constexpr int OCTET = 8;
+
+// Codes become floats without a conversion, which would run at a quarter of the rate or less: code
+// bits are put into the mantissa of a float whose exponent makes their unit 2^-BITS. A 32-bit
+// shift serves as many codes as fit into the mantissa, and `code_class` counts them from the top:
+// class k reads as 2^(BITS * k) + code * 2^-BITS. The offset is at most 64 (3 bit) and subtracts
+// exactly.
+constexpr int CLASSES = BITS == 3 ? 3 : BITS == 4 ? 2 : 1;
+constexpr float UNITS = 1 << BITS;
+
+__device__ constexpr int code_class(int i) { return (OCTET - 1 - i) % CLASSES; }
+
+// What a code of the class reads as when it stands for zero: the middle of its range.
+__device__ constexpr float code_zero(int k) { return (1 << (BITS * k)) + 0.5f; }
+
+struct Octet {
+    unsigned int low, high;  // `high` only at 8 bit
+};
+
+__device__ __forceinline__ float biased_code(Octet octet, int i) {
+    const int from = BITS == 8 ? 8 * (i % 4) : BITS * i;
+    const int to = 23 - BITS - BITS * code_class(i);
+    const unsigned int mask = ((1u << BITS) - 1) << to;
+    // 8-bit codes are signed: flipping the sign bit adds 128.
+    const unsigned int exponent = ((127u + BITS * code_class(i)) << 23) ^ (BITS == 8 ? 1u << 22 : 0);
+    const unsigned int word = BITS == 8 && i >= 4 ? octet.high : octet.low;
+    const unsigned int moved = to >= from ? word << (to - from) : word >> (from - to);
+    return __uint_as_float(and_xor(moved, mask, exponent));
+}
+
+// `code_zero` subtracted: (code - 2^(BITS-1)) * 2^-BITS, exactly.
+__device__ __forceinline__ float centred_code(Octet octet, int i) {
+    return biased_code(octet, i) - code_zero(code_class(i));
+}
+
+// weight = centred code * scale + zero. At 8 bit the scale belongs to the row and is multiplied
+// into the sum of the row instead.
+struct Affine {
+    float scale, zero;
+};
+
+__device__ __forceinline__ Affine group_affine(const void* scales, size_t group) {
+    if (BITS == 8) return {1.0f, 0.0f};
+    const unsigned int both = __ldg(static_cast<const unsigned int*>(scales) + group);
+    return {__uint_as_float(both << 16) * UNITS, __uint_as_float(both & 0xffff0000u)};  // bfloat16
+}
+
+__device__ __forceinline__ float row_scale(const void* scales, size_t row) {
+    return BITS == 8 ? __ldg(static_cast<const float*>(scales) + row) * UNITS : 1.0f;
+}
+
+// A row's octets and its groups, each of 2^group_shift octets, four or more; unused at 8 bit.
+struct Width {
+    unsigned int octets, groups, group_shift;
+
+    __device__ __forceinline__ size_t group_of(unsigned int row, unsigned int octet) const {
+        return static_cast<size_t>(row) * groups + (octet >> group_shift);
+    }
+};
+
+__device__ __forceinline__ Octet load_octet(
+    const unsigned int* __restrict__ packed, unsigned int row, unsigned int octet, unsigned int octets) {
+    if (BITS == 3) {
+        const unsigned int runs = octets / 4;
+        const unsigned int* words = packed + static_cast<size_t>(row) * 3 * runs + octet / 4;
+        const unsigned int part = octet % 4;  // bytes [3 * part, 3 * part + 2] of the three words
+        const unsigned int first = __ldg(words + 3 * part / 4 * runs);
+        const unsigned int last = __ldg(words + (3 * part + 2) / 4 * runs);
+        return {__funnelshift_r(first, last, 24 * part % 32), 0};
+    }
+    const size_t index = static_cast<size_t>(row) * octets + octet;
+    if (BITS == 4) return {__ldg(packed + index), 0};
+    const uint2 both = __ldg(reinterpret_cast<const uint2*>(packed) + index);
+    return {both.x, both.y};
+}
+
+__device__ __forceinline__ unsigned short to_activation(float value) {
+#if BFLOAT16
+    const unsigned int bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN
+    return static_cast<unsigned short>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+#else
+    return float_to_half(value);
+#endif
+}
+
+// `x` is aligned to 16 bytes, and so is each octet of each token.
+__device__ __forceinline__ void load_activations(
+    const unsigned short* __restrict__ x, float (&values)[OCTET]) {
+    const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(x));
+    const unsigned int words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+#pragma unroll
+    for (int i = 0; i < OCTET; i += 2) {
+#if BFLOAT16
+        values[i] = __uint_as_float(words[i / 2] << 16);
+        values[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
+#else
+        halves_to_floats(words[i / 2], values[i], values[i + 1]);
+#endif
+    }
+}
+
+// Adds the sums of all lanes. Each exchange halves the sums that a lane is left with, from 2 * LEFT:
+// lane l ends with sum l * SUMS / LANES of SUMS, a power of two and at most LANES, in `sums[0]`.
+template <int SUMS, int LEFT>
+__device__ __forceinline__ void add_lanes(float (&sums)[SUMS], unsigned int lane) {
+    if constexpr (LEFT > 0) {
+        constexpr int DISTANCE = LANES * LEFT / SUMS;
+        const bool upper = lane & DISTANCE;
+#pragma unroll
+        for (int i = 0; i < LEFT; ++i) {
+            const float given = upper ? sums[i] : sums[i + LEFT];
+            const float kept = upper ? sums[i + LEFT] : sums[i];
+            sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, DISTANCE);
+        }
+        add_lanes<SUMS, LEFT / 2>(sums, lane);
+    } else {
+#pragma unroll
+        for (int distance = LANES / SUMS / 2; distance > 0; distance /= 2)
+            sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
+    }
+}
+
+// Adds the sums of all lanes, then those of the `ACROSS` warps that share rows, and writes them.
+// `sums[t * ROWS + r]` belongs to token `first_token + t` and row `first_row + r`.
+template <int ACROSS, int TOKENS, int ROWS>
+__device__ __forceinline__ void write_sums(
+    float (&sums)[TOKENS * ROWS], const void* scales, unsigned short* __restrict__ out,
+    unsigned int first_token, unsigned int tokens, unsigned int first_row, unsigned int rows) {
+    constexpr int SUMS = TOKENS * ROWS;
+    __shared__ float partial[WARPS][SUMS];
+    __shared__ unsigned int first_rows[WARPS];
+    const unsigned int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    add_lanes<SUMS, SUMS / 2>(sums, lane);
+    if (lane % (LANES / SUMS) == 0) partial[warp][lane * SUMS / LANES] = sums[0];
+    if (lane == 0) first_rows[warp] = first_row;
+    __syncthreads();
+
+    constexpr unsigned int WRITTEN = WARPS / ACROSS * SUMS;  // at most one a thread
+    if (threadIdx.x >= WRITTEN) return;
+    const unsigned int first_warp = threadIdx.x / SUMS * ACROSS, within = threadIdx.x % SUMS;
+    const unsigned int row = first_rows[first_warp] + within % ROWS;
+    const unsigned int token = first_token + within / ROWS;
+    if (token >= tokens) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int across = 0; across < ACROSS; ++across) sum += partial[first_warp + across][within];
+    out[static_cast<size_t>(token) * rows + row] = to_activation(sum * row_scale(scales, row));
+}
+
+// One token at a time: what counts is the bytes that a thread has in flight and the instructions
+// per weight, which bind before the memory of an H200 does. So a thread asks for ROWS loads of 12
+// or 16 bytes before it uses one, and neither the offset of the codes nor the zero is applied to
+// each weight: with dot = sum of x * biased code and sums of x alone, which all rows share,
+//     sum of x * weight = (dot - sum of x * code_zero) * scale + zero * (sum of x).
+// Activations are read and converted once for ROWS rows.
+// 1-D grid: all tokens for the first ROWS rows, then for the next. The last block takes the last
+// ROWS rows, so that it may repeat some of the block before; `rows` is at least ROWS.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) one_token(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, unsigned short* __restrict__ out,
+    unsigned int tokens, unsigned int rows, Width width) {
+    constexpr int ROWS = 8;
+    constexpr int OCTETS = BITS == 8 ? 2 : 4;  // of a thread's load
+    constexpr int WORDS = BITS * OCTETS / 4;
+    const unsigned int token = blockIdx.x % tokens, runs = width.octets / OCTETS;
+    const unsigned int first_row = min(blockIdx.x / tokens * ROWS, rows - ROWS);
+    x += static_cast<size_t>(token) * width.octets * OCTET;
+    packed += static_cast<size_t>(first_row) * WORDS * runs;
+
+    float sums[ROWS] = {};
+    for (unsigned int run = threadIdx.x; run < runs; run += WARPS * LANES) {
+        unsigned int words[ROWS][WORDS];
+        Affine affine[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (BITS == 3) {
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w)
+                    words[r][w] = __ldg(packed + (r * WORDS + w) * runs + run);
+            } else {
+                const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(packed) + r * runs + run);
+                words[r][0] = loaded.x, words[r][1] = loaded.y, words[r][2] = loaded.z;
+                words[r][WORDS - 1] = loaded.w;
+            }
+            affine[r] = group_affine(scales, width.group_of(first_row + r, run * OCTETS));
+        }
+        float dots[ROWS] = {}, x_sums[CLASSES] = {};
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) {
+            float values[OCTET];
+            load_activations(x + (run * OCTETS + o) * OCTET, values);
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i) x_sums[code_class(i)] += values[i];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const int first = BITS * o / 4, next = first + 1 < WORDS ? first + 1 : first;
+                Octet octet = {words[r][first], words[r][next]};
+                if (BITS == 3) octet.low = __funnelshift_r(octet.low, octet.high, 24 * o % 32);
+#pragma unroll
+                for (int i = 0; i < OCTET; ++i)
+                    dots[r] = fmaf(values[i], biased_code(octet, i), dots[r]);
+            }
+        }
+        float x_sum = 0.0f, x_offset = 0.0f;
+#pragma unroll
+        for (int k = 0; k < CLASSES; ++k) {
+            x_sum += x_sums[k];
+            x_offset = fmaf(x_sums[k], code_zero(k), x_offset);
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            sums[r] += fmaf(dots[r] - x_offset, affine[r].scale, affine[r].zero * x_sum);
+    }
+    write_sums<WARPS, 1, ROWS>(sums, scales, out, token, tokens, first_row, rows);
+}
+
+// TOKENS tokens at once, ROWS x TOKENS sums in registers: arithmetic binds, so weights are restored
+// once for all tokens. Neighbouring lanes take neighbouring octets, since here the activations are
+// most of what is read, and two warps read the same ones for different rows.
+// 1-D grid: all runs of TOKENS tokens for the first WARPS / ACROSS * ROWS rows, then for the next.
+// As above, the last rows may be computed twice.
+template <int TOKENS>
+__device__ __forceinline__ void many_tokens(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, unsigned short* __restrict__ out,
+    unsigned int tokens, unsigned int rows, Width width) {
+    constexpr int ROWS = 4, ACROSS = 2;  // warps that share rows
+    const unsigned int runs = (tokens + TOKENS - 1) / TOKENS;
+    const unsigned int first_token = blockIdx.x % runs * TOKENS;
+    const unsigned int down = blockIdx.x / runs * (WARPS / ACROSS) + threadIdx.x / (ACROSS * LANES);
+    const unsigned int first_row = min(down * ROWS, rows - ROWS);
+
+    float sums[TOKENS * ROWS] = {};
+    for (unsigned int octet = threadIdx.x % (ACROSS * LANES); octet < width.octets;
+         octet += ACROSS * LANES) {
+        Octet codes[ROWS];
+        Affine affine[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            codes[r] = load_octet(packed, first_row + r, octet, width.octets);
+            affine[r] = group_affine(scales, width.group_of(first_row + r, octet));
+        }
+        float weights[ROWS][OCTET];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int i = 0; i < OCTET; ++i) {
+                const float code = centred_code(codes[r], i);
+                weights[r][i] = BITS == 8 ? code : fmaf(code, affine[r].scale, affine[r].zero);
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            const size_t token = min(first_token + t, tokens - 1);
+            float values[OCTET];
+            load_activations(x + (token * width.octets + octet) * OCTET, values);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                for (int i = 0; i < OCTET; ++i)
+                    sums[t * ROWS + r] = fmaf(values[i], weights[r][i], sums[t * ROWS + r]);
+            }
+        }
+    }
+    write_sums<ACROSS, TOKENS, ROWS>(sums, scales, out, first_token, tokens, first_row, rows);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) four_tokens(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, unsigned short* __restrict__ out,
+    unsigned int tokens, unsigned int rows, Width width) {
+    many_tokens<4>(x, packed, scales, out, tokens, rows, width);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) eight_tokens(
+    const unsigned short* __restrict__ x, const unsigned int* __restrict__ packed,
+    const void* __restrict__ scales, unsigned short* __restrict__ out,
+    unsigned int tokens, unsigned int rows, Width width) {
+    many_tokens<8>(x, packed, scales, out, tokens, rows, width);
+}
+
+// Rows [first_row, first_row + rows) as activations' type: `out` [rows, columns]. A thread writes
+// one octet, 16 bytes. 1-D grid over the octets of these rows.
+extern "C" __global__ void __launch_bounds__(WARPS * LANES) restore(
+    const unsigned int* __restrict__ packed, const void* __restrict__ scales,
+    unsigned short* __restrict__ out, unsigned int first_row, unsigned int rows, Width width) {
+    const size_t index = static_cast<size_t>(blockIdx.x) * (WARPS * LANES) + threadIdx.x;
+    if (index >= static_cast<size_t>(rows) * width.octets) return;
+    const unsigned int row = first_row + index / width.octets, octet = index % width.octets;
+
+    const Octet codes = load_octet(packed, row, octet, width.octets);
+    Affine affine = group_affine(scales, width.group_of(row, octet));
+    if (BITS == 8) affine.scale = row_scale(scales, row);
+    unsigned int words[4];
+#pragma unroll
+    for (int i = 0; i < OCTET; i += 2) {
+        const float even = fmaf(centred_code(codes, i), affine.scale, affine.zero);
+        const float odd = fmaf(centred_code(codes, i + 1), affine.scale, affine.zero);
+        words[i / 2] = to_activation(even) | static_cast<unsigned int>(to_activation(odd)) << 16;
+    }
+    reinterpret_cast<uint4*>(out)[index] = make_uint4(words[0], words[1], words[2], words[3]);
+}

@@ -1,0 +1,145 @@
+"""3, 4 and 8 bit on every GPU from compute capability 6.0, with kernels of our own.
+
+A few tokens are multiplied with the packed weight itself. For many, where a GPU's matrix units pay,
+rows of the weight are restored to 16 bit a block at a time. On a CPU the same bytes are decoded in
+torch, which is what the kernels are held against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch.nn import functional
+
+from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.cuda.driver import THREADS, Kernels, Width, kernels_for
+from quant.backends.cuda.layout import pack_octets, unpack_octets
+from quant.canonical import CanonicalWeight, dequantize, row_blocks
+from quant.errors import SpecError
+from quant.scheme import GROUP_SIZES
+
+_OCTET = 8
+_BLOCK_ROWS = 8
+"""Rows of the weight that a block of threads works on, in all kernels that multiply."""
+_ALIGNMENT = 16
+_KERNEL_TYPES = (torch.float16, torch.bfloat16)
+
+FUSED_TOKENS = 24
+"""Tokens up to which products use the packed weight. Estimated from datasheets, not measured: the
+kernels' multiply-adds, at half the float32 rate, take as long as writing and reading the weight in
+16 bit at about 16 tokens (H200), 25 (P100, A100), 30 (V100) and 40 (T4)."""
+
+
+@dataclass(frozen=True)
+class CudaPacked(CanonicalPacked):
+    """`packed`: see `layout`; `scales`: see `Cuda3Bit` and `Cuda8Bit`; `in_features`: columns."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    in_features: int
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Pack codes; SpecError for groups that the kernels do not read."""
+        columns = canonical.codes.shape[1]
+        if canonical.zero is None:
+            return cls(canonical.codes, canonical.scale, columns)
+        if canonical.group not in GROUP_SIZES:
+            raise SpecError(
+                f"CUDA kernels take groups of {', '.join(map(str, GROUP_SIZES))} columns, not "
+                f"{canonical.group}; use backend torch_{cls.bits}bit"
+            )
+        parameters = (canonical.scale.bfloat16(), canonical.zero.bfloat16())
+        return cls(pack_octets(canonical.codes, cls.bits), torch.stack(parameters, dim=-1), columns)
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.packed, self.scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:
+            return self._multiply_decoded(x)
+        return self.multiply(x, kernels_for(self.bits, x.dtype, x.device))
+
+    def multiply(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        """`forward` with `kernels` made for the type and device of `x`."""
+        tokens = x.reshape(-1, self.in_features).contiguous()
+        if tokens.data_ptr() % _ALIGNMENT:
+            tokens = tokens.clone()
+        out = tokens.new_empty(len(tokens), self.packed.shape[0])
+        if len(tokens) > FUSED_TOKENS:
+            self._multiply_restored(tokens, out, kernels)
+        elif len(tokens) > 0:
+            self._multiply_packed(tokens, out, kernels)
+        return out.view(*x.shape[:-1], self.packed.shape[0])
+
+    def decode_rows(self, block: slice) -> torch.Tensor:
+        """Float32 weights `[block, in]` of a half-open range of rows."""
+        codes, scale, zero = self.packed[block], self.scales[block], None
+        if self.bits != 8:
+            codes = unpack_octets(codes, self.bits)
+            scale, zero = scale.unbind(-1)
+        group = self.in_features // scale.shape[1]
+        return dequantize(CanonicalWeight(codes, scale, zero, self.bits, group))
+
+    def _multiply_decoded(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.packed.shape[0]
+        out = x.new_empty(*x.shape[:-1], rows)
+        for block in row_blocks(rows, self.in_features, x.device):
+            out[..., block] = functional.linear(x, self.decode_rows(block).to(x.dtype))
+        return out
+
+    def _multiply_packed(self, x: torch.Tensor, out: torch.Tensor, kernels: Kernels) -> None:
+        tokens, rows = out.shape
+        name, at_once = _kernel_for(tokens)
+        blocks = -(-rows // _BLOCK_ROWS) * -(-tokens // at_once)
+        kernels.launch(name, blocks, x, self.packed, self.scales, out, tokens, rows, self._width())
+
+    def _multiply_restored(self, x: torch.Tensor, out: torch.Tensor, kernels: Kernels) -> None:
+        blocks = list(row_blocks(out.shape[1], self.in_features, x.device))
+        scratch = x.new_empty(blocks[0].stop, self.in_features)
+        for block in blocks:
+            weight = scratch[: block.stop - block.start]
+            grid = -(-weight.numel() // (_OCTET * THREADS))
+            rows = (block.start, len(weight))
+            kernels.launch("restore", grid, self.packed, self.scales, weight, *rows, self._width())
+            torch.mm(x, weight.t(), out=out[:, block])
+
+    def _width(self) -> Width:
+        """Groups are those of 3 and 4 bit; the kernels for 8 bit do not look at them."""
+        groups = self.scales.shape[1]
+        octets = self.in_features // _OCTET
+        return Width(octets, groups, (octets // groups).bit_length() - 1)
+
+
+class Cuda3Bit(CudaPacked):
+    """`packed` `[out, 3, in / 32]` int32; `scales` `[out, groups, 2]` bfloat16: scale and zero."""
+
+    bits: ClassVar[int] = 3
+
+
+class Cuda4Bit(CudaPacked):
+    """`packed` `[out, in / 2]` uint8; `scales` `[out, groups, 2]` bfloat16: scale and zero."""
+
+    bits: ClassVar[int] = 4
+
+
+class Cuda8Bit(CudaPacked):
+    """`packed` `[out, in]` int8; `scales` `[out, 1]` float32."""
+
+    bits: ClassVar[int] = 8
+
+
+def _kernel_for(tokens: int) -> tuple[str, int]:
+    """The kernel for that many tokens, and how many of them a block of threads takes.
+
+    Two tokens read the weight twice, the second time from cache: still fewer instructions a
+    weight than the kernel for four.
+    """
+    if tokens <= 2:
+        return "one_token", 1
+    return ("four_tokens", 4) if tokens <= 4 else ("eight_tokens", 8)

@@ -1,0 +1,261 @@
+"""A quantized decoder layer as the tensors of a file, and what it depends on.
+
+The packed weights are kept as their backends hold them, so that nothing is computed when they come
+back. That layout is the machine's: it is part of the key, with the versions of everything that has
+a say in it. Norms and biases go along, so that a layer from the cache needs no checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import json
+import platform
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quant.backends.base import PackedWeight
+from quant.backends.registry import BACKENDS, usable_backend
+from quant.linear import QuantizedLinear, dtype_name
+from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
+from quant.shard_cache import CachedTensors, CacheKey, NewEntry
+from quant.tensor_file import DamagedFileError
+
+_LIBRARIES = ("torch", "bitsandbytes")
+"""Those that lay out or round packed weights."""
+
+_SOURCES = (".py", ".cu")
+_LINEARS = "linears"
+_PART = ":"
+"""Between the name of a linear and that of a part of its packed weight, in a file."""
+
+_NOTES_BYTES = 4096
+"""At most, of what is kept of a linear beside what it holds: group sizes, oneDNN's layout (772)."""
+
+_TEST_SHAPE = LinearShape(in_features=256, out_features=192)
+_TEST_TOKENS = 5
+_TOLERANCE = 1e-3
+"""Relative difference of products that should be the same, but for the order of their sums."""
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a layer is made: its linears with `bits`, norms and biases in `dtype`.
+
+    `backend` names a kernel backend, None the preferred one; `rounding` a way of `quant.rounding`.
+    """
+
+    bits: int
+    processor: Processor
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+    rounding: str = "nearest"
+
+
+def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: LayerForm) -> CacheKey:
+    """The key of the layer that `module`, on the meta device, becomes.
+
+    `fingerprint`: of its part of the checkpoint. The source code of this package stands for what
+    it does to a weight: no version number has to be remembered. Errors as in `quantize_linear`.
+    """
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    depends_on = {
+        "checkpoint": fingerprint,
+        "layer": name_prefix,
+        "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors},
+        "bits": form.bits,
+        "backends": _backends(module, form),
+        "rounding": form.rounding,
+        "dtype": str(form.dtype),
+        "device": form.device.type,
+        "capability": form.processor.compute_capability,
+        "instructions": sorted(form.processor.instruction_sets),
+        "cpu": [torch.backends.cpu.get_cpu_capability(), _cpu_flags()],
+        "code": _code_fingerprint(),
+        "libraries": _library_versions(),
+    }
+    return CacheKey(f"{name_prefix}-{form.bits}bit", json.dumps(depends_on, sort_keys=True))
+
+
+def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
+    """The filled layer as what the cache writes; None if a backend cannot be kept.
+
+    `nbytes`: what the layer holds.
+    """
+    linears = {
+        n: child for n, child in module.named_modules() if isinstance(child, QuantizedLinear)
+    }
+    backends = {name: type(linear.packed) for name, linear in linears.items()}
+    if not all(comes_back(each, form.dtype, form.device) for each in set(backends.values())):
+        return None
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, linear in linears.items():  # one at a time: oneDNN's are copied for the file
+            for part, tensor in linear.packed.state().items():
+                yield f"{name}{_PART}{part}", tensor
+        yield from _unpacked(module)
+
+    names = {name: backend.__name__ for name, backend in backends.items()}
+    nbytes += _NOTES_BYTES * len(linears)
+    return NewEntry(key, tensors, {_LINEARS: json.dumps(names)}, nbytes)
+
+
+@functools.cache
+def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a weight of `backend` is the same after it has been kept; if not, with a warning.
+
+    Tried once per process on a small one: libraries may change what they hold, or take.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(_TEST_SHAPE.out_features, _TEST_SHAPE.in_features, generator=generator)
+    x = torch.randn(_TEST_TOKENS, _TEST_SHAPE.in_features, generator=generator).to(device, dtype)
+    try:
+        packed = backend.from_weight(weight, dtype, device)
+        state = {name: tensor.clone() for name, tensor in packed.state().items()}
+        again = backend.from_state(state, _TEST_SHAPE, dtype).forward(x).float()
+        wanted = packed.forward(x).float()
+    except (RuntimeError, AttributeError, TypeError) as error:
+        complaint = f"{type(error).__name__}: {error}"
+    else:
+        if float((again - wanted).norm() / wanted.norm()) <= _TOLERANCE:
+            return True
+        complaint = "its product differs when it comes back"
+    warnings.warn(
+        f"weights of kernel backend {backend.__name__} are not cached ({complaint}); stages "
+        "quantize them at every start",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """The parts of a layer in memory of their own, on its device."""
+
+    linears: Mapping[str, QuantizedLinear]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
+    """The parts for `module`, which is not changed; DamagedFileError if they are not all there."""
+    try:
+        names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
+        linears = {
+            name: _read_linear(module.get_submodule(name), name, backend, cached, form)
+            for name, backend in names.items()
+        }
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise DamagedFileError(f"{type(error).__name__}: {error}") from error
+    tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
+    expected = {name for name, _ in _unpacked(module)} - {f"{name}.weight" for name in linears}
+    if missing := expected - tensors.keys():
+        raise DamagedFileError(f"it lacks {min(missing)}")
+    return CachedLayer(linears, tensors)
+
+
+def fill_from(module: nn.Module, layer: CachedLayer) -> None:
+    """Put the parts of `layer` in their places in `module`."""
+    for name, linear in layer.linears.items():
+        put_submodule(module, name, linear)
+    for name, tensor in layer.tensors.items():
+        owner_name, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        is_parameter = attribute in owner._parameters
+        setattr(owner, attribute, nn.Parameter(tensor, False) if is_parameter else tensor)
+
+
+def _read_linear(
+    meta: nn.Module, name: str, backend_name: str, cached: CachedTensors, form: LayerForm
+) -> QuantizedLinear:
+    """The linear in place of `meta`; its bias is still that of `meta`."""
+    rule = next(rule for rule in KERNEL_RULES if _class_name(rule) == backend_name)
+    if not isinstance(meta, nn.Linear):
+        raise TypeError(f"{name} is no linear layer")
+    shape = LinearShape(meta.in_features, meta.out_features)
+    start = f"{name}{_PART}"
+    parts = {n.removeprefix(start): cached.read(n) for n in cached.names if n.startswith(start)}
+    placed = {
+        part: tensor.to(form.device) if tensor.dim() else tensor for part, tensor in parts.items()
+    }
+    packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
+    linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
+    linear.bias = meta.bias
+    return linear
+
+
+def _class_name(rule: KernelRule) -> str | None:
+    backend = BACKENDS.get(rule.name)
+    return None if backend is None else backend.__name__
+
+
+def _backends(module: nn.Module, form: LayerForm) -> dict[str, str]:
+    """Class of the backend that takes each linear on this machine."""
+    chosen = {}
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Linear):
+            shape = LinearShape(child.in_features, child.out_features)
+            rule = layer_rule(
+                form.processor, form.bits, shape, dtype_name(form.dtype), form.backend
+            )
+            backend = usable_backend(rule.name, form.bits, form.dtype, form.device)
+            chosen[name] = backend.__name__
+    return chosen
+
+
+def _unpacked(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything but packed weights: norms, biases and the like."""
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+@functools.cache
+def _code_fingerprint() -> str:
+    """Of every source file of this package."""
+    digest = sha256()
+    for path, content in sorted(_sources(resources.files("quant"), "")):
+        digest.update(f"{path} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
+    for item in folder.iterdir():
+        if item.is_dir():
+            yield from _sources(item, f"{path}/{item.name}")
+        elif item.name.endswith(_SOURCES):
+            yield f"{path}/{item.name}", item.read_bytes()
+
+
+@functools.cache
+def _cpu_flags() -> str:
+    """Everything that decides on a layout of packed weights in libraries that choose by CPU."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
+    flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    return sha256(flags[0].encode()).hexdigest() if flags else platform.processor()
+
+
+@functools.cache
+def _library_versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def put_submodule(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Replace the submodule of that dotted name."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(parent), attribute, child)

@@ -1,0 +1,160 @@
+"""Writing a checkpoint of mixed bitwidths in the format of GPTQModel, layer by layer.
+
+One safetensors file for each decoder layer and one for the rest, so that only a layer is held.
+Modules of other bits than most, and those left in 16, are told in the configuration's `dynamic`
+rules: a pattern that a module's name must match, the first one that does decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quant.checkpoint import INDEX_FILE, Checkpoint
+from quant.errors import SpecError
+from quant.gptq import GptqOptions
+from quant.gptq_config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
+from quant.gptq_format import GptqWeight, fills_words, gptq_tensors
+from quant.model_folder import write_index
+from quant.scheme import GROUP_SIZES, group_size
+
+_FULL_BITS = 16
+
+
+@dataclass(frozen=True)
+class GptqLayout:
+    """What the decoder layers of a checkpoint become.
+
+    `layers_name`: full name of their list; `bitwidths`: of each; `linears`: `[out, in]` of each
+    linear by its name within a layer; `head_names`: those that the LM head may be stored under.
+    """
+
+    layers_name: str
+    bitwidths: Sequence[int]
+    linears: Mapping[str, tuple[int, int]]
+    head_names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        """SpecError where there is nothing to quantize, or the format cannot hold a linear."""
+        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != _FULL_BITS]
+        if not below:
+            raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
+        for index, bits in below:
+            for name, (rows, columns) in self.linears.items():
+                if not fills_words(rows, columns, bits):
+                    raise SpecError(
+                        f"{self.layers_name}.{index}.{name} of {rows} x {columns} does not fill "
+                        f"whole words at {bits} bits, as the GPTQ format asks; plan with other "
+                        "--bits for this model (3 needs multiples of 32, 4 of 8, 8 of 4)"
+                    )
+
+    def configuration(self, options: GptqOptions) -> dict[str, Any]:
+        """The `quantization_config` of `config.json`."""
+        usual_bits = Counter(b for b in self.bitwidths if b != _FULL_BITS).most_common(1)[0][0]
+        groups = {name: _format_group(shape[1]) for name, shape in self.linears.items()}
+        usual_group = Counter(groups.values()).most_common(1)[0][0]
+        rules: dict[str, dict[str, int]] = {}
+        for index, bits in enumerate(self.bitwidths):
+            layer = re.escape(f"{self.layers_name}.{index}.")
+            if bits == _FULL_BITS:
+                rules[f"-:{layer}.*"] = {}
+                continue
+            other_bits = {} if bits == usual_bits else {"bits": bits}
+            for name, group in groups.items():
+                if group != usual_group:
+                    rules[f"+:{layer}{re.escape(name)}"] = {**other_bits, "group_size": group}
+            if other_bits:
+                rules[f"+:{layer}.*"] = other_bits
+        layout = "gptq" if options.symmetric else "gptq_v2"
+        return {
+            "quant_method": "gptq",
+            "bits": usual_bits,
+            "group_size": usual_group,
+            "sym": options.symmetric,
+            "desc_act": False,
+            "lm_head": False,
+            "checkpoint_format": layout,
+            "format": layout,
+            "pack_dtype": "int32",
+            "dynamic": rules,
+            "meta": {"quantizer": ["llmpq"], "damp_percent": options.damping},
+        }
+
+
+class GptqWriter:
+    """Writes into the folder `target`, with names as transformers has them.
+
+    `checkpoint` is where everything that is not quantized comes from. OSError or SafetensorError
+    where the folder cannot be written.
+    """
+
+    def __init__(
+        self, target: Path, checkpoint: Checkpoint, layout: GptqLayout, options: GptqOptions
+    ) -> None:
+        self.total_bytes = 0
+        self._target = target
+        self._checkpoint = checkpoint
+        self._layout = layout
+        self._options = options
+        self._file_of: dict[str, str] = {}
+
+    def write_layer(self, index: int, weights: Mapping[str, GptqWeight]) -> None:
+        """Layer `index`: quantized `weights` by their linear's name in it, the rest as it is."""
+        prefix = f"{self._layout.layers_name}.{index}."
+        kept: dict[str, torch.Tensor] = {}
+        for stored in self._checkpoint.names_below(prefix.removesuffix(".")):
+            own = self._full_name(stored).removeprefix(prefix)
+            if own.removesuffix(".weight") not in weights or not own.endswith(".weight"):
+                kept[prefix + own] = self._checkpoint.read(stored)
+        offset = 1 if self._options.symmetric else 0
+        for name, weight in weights.items():
+            for part, tensor in gptq_tensors(weight, offset).items():
+                kept[f"{prefix}{name}.{part}"] = tensor
+        self._save(kept, index + 1)
+
+    def finish(self) -> None:
+        """Embedding, final norm and head, the index and the configuration."""
+        layers = f"{self._layout.layers_name}."
+        names = {stored: self._full_name(stored) for stored in self._checkpoint.names()}
+        rest = {full: stored for stored, full in names.items() if not full.startswith(layers)}
+        self._save({full: self._checkpoint.read(stored) for full, stored in rest.items()}, 0)
+        write_index(self._target / INDEX_FILE, self._file_of, self.total_bytes)
+        quantization = self._layout.configuration(self._options)
+        path = self._target / CONFIG_FILE
+        config = json.loads(path.read_text(encoding="utf-8"))
+        _write_json(path, {**config, CONFIG_KEY: quantization})
+        _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
+
+    def _full_name(self, stored: str) -> str:
+        """With the base model's prefix, which some checkpoints are saved without."""
+        base = self._layout.layers_name.partition(".")[0]
+        if stored.startswith(tuple(f"{known}." for known in (base, *self._layout.head_names))):
+            return stored
+        return f"{base}.{stored}"
+
+    def _save(self, tensors: dict[str, torch.Tensor], number: int) -> None:
+        last = len(self._layout.bitwidths)
+        file = f"model-{number + 1:05d}-of-{last + 1:05d}.safetensors"
+        save_file(tensors, self._target / file, metadata={"format": "pt"})
+        # safetensors makes files that their owner alone can read; stages may run as others.
+        shutil.copymode(self._target / CONFIG_FILE, self._target / file)
+        self._file_of |= dict.fromkeys(tensors, file)
+        self.total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _format_group(columns: int) -> int:
+    group = group_size(columns)
+    return group if group in GROUP_SIZES else WHOLE_ROW
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

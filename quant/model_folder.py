@@ -1,0 +1,57 @@
+"""Writing a folder of weights: it appears only when it is complete, written aside until then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+
+
+@contextmanager
+def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
+    """A folder to fill; it becomes `target`, with the parents that lack, when it is complete.
+
+    Made in the nearest parent that exists, so that renaming one folder is all there is to do. With
+    `replace` a folder `target` that exists gives way then, and comes back if that fails.
+    """
+    target = target.resolve()
+    base = next(parent for parent in target.parents if parent.exists())
+    aside = Path(tempfile.mkdtemp(prefix=".llmpq-new-", dir=base))
+    try:
+        inside = target.relative_to(base)
+        made = aside / "new" / inside
+        made.mkdir(parents=True)
+        yield made
+        if replace and target.exists():
+            target.rename(aside / "old")
+            try:
+                made.rename(target)
+            except OSError:
+                (aside / "old").rename(target)
+                raise
+        else:
+            (aside / "new" / inside.parts[0]).rename(base / inside.parts[0])
+    finally:
+        shutil.rmtree(aside)
+
+
+def copy_settings(source: Path, target: Path) -> tuple[str, ...]:
+    """Copy configuration, tokenizer and licence files; their names."""
+    copied = []
+    for path in sorted(source.iterdir()):
+        wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")
+        if path.is_file() and wanted and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, target / path.name)
+            copied.append(path.name)
+    return tuple(copied)
+
+
+def write_index(path: Path, file_of: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of a checkpoint in several files: the file of each tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(file_of)}
+    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

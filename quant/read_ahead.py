@@ -1,0 +1,137 @@
+"""Reading byte ranges of files into the page cache while something else is computed.
+
+Files are mapped when they are used, so that a page that is not in memory yet stops the thread that
+touches it until the disk has answered. A thread here reads the ranges in the order of their use, a
+bounded number of bytes ahead of it, into one small buffer: what it leaves behind are pages of the
+system's cache, no memory of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+READ_AHEAD_BYTES = 256 << 20
+"""Ahead of the tensor in use: more than any linear of a 30B model, and little beside its layers."""
+
+_CHUNK_BYTES = 4 << 20
+"""Read at once: large enough for a disk's full speed, soon done when the reader is to stop."""
+
+ReadInto = Callable[[int, Sequence[memoryview], int], int]
+"""`os.preadv(descriptor, buffers, offset)`."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """Bytes `start` to `stop`, half-open, of a file."""
+
+    path: Path
+    start: int
+    stop: int
+
+
+class ReadAhead:
+    """Context manager around the use of `ranges`; on leaving it the reading thread is gone.
+
+    `wait_for` is called before a range is used. At most `window_bytes` behind the end of the last
+    range waited for have then been read.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[FileRange],
+        window_bytes: int = READ_AHEAD_BYTES,
+        read_into: ReadInto = os.preadv,
+    ) -> None:
+        self._ranges = tuple(dict.fromkeys(ranges))
+        self._window_bytes = window_bytes
+        self._read_into = read_into
+        self._end_of: dict[FileRange, int] = {}
+        end = 0
+        for file_range in self._ranges:
+            end += file_range.stop - file_range.start
+            self._end_of[file_range] = end
+        self._changed = threading.Condition()
+        self._allowed = window_bytes
+        self._finished: set[FileRange] = set()
+        self._errors: dict[FileRange, OSError] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._read_all, name="read-ahead", daemon=True)
+
+    def __enter__(self) -> ReadAhead:
+        """Begin to read."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop reading, whatever is left."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def wait_for(self, wanted: FileRange) -> None:
+        """Return once `wanted` has been read; at once if it is none of the ranges.
+
+        OSError where it could not be read.
+        """
+        if wanted not in self._end_of:
+            return
+        with self._changed:
+            self._allowed = max(self._allowed, self._end_of[wanted] + self._window_bytes)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: wanted in self._finished or self._stopping)
+            if wanted in self._errors:
+                raise self._errors[wanted]
+
+    def _read_all(self) -> None:
+        try:
+            position = 0
+            buffer = memoryview(bytearray(_CHUNK_BYTES))
+            for file_range in self._ranges:
+                try:
+                    if not self._read(file_range, position, buffer):
+                        return
+                except OSError as error:  # for whoever waits for this range
+                    self._errors[file_range] = error
+                position = self._end_of[file_range]
+                with self._changed:
+                    self._finished.add(file_range)
+                    self._changed.notify_all()
+        finally:
+            with self._changed:  # nobody waits for a reader that is gone
+                self._stopping = True
+                self._changed.notify_all()
+
+    def _read(self, file_range: FileRange, position: int, buffer: memoryview) -> bool:
+        """Read one range, whose first byte is number `position` of all; False when told to stop."""
+        descriptor = os.open(file_range.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            offset = file_range.start
+            while offset < file_range.stop:
+                ahead = position + offset - file_range.start
+                if not self._may_read(ahead):
+                    return False
+                wanted = buffer[: min(len(buffer), file_range.stop - offset)]
+                count = self._read_into(descriptor, [wanted], offset)
+                if not count:
+                    raise OSError(f"{file_range.path} ends at byte {offset}, not {file_range.stop}")
+                offset += count
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _may_read(self, position: int) -> bool:
+        """Wait until the byte of that number lies within the window; False when told to stop."""
+        with self._changed:
+            self._changed.wait_for(lambda: position < self._allowed or self._stopping)
+            return not self._stopping

@@ -1,0 +1,346 @@
+"""A folder of packed decoder layers, one safetensors file each, shared by all stages of a node.
+
+A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
+What is in a file is told by its key (`quant.cached_layer`), whose hash is in the name and whose
+text is inside. Files appear whole, under a name that nobody had, or not at all. Those that a live
+stage uses carry its shared lock and stay; of the others the least recently used go where room is
+needed. Whatever is wrong with the folder, a stage loads without it and says so once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, TypeVar
+
+import torch
+
+from quant.cache_settings import DEFAULT_LIMIT_BYTES, CacheSettings
+from quant.read_ahead import FileRange, ReadAhead
+from quant.tensor_file import (
+    DamagedFileError,
+    Header,
+    TensorWriter,
+    checksums,
+    read_header,
+    read_tensor,
+    reserved_bytes,
+)
+
+_LOCK_FILE = ".lock"
+_SUFFIX = ".safetensors"
+_PART_SUFFIX = ".part"
+_STALE_S = 3600.0
+"""After that long an unfinished file is of a writer that died: a layer takes seconds."""
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a cached layer is: `label` for people, `text` for everything that it depends on."""
+
+    label: str
+    text: str
+
+    @property
+    def file_name(self) -> str:
+        """Label and hash, in characters that every file system takes."""
+        label = re.sub(r"[^A-Za-z0-9._-]", "_", self.label).strip(".")[:80]
+        return f"{label}-{hashlib.sha256(self.text.encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+@dataclass(frozen=True)
+class CachedTensors:
+    """The tensors of one file, each read when it is asked for; `notes` is what was stored along."""
+
+    file: BinaryIO
+    header: Header
+    crc32: Mapping[str, int]
+
+    @property
+    def notes(self) -> Mapping[str, str]:
+        """The file's own metadata."""
+        return self.header.metadata
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self.header.places)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in memory of its own; DamagedFileError if it is missing or damaged."""
+        if name not in self.header.places:
+            raise DamagedFileError(f"it lacks {name}")
+        return read_tensor(self.file, self.header.places[name], self.crc32[name])
+
+
+@dataclass(frozen=True)
+class NewEntry:
+    """A layer to be written: `tensors` makes them one after the other, at most `nbytes` in all."""
+
+    key: CacheKey
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    notes: Mapping[str, str]
+    nbytes: int
+
+
+class ShardCache:
+    """The cache in `folder`, made when it is first written to.
+
+    `limit_bytes`: of all files in it; None for the default. As a context manager it writes in a
+    thread of its own, and on leaving waits for what is left to write; else at once. `ahead`: the
+    reader that brings its files into memory, if there is one.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.ahead: ReadAhead | None = None
+        self._limit_bytes = limit_bytes
+        self._held: dict[Path, BinaryIO] = {}
+        weakref.finalize(self, _close_all, self._held)
+        self._warned: set[str] = set()
+        self._is_writable = True
+        self._writer: ThreadPoolExecutor | None = None
+        self._pending: list[Future[str | None]] = []
+
+    def __enter__(self) -> ShardCache:
+        """Write in the background from here on."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-cache")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish writing; after an error only what is being written."""
+        assert self._writer is not None, "left without having been entered"
+        self._writer.shutdown(wait=True, cancel_futures=kind is not None)
+        self._writer = self.ahead = None
+        self._report(future for future in self._pending if not future.cancelled())
+        self._pending = []
+
+    def path_of(self, key: CacheKey) -> Path:
+        """Where the layer of that key is, if it is there."""
+        return self.folder / key.file_name
+
+    def restore(self, key: CacheKey, build: Callable[[CachedTensors], Built]) -> Built | None:
+        """What `build` makes of the layer's tensors; None if it is not there.
+
+        A damaged file is taken away, with one warning.
+        """
+        path = self.path_of(key)
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._warn("read", f"cannot read {path} ({error})")
+            return None
+        with contextlib.ExitStack() as opened:
+            opened.callback(file.close)
+            if not _lock_shared(file):
+                return None  # it is being taken away
+            try:
+                if self.ahead is not None:
+                    self.ahead.wait_for(file_range(path))
+                built = build(_checked(file, key))
+            except DamagedFileError as error:
+                _remove(path, file)
+                self._warn("damaged", f"{path} is damaged ({error}) and was removed")
+                return None
+            except OSError as error:
+                self._warn("read", f"cannot read {path} ({error})")
+                return None
+            self._hold(path, file)
+            opened.pop_all()
+        return built
+
+    def store(self, entry: NewEntry) -> None:
+        """Write a layer, whose tensors must not change until this cache is left."""
+        if not self._is_writable:
+            return
+        if self._writer is None:
+            self._complain(self._write(entry))
+            return
+        # No bound on what waits: it is the stage's own weights, which stay in memory anyway.
+        self._pending.append(self._writer.submit(self._write, entry))
+        self._report(future for future in self._pending if future.done())
+        self._pending = [future for future in self._pending if not future.done()]
+
+    def _report(self, written: Iterable[Future[str | None]]) -> None:
+        for future in list(written):
+            self._complain(future.result())
+
+    def _complain(self, complaint: str | None) -> None:
+        if complaint is not None:
+            self._warn("write", complaint)
+
+    def _warn(self, kind: str, problem: str) -> None:
+        """One warning of each kind: a folder that fails once fails for every layer."""
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        remedy = "layers are quantized anew; give another cache_dir or no_cache to be rid of this"
+        warnings.warn(f"packed-shard cache: {problem}; {remedy}", RuntimeWarning, stacklevel=4)
+
+    def _write(self, entry: NewEntry) -> str | None:
+        """Write one layer; what went wrong, after which nothing more is written."""
+        if not self._is_writable:
+            return None
+        path = self.path_of(entry.key)
+        try:
+            if not self._write_file(path, entry):
+                self._is_writable = False
+                return (
+                    f"a layer of {entry.nbytes} bytes has no room beside those in use, with a "
+                    f"limit of {self._limit()} bytes for {self.folder}"
+                )
+        except OSError as error:
+            self._is_writable = False
+            return f"cannot write to {self.folder} ({error})"
+        return None
+
+    def _write_file(self, path: Path, entry: NewEntry) -> bool:
+        """Whether there was room; the file is complete when it gets its name."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as unfinished:
+            with self._locked():
+                size = reserved_bytes(entry.nbytes)
+                if not self._make_room(size):
+                    return False
+                descriptor, name = tempfile.mkstemp(_PART_SUFFIX, ".", self.folder)
+                unfinished.callback(os.unlink, name)
+                file = unfinished.enter_context(os.fdopen(descriptor, "w+b"))
+                file.truncate(size)  # so that other writers count it
+            writer = TensorWriter(file)
+            for tensor_name, tensor in entry.tensors():
+                writer.add(tensor_name, tensor)
+            writer.finish({**entry.notes, "key": entry.key.text})
+            with self._locked():
+                if path.exists():  # another writer was faster: both have the same to say
+                    self._hold(path, path.open("rb"))
+                    return True
+                os.rename(name, path)
+                unfinished.pop_all()
+                self._hold(path, file)
+        return True
+
+    def _hold(self, path: Path, file: BinaryIO) -> None:
+        """Note the use, and keep the file open: its lock tells others that it is in use."""
+        _lock_shared(file)
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(file.fileno())
+        if path in self._held:
+            file.close()
+        else:
+            self._held[path] = file
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer at a time looks for room or gives a file its name."""
+        with (self.folder / _LOCK_FILE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _make_room(self, size: int) -> bool:
+        """Delete the least recently used files nobody uses, if that makes room for `size` bytes."""
+        files = self._files()
+        excess = sum(found.st_size for found in files.values()) + size - self._limit()
+        with contextlib.ExitStack() as locks:
+            doomed = []
+            for path, found in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
+                if _is_stale(path, found) or (excess > 0 and _is_unused(path, locks)):
+                    doomed.append(path)
+                    excess -= found.st_size
+            if excess > 0:
+                return False
+            for path in doomed:
+                path.unlink(missing_ok=True)
+        return True
+
+    def _files(self) -> dict[Path, os.stat_result]:
+        """What counts towards the limit: layers, also those being written."""
+        files = {}
+        for item in os.scandir(self.folder):
+            if item.name.endswith((_SUFFIX, _PART_SUFFIX)):
+                with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
+                    files[Path(item.path)] = item.stat(follow_symlinks=False)
+        return files
+
+    def _limit(self) -> int:
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        used = sum(found.st_size for found in self._files().values())
+        return min(DEFAULT_LIMIT_BYTES, (shutil.disk_usage(self.folder).free + used) // 2)
+
+
+def open_cache(settings: CacheSettings) -> ShardCache | None:
+    """The cache of these settings; None where it is switched off."""
+    return ShardCache(settings.path, settings.limit_bytes) if settings.enabled else None
+
+
+def _close_all(files: Mapping[Path, BinaryIO]) -> None:
+    for file in files.values():
+        file.close()
+
+
+def file_range(path: Path) -> FileRange:
+    """All of a file."""
+    return FileRange(path, 0, path.stat().st_size)
+
+
+def _checked(file: BinaryIO, key: CacheKey) -> CachedTensors:
+    header = read_header(file)
+    if header.metadata.get("key") != key.text:
+        raise DamagedFileError("it is of another layer or version than its name says")
+    return CachedTensors(file, header, checksums(header))
+
+
+def _lock_shared(file: BinaryIO) -> bool:
+    """False if the file is being taken away; True also where files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks on this file system: nothing is in use as far as others can tell
+        return True
+    return True
+
+
+def _is_stale(path: Path, found: os.stat_result) -> bool:
+    return path.suffix == _PART_SUFFIX and time.time() - found.st_mtime > _STALE_S
+
+
+def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
+    """Whether a file can be taken away; it then cannot be used until `locks` are left."""
+    if path.suffix == _PART_SUFFIX:
+        return False
+    try:
+        file = locks.enter_context(path.open("rb"))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # in use, or not ours
+        return False
+    return True
+
+
+def _remove(path: Path, file: BinaryIO) -> None:
+    """Take away the file that was opened, not one that another writer put in its place."""
+    with contextlib.suppress(OSError):
+        if os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
+            path.unlink()

@@ -1,0 +1,176 @@
+"""Safetensors files by byte range: where each tensor lies, and writing one tensor after the other.
+
+`safetensors` itself maps whole files and saves only what is in memory all at once. Here a header
+tells byte ranges (for reading ahead), tensors are read straight into their own memory, and a file
+grows tensor by tensor: its header, whose size is not known before, is put in front at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+_LENGTH_BYTES = 8
+_HEADER_BYTES_MAX = 100_000_000
+"""What the `safetensors` library itself refuses to go beyond."""
+
+_RESERVED_BYTES = 1 << 16
+"""Room for the header of a written file, padded with spaces as the format allows: a decoder layer
+has about 50 tensors of at most 200 characters each."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class DamagedFileError(Exception):
+    """A file that is no safetensors file, is cut short, or holds other bytes than were written."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """One tensor in a file: safetensors' name of its type, shape, half-open range of bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """The places of all tensors in a file, by name, and the file's own notes."""
+
+    places: Mapping[str, TensorPlace]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: BinaryIO) -> Header:
+    """The header of an open safetensors file; DamagedFileError if it is none or ends too early."""
+    file_bytes = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    data_start = _LENGTH_BYTES + header_bytes
+    if not 0 < header_bytes <= _HEADER_BYTES_MAX or data_start > file_bytes:
+        raise DamagedFileError(f"its header claims {header_bytes} of {file_bytes} bytes")
+    try:
+        entries = json.loads(file.read(header_bytes))
+        metadata = dict(entries.pop("__metadata__", {}))
+        places = {name: _place(entry, data_start) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(f"its header is malformed ({type(error).__name__})") from error
+    end = max((place.stop for place in places.values()), default=data_start)
+    if end > file_bytes:
+        raise DamagedFileError(f"it has {file_bytes} of {end} bytes")
+    return Header(places, metadata)
+
+
+def _place(entry: Mapping[str, Any], data_start: int) -> TensorPlace:
+    start, stop = map(int, entry["data_offsets"])
+    if not 0 <= start <= stop:
+        raise ValueError(f"byte range {start} to {stop}")
+    shape = tuple(int(size) for size in entry["shape"])
+    return TensorPlace(str(entry["dtype"]), shape, data_start + start, data_start + stop)
+
+
+def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
+    """The tensor at `place` in memory of its own, on the CPU.
+
+    DamagedFileError if the bytes are missing, do not make up that shape or have another checksum.
+    """
+    if place.dtype not in _DTYPES or any(size < 0 for size in place.shape):
+        raise DamagedFileError(f"a tensor claims type {place.dtype} and shape {place.shape}")
+    dtype = _DTYPES[place.dtype]
+    elements = 1
+    for size in place.shape:  # no product of torch's: it would allocate whatever is claimed
+        elements *= size
+    if elements * dtype.itemsize != place.stop - place.start:
+        raise DamagedFileError(
+            f"{list(place.shape)} x {place.dtype} is not {place.stop - place.start} bytes"
+        )
+    tensor = torch.empty(place.shape, dtype=dtype)
+    view = _bytes_of(tensor)
+    file.seek(place.start)
+    filled = 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined]  # BinaryIO lacks it
+        if not count:
+            raise DamagedFileError(f"it ends {len(view) - filled} bytes early")
+        filled += count
+    if zlib.crc32(view) != crc32:
+        raise DamagedFileError("its checksum is wrong")
+    return tensor
+
+
+class TensorWriter:
+    """Writes tensors into an empty file as they come; `finish` makes it a safetensors file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._crc32: dict[str, int] = {}
+        self._data_bytes = 0
+        file.seek(_RESERVED_BYTES)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append `tensor`, from whatever device; OSError where the disk refuses."""
+        on_host = tensor.detach().cpu().contiguous()
+        view = _bytes_of(on_host)
+        self._file.write(view)
+        stop = self._data_bytes + len(view)
+        self._entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._data_bytes, stop],
+        }
+        self._crc32[name] = zlib.crc32(view)
+        self._data_bytes = stop
+
+    def finish(self, metadata: Mapping[str, str]) -> None:
+        """Put the header in front, with `metadata` and the checksums, and the file on disk."""
+        notes = {**metadata, "crc32": json.dumps(self._crc32)}
+        header = json.dumps({"__metadata__": notes, **self._entries}).encode()
+        room = _RESERVED_BYTES - _LENGTH_BYTES
+        if len(header) > room:
+            raise ValueError(f"a header of {len(header)} bytes exceeds the {room} set aside")
+        self._file.truncate(_RESERVED_BYTES + self._data_bytes)
+        self._file.seek(0)
+        self._file.write(room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def reserved_bytes(data_bytes: int) -> int:
+    """Size of a file that holds tensors of `data_bytes` in all."""
+    return _RESERVED_BYTES + data_bytes
+
+
+def checksums(header: Header) -> dict[str, int]:
+    """CRC-32 of every tensor of a file of `TensorWriter`; DamagedFileError if one is missing."""
+    try:
+        found = json.loads(header.metadata["crc32"])
+        return {name: int(found[name]) for name in header.places}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DamagedFileError("its checksums are missing") from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, without a copy."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)

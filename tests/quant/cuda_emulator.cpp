@@ -1,0 +1,249 @@
+// Runs the CUDA source on the CPU, behind those functions of the CUDA driver that the backend calls.
+//
+// Compiled with the options of the GPU's compiler and -D SOURCE="kernels.cu". Each thread of a block
+// is a fiber, and blocks run one after another. A fiber runs until it meets a barrier or a shuffle
+// and goes on when all that have to meet there have come; if some never come, or an address is not
+// aligned to what is loaded from it or outside the memory that `allow` named, the launch returns the
+// driver's error code.
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+struct uint2 {
+    unsigned int x, y;
+};
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+struct Position {
+    unsigned int x;
+};
+
+static Position threadIdx, blockIdx;
+
+namespace emulator {
+
+constexpr unsigned int WARP = 32;
+constexpr size_t STACK_BYTES = 64 * 1024;
+constexpr int SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, TIMEOUT = 702,
+              MISALIGNED = 716;
+
+enum class State { runnable, at_shuffle, at_barrier, done };
+
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    State state;
+    float offered;
+};
+
+std::vector<Fiber> fibers;
+ucontext_t scheduler;
+unsigned int running;
+int error;
+std::vector<std::pair<uintptr_t, uintptr_t>> allowed;  // half-open; empty: all is
+void (*kernel)(void**);
+void** arguments;
+
+void wait(State state) {
+    fibers[running].state = state;
+    swapcontext(&fibers[running].context, &scheduler);
+}
+
+void fiber_main() {
+    kernel(arguments);
+    wait(State::done);
+}
+
+void start(Fiber& fiber) {
+    getcontext(&fiber.context);
+    fiber.stack.resize(STACK_BYTES);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = STACK_BYTES;
+    fiber.context.uc_link = nullptr;
+    fiber.state = State::runnable;
+    makecontext(&fiber.context, fiber_main, 0);
+}
+
+// Lets a group go on whose members all wait in `state`, or have ended where that is allowed.
+bool release(size_t first, size_t count, State state, bool may_have_ended) {
+    bool any = false;
+    for (size_t i = first; i < first + count; ++i) {
+        const bool waits = fibers[i].state == state;
+        if (!waits && !(may_have_ended && fibers[i].state == State::done)) return false;
+        any |= waits;
+    }
+    for (size_t i = first; i < first + count; ++i)
+        if (fibers[i].state == state) fibers[i].state = State::runnable;
+    return any;
+}
+
+void run_block() {
+    for (Fiber& fiber : fibers) start(fiber);
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (running = 0; running < fibers.size(); ++running) {
+            if (fibers[running].state != State::runnable) continue;
+            threadIdx.x = running;
+            swapcontext(&scheduler, &fibers[running].context);
+            progress = true;
+        }
+        for (size_t warp = 0; warp < fibers.size(); warp += WARP)
+            progress |= release(warp, WARP, State::at_shuffle, false);
+        progress |= release(0, fibers.size(), State::at_barrier, true);
+    }
+    for (const Fiber& fiber : fibers)
+        if (fiber.state != State::done) error = TIMEOUT;
+}
+
+template <class To, class From>
+To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+}  // namespace emulator
+
+// --- What the source is written in.
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __restrict__
+#define __shared__ static
+
+using std::fmaf;
+using std::min;
+
+static void __syncthreads() { emulator::wait(emulator::State::at_barrier); }
+
+static float __shfl_xor_sync(unsigned int mask, float value, int distance) {
+    if (mask != 0xffffffffu) emulator::error = emulator::INVALID_VALUE;
+    const unsigned int self = emulator::running;
+    emulator::fibers[self].offered = value;
+    emulator::wait(emulator::State::at_shuffle);
+    const float received = emulator::fibers[self ^ distance].offered;
+    emulator::wait(emulator::State::at_shuffle);  // nobody offers anew before all have received
+    return received;
+}
+
+template <class T>
+static T __ldg(const T* address) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(address);
+    bool legal = emulator::allowed.empty();
+    for (const auto& [start, end] : emulator::allowed)
+        legal |= first >= start && first + sizeof(T) <= end;
+    if (!legal) emulator::error = emulator::ILLEGAL_ADDRESS;
+    if (first % sizeof(T) != 0) emulator::error = emulator::MISALIGNED;
+    return emulator::error == emulator::SUCCESS ? *address : T{};
+}
+
+static float __uint_as_float(unsigned int bits) { return emulator::bits_as<float>(bits); }
+[[maybe_unused]] static unsigned int __float_as_uint(float value) {
+    return emulator::bits_as<unsigned int>(value);
+}
+static uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) {
+    return {x, y, z, w};
+}
+static unsigned int __funnelshift_r(unsigned int low, unsigned int high, unsigned int shift) {
+    const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+    return static_cast<unsigned int>(both >> (shift % 32));
+}
+static unsigned int and_xor(unsigned int word, unsigned int mask, unsigned int other) {
+    return (word & mask) ^ other;
+}
+[[maybe_unused]] static void halves_to_floats(unsigned int word, float& low, float& high) {
+    low = emulator::bits_as<_Float16>(static_cast<unsigned short>(word));
+    high = emulator::bits_as<_Float16>(static_cast<unsigned short>(word >> 16));
+}
+[[maybe_unused]] static unsigned short float_to_half(float value) {
+    return emulator::bits_as<unsigned short>(static_cast<_Float16>(value));
+}
+
+#include SOURCE
+
+extern "C" void allow(const void* start, size_t bytes) {
+    const uintptr_t first = reinterpret_cast<uintptr_t>(start);
+    emulator::allowed.emplace_back(first, first + bytes);
+}
+
+extern "C" void allow_everything() { emulator::allowed.clear(); }
+
+// --- The driver.
+
+namespace emulator {
+
+template <auto F>
+struct Caller;
+
+template <class... A, void (*F)(A...)>
+struct Caller<F> {
+    static void run(void** values) { call(values, std::index_sequence_for<A...>()); }
+
+    template <size_t... I>
+    static void call(void** values, std::index_sequence<I...>) {
+        F(*static_cast<A*>(values[I])...);
+    }
+};
+
+struct Kernel {
+    std::string_view name;
+    void (*run)(void**);
+};
+
+Kernel KERNELS[] = {
+    {"one_token", Caller<one_token>::run},
+    {"four_tokens", Caller<four_tokens>::run},
+    {"eight_tokens", Caller<eight_tokens>::run},
+    {"restore", Caller<restore>::run},
+};
+
+}  // namespace emulator
+
+extern "C" int cuModuleLoadData(void** module, const void* image) {
+    *module = const_cast<void*>(image);
+    return image == nullptr ? emulator::INVALID_VALUE : emulator::SUCCESS;
+}
+
+extern "C" int cuModuleGetFunction(void** function, void*, const char* name) {
+    for (emulator::Kernel& kernel : emulator::KERNELS) {
+        if (kernel.name == name) {
+            *function = &kernel;
+            return emulator::SUCCESS;
+        }
+    }
+    return emulator::NOT_FOUND;
+}
+
+extern "C" int cuLaunchKernel(
+    void* function, unsigned int blocks, unsigned int blocks_y, unsigned int blocks_z,
+    unsigned int threads, unsigned int threads_y, unsigned int threads_z, unsigned int, void*,
+    void** arguments, void**) {
+    using namespace emulator;
+    if (blocks == 0 || blocks_y * blocks_z * threads_y * threads_z != 1 || threads % WARP != 0)
+        return INVALID_VALUE;
+    error = SUCCESS;
+    kernel = static_cast<Kernel*>(function)->run;
+    emulator::arguments = arguments;
+    fibers.resize(threads);
+    for (blockIdx.x = 0; blockIdx.x < blocks && error == SUCCESS; ++blockIdx.x)
+        run_block();
+    return error;
+}
+
+extern "C" int cuGetErrorString(int code, const char** text) {
+    *text = code == emulator::MISALIGNED        ? "misaligned address"
+            : code == emulator::ILLEGAL_ADDRESS ? "illegal address"
+            : code == emulator::TIMEOUT         ? "threads wait for others that never come"
+                                                : "invalid value";
+    return emulator::SUCCESS;
+}
