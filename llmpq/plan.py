@@ -1,4 +1,4 @@
-"""`Plan` as Python users meet it: the planner's data, and `run`."""
+"""`Plan` as Python users meet it: the planner's data, `run` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 from actors.messages import Sampling
+from llmpq.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.report import write_report
 from llmpq.results import Result
 from llmpq.rows import RowInput, rows_of
+from llmpq.text import Document
 from planner.costs import CostModel
 from planner.explain import Explanation, StageLimits, explain, stage_limits
 from planner.front import FrontPoint
@@ -19,6 +21,7 @@ from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
 from planner.planned_assignment import planned_assignment
 from planner.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
+from quant.cache_settings import cache_settings
 from quant.errors import SpecError
 
 
@@ -112,15 +115,46 @@ class Plan:
         sampling: Sampling | None = None,
         model: str | None = None,
         address: str | None = None,
+        cache_dir: str | Path | None = None,
+        cache_limit_gib: float | None = None,
+        no_cache: bool = False,
     ) -> Iterator[Result]:
         """Generate for every row; yields results in the order they finish, bad rows first.
 
         `rows`: strings, lists of token ids, or dictionaries as in a JSONL line. `model` names
         another place of the same weights. Joins a running Ray (initialised, `address` or
-        RAY_ADDRESS) or starts a local one. Raises what `llmpq.errors` lists before anything is
-        started.
+        RAY_ADDRESS) or starts a local one. Each node keeps its packed layers in `cache_dir` (its
+        user's cache folder) for the next start, `cache_limit_gib` at most (100, or half of the free
+        space), unless `no_cache`. Raises what `llmpq.errors` lists before anything is started.
         """
         from llmpq.run import Run, RunOptions
 
-        options = RunOptions(model=model, sampling=sampling or Sampling(), address=address)
+        options = RunOptions(
+            model=model,
+            sampling=sampling or Sampling(),
+            address=address,
+            cache=cache_settings(cache_dir, cache_limit_gib, no_cache),
+        )
         return Run(self.data, rows_of(rows), options).results()
+
+    def evaluate(
+        self,
+        text: Document | Iterable[Document],
+        model: str | None = None,
+        sequence_length: int | None = None,
+        max_tokens: int | None = None,
+        device: str = AUTO,
+        dtype: str = AUTO,
+    ) -> Perplexity:
+        """Perplexity of the planned model on `text`: a string, its token ids, or several of either.
+
+        Computed here, layer by layer, with each layer's bits and the kernels of its device; where
+        those do not run here, plain products with their rounded weights stand for them
+        (`Perplexity.represented`). Windows of `sequence_length` tokens (512, or as many as the
+        model has positions) do not overlap; `max_tokens` cuts the text. `device`: auto, cpu or
+        cuda; `dtype`: auto (each stage's own), or a type for all. Raises what `llmpq.errors` lists.
+        """
+        from llmpq.evaluate import evaluate_plan
+
+        options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
+        return evaluate_plan(self.data, text, model, options)

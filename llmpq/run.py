@@ -13,8 +13,9 @@ from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from llmpq.session import ray_session
 from llmpq.tokenize import RequestMaker, load_tokenizer
-from planner.model_shape import model_shape
+from planner.model_shape import ModelShape, model_shape
 from planner.plan import Plan
+from quant.cache_settings import CacheSettings
 from quant.errors import PlanMismatchError, SpecError
 
 NOT_FINITE = (
@@ -43,12 +44,13 @@ class RunSummary:
 @dataclass(frozen=True)
 class RunOptions:
     """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`:
-    Ray's.
+    Ray's; `cache`: where each node keeps packed layers for the next start.
     """
 
     model: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     address: str | None = None
+    cache: CacheSettings = CacheSettings()  # noqa: RUF009  (frozen)
 
 
 class Run:
@@ -81,13 +83,7 @@ class Run:
                 f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
                 f"{plan.workload.new_tokens}; plan with a larger --n"
             )
-        shape = model_shape(str(self._folder))
-        if shape.fingerprint() != plan.model.fingerprint:
-            raise PlanMismatchError(
-                f"{self._folder} holds {shape.name} ({shape.layers} layers, hidden size "
-                f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
-                "layers); plan again for this model or pass --model"
-            )
+        shape = shape_for_plan(plan, self._folder)
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
     def results(self) -> Generator[Result]:
@@ -107,7 +103,9 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(ray_session(self._options.address))
             began = time.perf_counter()
-            group = stack.enter_context(StageGroup(self._plan, self._checkpoint))
+            group = stack.enter_context(
+                StageGroup(self._plan, self._checkpoint, cache=self._options.cache)
+            )
             loaded = time.perf_counter()
             for batch in _chunks(self.requests, self._plan.workload.global_batch):
                 for finished in group.generate(batch):
@@ -130,6 +128,18 @@ class Run:
             return Result(finished.custom_id, None, finished.token_ids, None, NOT_FINITE)
         text = self._maker.text(finished.token_ids, stop)
         return Result(finished.custom_id, text, finished.token_ids, finished.finish_reason)
+
+
+def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:
+    """Shape of the model in `folder`; raises `PlanMismatchError` if the plan is for another one."""
+    shape = model_shape(str(folder))
+    if shape.fingerprint() != plan.model.fingerprint:
+        raise PlanMismatchError(
+            f"{folder} holds {shape.name} ({shape.layers} layers, hidden size "
+            f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
+            "layers); plan again for this model or pass --model"
+        )
+    return shape
 
 
 def checkpoint_reference(plan: Plan, model: str | None) -> str:

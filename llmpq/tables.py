@@ -13,7 +13,7 @@ from rich.text import Text
 from llmpq.run import RunSummary
 from planner.explain import StageLimits
 from planner.front import FrontPoint
-from planner.plan import Baseline, Plan, StagePlan
+from planner.plan import Baseline, PerplexityForecast, Plan, StagePlan
 
 GIB = 2**30
 MIB = 2**20
@@ -86,10 +86,25 @@ def _notes(plan: Plan) -> list[str]:
         f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
         "times: " + "; ".join(sorted({stage.provenance for stage in plan.stages})),
     ]
+    if plan.perplexity is not None:
+        lines.append(_perplexity(plan.perplexity))
     if plan.unused_devices:
         lines.append(f"not used: {', '.join(plan.unused_devices)}")
     lines += [_beside(plan, baseline) for baseline in plan.baselines if baseline.name == "uniform"]
     return lines
+
+
+def _perplexity(forecast: PerplexityForecast) -> str:
+    text = (
+        f"perplexity: {forecast.increase:+.3g} over {forecast.baseline:.4g} at 16 bit expected "
+        f"({forecast.low:+.3g} to {forecast.high:+.3g}, from {forecast.points} measured points)"
+    )
+    if forecast.max_increase is None:
+        return text
+    return (
+        f"{text}; at most {forecast.max_increase:+.3g} asked for, which is a sensitivity of "
+        f"{forecast.max_omega:.4g}"
+    )
 
 
 def _beside(plan: Plan, baseline: Baseline) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
+from quant.gptq_config import CONFIG_KEY, parse_gptq_config
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _BLOOM_TRAINED_LENGTH = 2048  # ALiBi has no table; BLOOM was trained on 2,048 tokens
@@ -52,8 +53,8 @@ class ConfigFile:
 def shape_from_config(name: str, values: Mapping[str, Any]) -> ModelShape:
     """The shape that the parsed `config.json` of `name` describes.
 
-    SpecError for mixture-of-experts models, for architectures outside `supported_model_types`, and
-    for missing or impossible entries.
+    SpecError for mixture-of-experts models, for architectures outside `supported_model_types`, for
+    quantized weights that cannot be read, and for missing or impossible entries.
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
@@ -69,7 +70,10 @@ def shape_from_config(name: str, values: Mapping[str, Any]) -> ModelShape:
             f"{name}: model_type {model_type!r} is not supported; "
             f"supported: {', '.join(supported_model_types())}"
         )
-    return _READERS[model_type](config)
+    shape, quantization = _READERS[model_type](config), values.get(CONFIG_KEY)
+    if quantization is None:
+        return shape
+    return replace(shape, stored=parse_gptq_config(quantization, name))
 
 
 def supported_model_types() -> tuple[str, ...]:

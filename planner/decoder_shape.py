@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from quant.errors import SpecError
-from quant.scheme import LinearShape
+from quant.gptq_config import WHOLE_ROW, GptqConfig
+from quant.scheme import LinearShape, group_size
 
-_NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window"})
+_NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})
 _POSITIVE = (
     "layers",
     "hidden_size",
@@ -34,6 +35,7 @@ class ModelShape:
     every layer has two. `final_norm` and `embedding_norm` are as wide as the hidden size too,
     `qk_norm` are two over the head size.
     `sliding_window`: tokens that attention looks back, None for all of them.
+    `stored`: how the checkpoint's linears are quantized already, None where they are not.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ModelShape:
     qk_norm: bool
     tied_embeddings: bool
     sliding_window: int | None = None
+    stored: GptqConfig | None = None
 
     def __post_init__(self) -> None:
         """Check sizes; SpecError names the one that is impossible."""
@@ -84,7 +87,15 @@ class ModelShape:
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """Weight matrices of one decoder layer, fused where transformers fuses them."""
         output = LinearShape(self.query_width, self.hidden_size)
-        return (*self._qkv_linears(), output, *self._mlp_linears())
+        linears = (*self._qkv_linears(), output, *self._mlp_linears())
+        return tuple(replace(each, stored_group=self._stored_group(each)) for each in linears)
+
+    @property
+    def layer_input_order_bytes(self) -> int:
+        """Indices of a layer's inputs (32 bits each) where groups of columns may lie apart."""
+        if self.stored is None or not self.stored.desc_act:
+            return 0
+        return sum(4 * linear.in_features for linear in self.layer_linears())
 
     @property
     def layer_linear_parameters(self) -> int:
@@ -141,6 +152,13 @@ class ModelShape:
         if self.word_embedding_size == self.hidden_size:
             return 0
         return self.word_embedding_size * self.hidden_size
+
+    def _stored_group(self, linear: LinearShape) -> int | None:
+        """Columns that share a stored scale, in groups of at most the usual size."""
+        if self.stored is None:
+            return None
+        size, usual = self.stored.group_size, group_size(linear.in_features)
+        return usual if size == WHOLE_ROW or size % usual == 0 else size
 
     def _qkv_linears(self) -> tuple[LinearShape, ...]:
         if self.fused_qkv:

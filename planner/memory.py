@@ -21,6 +21,9 @@ KV_BITWIDTHS = (4, 8, FULL_BITS)
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
 _ALLOCATOR_SLACK = 0.02
 
+_ORDERED_BITS = (3, 4)
+"""Bits whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
@@ -69,7 +72,8 @@ def layer_weight_bytes(
         layer_rule(device.processor, bits, linear, dtype, backend).nbytes(linear, dtype)
         for linear in shape.layer_linears()
     )
-    return packed + shape.layer_other_parameters * DTYPE_BYTES[dtype]
+    order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
+    return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype]
 
 
 def kv_cache_bytes_per_layer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -14,6 +15,7 @@ from typing import Any
 from planner.architectures import shape_from_config, supported_model_types
 from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
+from quant.gptq_config import read_gptq_config
 
 __all__ = ["ModelShape", "builtin_names", "model_shape", "supported_model_types"]
 
@@ -62,7 +64,8 @@ def _folder_shape(folder: Path) -> ModelShape:
             f"model folder {folder} holds no config.json; "
             "give the folder of a Hugging Face checkpoint"
         )
-    return shape_from_config(folder.resolve().name, _read_config(config))
+    shape = shape_from_config(folder.resolve().name, _read_config(config))
+    return replace(shape, stored=shape.stored or read_gptq_config(folder))
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

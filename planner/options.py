@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.optimiser.problem import Objective
 from quant.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS
 
 HEADS = ("auto", "first", "last")
 PROFILE_USES = ("fit", "measured")
@@ -28,8 +28,10 @@ class PlanOptions:
     layers decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of
     searching. `head`: the stage of the LM head, the better one with `auto`. `keep_all_devices`: do
     not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s`: the other one
-    is minimised within that bound, and `theta` is found. `ilp_time_limit` in seconds per ILP;
-    `relative_gap` is the accepted distance from the optimum.
+    is minimised within that bound, and `theta` is found. `max_ppl_delta`: most increase of
+    perplexity over 16 bit, a `max_omega` by the points measured in the omega file.
+    `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the optimum.
+    `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
     """
 
     theta: float = 1.0
@@ -44,6 +46,7 @@ class PlanOptions:
     keep_all_devices: bool = False
     max_omega: float | None = None
     max_latency_s: float | None = None
+    max_ppl_delta: float | None = None
     omega_file: str | Path | None = None
     profiles: str | Path | None = None
     profile_use: str = "fit"
@@ -51,6 +54,7 @@ class PlanOptions:
     decode_micro_batch: int | None = None
     ilp_time_limit: float = 60.0
     relative_gap: float = 1e-4
+    rounding: str = ROUNDINGS[0]
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -67,9 +71,14 @@ class PlanOptions:
                 self.max_latency_s is None or self.max_latency_s > 0,
                 "more than 0 seconds",
             ),
+            "max_ppl_delta": (
+                self.max_ppl_delta is None or 0 < self.max_ppl_delta < float("inf"),
+                "a finite number above 0",
+            ),
             "group": (self.group >= 1, "at least 1"),
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
+            "rounding": (self.rounding in ROUNDINGS, f"one of {list(ROUNDINGS)}"),
             "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),
             "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
             "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),
@@ -77,8 +86,10 @@ class PlanOptions:
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
-        if self.max_omega is not None and self.max_latency_s is not None:
-            raise SpecError("max_omega and max_latency_s: give one of them, the other is minimised")
+        bounds = ("max_omega", "max_latency_s", "max_ppl_delta")
+        given = [name for name in bounds if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:

@@ -27,7 +27,7 @@ from planner.memory import StageMemory
 from planner.micro_batches import MicroBatches
 from planner.workload import Workload
 from quant.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, KERNEL_RULES
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, KERNEL_RULES, ROUNDINGS
 
 PLAN_VERSION = 1
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -148,6 +148,24 @@ class Prediction:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class PerplexityForecast:
+    """What the plan's bitwidths should cost, by the perplexities measured in the omega file.
+
+    `increase` over `baseline`, the perplexity at 16 bit on the text measured; `low` and `high` are
+    the ends of its interval. Where `max_increase` was asked for, `max_omega` is the summed
+    sensitivity that it came to.
+    """
+
+    baseline: float
+    increase: float
+    low: float
+    high: float
+    points: int
+    max_increase: float | None = None
+    max_omega: float | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
 class SolverRecord:
     """How the plan was found, and how far from the optimum it can be.
 
@@ -185,7 +203,8 @@ class Baseline:
 class Plan:
     """Everything `llmpq-dist` needs, as versioned JSON with these very names.
 
-    With `head_on_first` LM head and sampling live on the first stage, else on the last.
+    With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
+    is how stages round weights while they load.
     """
 
     version: int
@@ -203,6 +222,8 @@ class Plan:
     solver: SolverRecord
     sensitivity_source: str
     baselines: tuple[Baseline, ...] = field(default_factory=tuple)
+    perplexity: PerplexityForecast | None = None
+    rounding: Annotated[str, _one_of(ROUNDINGS)] = ROUNDINGS[0]
 
     def to_json(self) -> str:
         """The plan as indented JSON."""

@@ -72,6 +72,7 @@ def build_plan(
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
         baselines=baselines,
+        rounding=costs.options.rounding,
     )
 
 
@@ -152,7 +153,10 @@ def _stages(
                 dtype=dtype,
                 layers=range(bounds[j], bounds[j + 1]),
                 bitwidths=mine,
-                backends={b: backend_name(device.processor, b, dtype) for b in sorted(set(mine))},
+                backends={
+                    b: backend_name(device.processor, b, dtype, costs.shape.stored is not None)
+                    for b in sorted(set(mine))
+                },
                 memory=memory,
                 memory_bytes=memory.total,
                 memory_limit_bytes=device.memory_bytes,

@@ -32,11 +32,13 @@ from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.solvers import DEFAULT_SOLVER, SolverUnavailableError
 from planner.optimiser.transfer import solve_by_transfer
 from planner.options import PlanOptions
+from planner.perplexity_fit import omega_bound, perplexity_forecast
 from planner.plan import Plan
 from planner.plan_builder import Solution, build_plan, solution_quality
 from planner.profiles import latency_from_profiles
 from planner.roofline import RooflineLatency
-from planner.sensitivity import default_sensitivity, load_sensitivity
+from planner.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
+from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
 
@@ -203,19 +205,36 @@ def find_plan(
             f"cluster {cluster.name}: emulate.stand_in is not run yet, the planned model computes "
             "itself; leave stand_in out"
         )
-    costs, sensitivity_source = planning_costs(cluster, shape, workload, options)
+    costs, omega = planning_costs(cluster, shape, workload, options)
     began = clock()
-    costs, solution = within_bounds(costs, clock)
+    try:
+        costs, solution = within_bounds(costs, clock)
+    except InfeasibleError as error:
+        if options.max_ppl_delta is None:
+            raise
+        raise InfeasibleError(
+            f"{error} (max_ppl_delta {options.max_ppl_delta:g} allows a summed sensitivity of "
+            f"{costs.options.max_omega:g})"
+        ) from error
     solution = replace(solution, seconds=clock() - began)
-    return build_plan(costs, source, solution, sensitivity_source, baselines(costs))
+    plan = build_plan(costs, source, solution, omega.source, baselines(costs))
+    forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
+    return replace(plan, perplexity=forecast)
 
 
 def planning_costs(
     cluster: ClusterSpec, shape: ModelShape, workload: Workload, options: PlanOptions
-) -> tuple[CostModel, str]:
-    """The cost model that the options ask for, and where its sensitivity comes from."""
-    sensitivity, source = _sensitivity(shape, options)
-    return cost_model(cluster, shape, workload, options, sensitivity), source
+) -> tuple[CostModel, Omega]:
+    """The cost model that the options ask for, and the sensitivities it was made with.
+
+    A bound of perplexity has become one of summed sensitivity.
+    """
+    options = with_stored_bits(options, shape)
+    omega = _omega(shape, options)
+    if options.max_ppl_delta is not None:
+        bound = omega_bound(omega, options.max_ppl_delta)
+        options = replace(options, max_ppl_delta=None, max_omega=bound)
+    return cost_model(cluster, shape, workload, options, omega.matrix), omega
 
 
 def within_bounds(
@@ -315,8 +334,7 @@ def _latency_model(shape: ModelShape, options: PlanOptions) -> LatencyModel:
     return latency_from_profiles(options.profiles, roofline, options.profile_use == "measured")
 
 
-def _sensitivity(shape: ModelShape, options: PlanOptions) -> tuple[FloatArray, str]:
-    """Omega `[layers, bitwidths]`, and where it comes from."""
+def _omega(shape: ModelShape, options: PlanOptions) -> Omega:
     if options.omega_file is None:
-        return default_sensitivity(shape, options.bits), "default: parameters x (2^b - 1)^-2"
-    return load_sensitivity(options.omega_file, shape, options.bits), str(options.omega_file)
+        return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
+    return load_omega(options.omega_file, shape, options.bits)

@@ -3,22 +3,90 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from planner.model_shape import ModelShape
+from planner.omega_file import (
+    Matrix,
+    as_matrix,
+    bare_array,
+    check_falls,
+    check_shape,
+    nested,
+    read_content,
+)
 from quant.errors import SpecError
 
 REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
 FULL_BITS = 16
+DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
+_TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
+"""Provenance that plans repeat."""
+_LONGEST = 40  # characters of one item of provenance, which anyone may have written
 
-Matrix = npt.NDArray[np.float64]
+
+@dataclass(frozen=True)
+class MeasuredPoint:
+    """Perplexity of the model with `bitwidths`, one a layer.
+
+    `error`: standard error of its distance to the perplexity at 16 bit on the same text.
+    """
+
+    bitwidths: tuple[int, ...]
+    perplexity: float
+    error: float
+
+
+@dataclass(frozen=True)
+class WeighedPoint:
+    """A measured point by its summed sensitivity."""
+
+    omega: float
+    perplexity: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Omega:
+    """Sensitivities `matrix` [L, K] of the bitwidths asked for, where they come from, and measured
+    perplexities, if any.
+    """
+
+    matrix: Matrix
+    source: str
+    points: tuple[WeighedPoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class OmegaContent:
+    """What an omega file of ours holds; `matrix` [L, K], K ascending `bits`."""
+
+    bits: tuple[int, ...]
+    model_fingerprint: str
+    matrix: Matrix
+    provenance: Mapping[str, str | int | float] = field(default_factory=dict)
+    points: tuple[MeasuredPoint, ...] = ()
+
+    def summed(self, bitwidths: Sequence[int]) -> float:
+        """Sensitivity of the whole model with `bitwidths`, one a layer."""
+        columns = [self.bits.index(bits) for bits in bitwidths]
+        return math.fsum(self.matrix[range(len(columns)), columns])
+
+    def weighed_points(self) -> tuple[WeighedPoint, ...]:
+        """The measured points by their summed sensitivity."""
+        return tuple(
+            WeighedPoint(self.summed(point.bitwidths), point.perplexity, point.error)
+            for point in self.points
+        )
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
@@ -32,52 +100,70 @@ def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
 
 
 def load_sensitivity(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at `bitwidths`, from JSON.
+    """The matrix of `load_omega`."""
+    return load_omega(path, shape, bitwidths).matrix
 
-    Either `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}` or the bare array [L][K]
-    whose columns are `bitwidths`. SpecError for another model's file, a wrong shape, a bitwidth
-    that is missing, and entries that are negative, not finite or rise with the bitwidth.
+
+def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
+    """Measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
+
+    `planner.omega_file` has the forms of file that are read. SpecError for a pickle, another
+    model's file, a wrong shape, a bitwidth that is missing, and entries that are negative, not
+    finite or rise with the bitwidth.
     """
     path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
-    columns: Sequence[Any] = tuple(bitwidths)
-    rows = content
-    if isinstance(content, Mapping):
-        columns, rows = _named(content, path, shape)
-    matrix = _matrix(rows, path, (shape.layers, len(columns)))
-    missing = [str(bits) for bits in bitwidths if bits not in columns]
+    content = read_content(path)
+    if not isinstance(content, Mapping):
+        matrix = bare_array(content, path, shape.layers, bitwidths)
+        check_falls(matrix, path, bitwidths)
+        return Omega(matrix, str(path))
+    if content and all(key.isdecimal() for key in content):
+        bits, full = nested(content, path, shape.layers)
+        content = {}
+    else:
+        bits, full = _named(content, path, shape)
+    check_shape(full, path, (shape.layers, len(bits)))
+    missing = [str(wanted) for wanted in bitwidths if wanted not in bits]
     if missing:
         raise SpecError(
-            f"omega file {path} has no column for {', '.join(missing)} bits; has {columns}"
+            f"omega file {path} has no column for {', '.join(missing)} bits; has {bits}"
         )
-    chosen = matrix[:, [columns.index(bits) for bits in bitwidths]]
-    _check_falls(chosen, path, bitwidths)
-    return chosen
+    chosen = full[:, [bits.index(wanted) for wanted in bitwidths]]
+    check_falls(chosen, path, bitwidths)
+    measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
+    points = tuple(_points(content.get("points", []), path, measured))
+    return Omega(chosen, f"{path}{_told(content.get('provenance'))}", points)
 
 
 def save_sensitivity(
     path: str | Path, matrix: Matrix, bitwidths: Sequence[int], model_fingerprint: str
 ) -> None:
     """Write `matrix` [L, K] so that `load_sensitivity` takes it."""
-    content = {
-        "bits": list(bitwidths),
-        "model_fingerprint": model_fingerprint,
-        "matrix": matrix.tolist(),
-    }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save_omega(path, OmegaContent(tuple(bitwidths), model_fingerprint, matrix))
+
+
+def save_omega(path: str | Path, content: OmegaContent) -> None:
+    """Write an omega file; an existing one is replaced whole or not at all, else SpecError."""
+    target = Path(path)
+    if not target.name:
+        raise SpecError(f"cannot write sensitivities to {str(path)!r}: name a file")
+    text = json.dumps(asdict(content) | {"matrix": content.matrix.tolist()}, indent=1)
+    aside = target.with_name(target.name + ".part")
+    try:
+        aside.write_text(text + "\n", encoding="utf-8")
+        os.replace(aside, target)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        with suppress(OSError, ValueError):
+            aside.unlink()
+        raise SpecError(f"cannot write sensitivities to {target}: {error}") from error
 
 
 def _noise(bits: int) -> float:
     return float((2**bits - 1) ** -2)
 
 
-def _named(
-    content: Mapping[str, Any], path: Path, shape: ModelShape
-) -> tuple[Sequence[Any], object]:
-    """Bits and rows of the keyed form, if it belongs to `shape`."""
+def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[list[Any], Matrix]:
+    """Bits and matrix of the keyed form, if it belongs to `shape`."""
     missing = [key for key in _KEYS if key not in content]
     if missing:
         raise SpecError(
@@ -89,37 +175,44 @@ def _named(
             f"omega file {path} belongs to a model of shape {found}, but {shape.name} has shape "
             f"{shape.fingerprint()}; measure the sensitivity of this model"
         )
-    if not isinstance(content["bits"], list) or len(set(map(str, content["bits"]))) != len(
-        content["bits"]
-    ):
-        raise SpecError(f"omega file {path}: bits is {content['bits']!r}; a list, each once")
-    return content["bits"], content["matrix"]
+    bits = content["bits"]
+    if not isinstance(bits, list) or len(set(map(str, bits))) != len(bits):
+        raise SpecError(f"omega file {path}: bits is {bits!r}; a list, each once")
+    return bits, as_matrix(content["matrix"], path)
 
 
-def _matrix(rows: object, path: Path, expected: tuple[int, int]) -> Matrix:
-    try:
-        matrix = np.array(rows, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
-    if matrix.shape != expected:
-        raise SpecError(
-            f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
-            f"{expected[1]} bitwidths are needed"
-        )
-    if not np.isfinite(matrix).all() or (matrix < 0).any():
-        layer, column = np.argwhere(~np.isfinite(matrix) | (matrix < 0))[0]
-        raise SpecError(
-            f"omega file {path}: layer {layer}, column {column} is {matrix[layer, column]}; "
-            "sensitivities are finite and not negative"
-        )
-    return matrix
-
-
-def _check_falls(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
-    for column, (low, high) in enumerate(pairwise(bitwidths)):
-        rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
-        if rising.size:
+def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:
+    """The measured points by their sensitivity; SpecError for one that cannot be used."""
+    if not isinstance(items, list):
+        raise SpecError(f"omega file {path}: points is no list of measured perplexities")
+    layers = len(measured.matrix)
+    for number, item in enumerate(items):
+        given = item if isinstance(item, Mapping) else {}
+        bits = given.get("bitwidths")
+        figures = [given.get("perplexity"), given.get("error")]
+        numbers = [f for f in figures if isinstance(f, int | float) and math.isfinite(f)]
+        if (
+            not isinstance(bits, list)
+            or len(bits) != layers
+            or not all(type(b) is int and b in measured.bits for b in bits)
+            or len(numbers) != len(figures)
+            or not (numbers[0] >= 1 and numbers[1] >= 0)
+        ):
             raise SpecError(
-                f"omega file {path}: layer {rising[0]} loses more at {high} than at {low} bits; "
-                "sensitivity cannot rise with the bitwidth"
+                f"omega file {path}: point {number} needs bitwidths ({layers}, among "
+                f"{list(measured.bits)}), perplexity (at least 1) and error (at least 0)"
             )
+        yield WeighedPoint(measured.summed(bits), float(numbers[0]), float(numbers[1]))
+
+
+def _told(provenance: object) -> str:
+    """What a plan repeats of the provenance, in brackets."""
+    given = provenance if isinstance(provenance, Mapping) else {}
+    items = [
+        f"{key.replace('_', ' ')} {given[key]}" if key.startswith("calibration") else given[key]
+        for key in _TOLD
+        if isinstance(given.get(key), str | int | float)
+    ]
+    texts = ("".join(filter(str.isprintable, str(item)))[:_LONGEST] for item in items)
+    text = ", ".join(filter(None, texts))
+    return f" ({text})" if text else ""

@@ -17,7 +17,7 @@ from planner.front import FrontPoint, front_json, write_front
 from planner.options import PlanOptions
 from planner.workload import Workload
 from quant.errors import InputError, SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, ROUNDINGS
 
 _PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
 
@@ -165,7 +165,7 @@ def _add_planning(add: Any) -> None:
         help=f"seconds that a unit of sensitivity is worth ({default.theta:g})",
     )
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
-    add("--omega_file", metavar="FILE", help="sensitivity JSON")
+    add("--omega_file", metavar="FILE", help="sensitivity JSON, of llmpq-indicator")
     add("--group", type=int, help="decide this many layers together (1)")
     add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
     add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
@@ -188,6 +188,7 @@ def _add_planning(add: Any) -> None:
         help="fit the latency model on the profiles (default)")  # fmt: skip
     add("--use_profiler_prediction", dest="profile_use", action="store_const", const="measured",
         help="take profiled times as measured where the workload was measured")  # fmt: skip
+    add("--rounding", help=f"of weights while they load: {', '.join(ROUNDINGS)} (nearest)")
     add("--head", help="stage of the LM head: auto, first or last (auto)")
     add(
         "--keep_all_devices",
@@ -196,6 +197,13 @@ def _add_planning(add: Any) -> None:
         help="do not try to leave out devices that do not help",
     )
     add("--max_omega", type=float, help="most summed sensitivity; theta is found")
+    add(
+        "--max_ppl_delta",
+        type=float,
+        metavar="X",
+        help="most increase of perplexity over 16 bit, by the points that llmpq-indicator "
+        "--perplexity put into the omega file; theta is found",
+    )
     add("--max_latency_s", type=float, help="most seconds a batch; theta is found")
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")

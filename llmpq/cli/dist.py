@@ -16,6 +16,7 @@ from llmpq.results import ResultFile
 from llmpq.rows import read_rows
 from llmpq.run import Run, RunOptions
 from llmpq.tables import plan_table, summary_table
+from quant.cache_settings import cache_settings
 from quant.errors import PlanMismatchError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "ignore_eos")
@@ -39,6 +40,11 @@ def _run(options: argparse.Namespace) -> int:
             model=getattr(options, "model", None),
             sampling=_sampling(options),
             address=getattr(options, "address", None),
+            cache=cache_settings(
+                getattr(options, "cache_dir", None),
+                getattr(options, "cache_limit_gib", None),
+                options.no_cache,
+            ),
         ),
     )
     inputs = (Path(options.input), Path(options.strat_file_name))
@@ -88,6 +94,11 @@ def _parser() -> Parser:
     add("--model", help="folder or hub id of the weights, where not the plan's own")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
+    add("--cache_dir", metavar="DIR", help="packed layers for the next start (the user's cache)")
+    add("--cache_limit_gib", type=float, help="of that folder (100, at most half the free space)")
+    parser.add_argument(
+        "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
+    )
     parser.add_argument(
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
     )

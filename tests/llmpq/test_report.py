@@ -85,7 +85,7 @@ def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
         "name": name,
         "nodes": [
             {"name": node, "accelerators": {"T4": 1}, "usable_memory_gib": 1.6},
-            {"name": "new", "accelerators": {"V100": 1}, "usable_memory_gib": 2.4},
+            {"name": "new", "accelerators": {"V100": 1}, "usable_memory_gib": 2.2},
         ],
         "network": {"internode_gbit_per_s": 25},
     }

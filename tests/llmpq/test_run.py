@@ -12,13 +12,19 @@ import torch
 
 from actors.placement import place
 from actors.stage_group import StageGroup, StageLostError
-from llmpq import Plan, Sampling
+from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
 from quant.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 
 LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
+ONE_DEVICE = """
+name: one
+nodes: [{name: a, accelerators: {V100: 1}, usable_memory_gib: 0.002}]
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -115,6 +121,21 @@ def test_a_relative_folder_is_found_by_actors_that_start_elsewhere(
     monkeypatch.chdir(tiny[0].parent)
     (result,) = plan.run([[5, 6, 7]], model=tiny[0].name)
     assert list(result.token_ids) == reference(tiny[1], (5, 6, 7), NEW_TOKENS)
+
+
+def test_actors_keep_their_layers_where_they_are_told_to(
+    tiny: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative folder is one of where the user is, not of where actors start."""
+    cluster_file = tmp_path / "cluster.yaml"
+    cluster_file.write_text(ONE_DEVICE)
+    workload = Workload(global_batch=2, prompt_length=8, new_tokens=4)
+    plan = Cluster.from_yaml(cluster_file).plan(tiny[0], workload, dtype="float32", bits=[3])
+    monkeypatch.chdir(tmp_path)
+    (result,) = plan.run([[5, 6, 7]], cache_dir="kept", cache_limit_gib=1)
+    assert result.error is None
+    layers = sum(len(stage.layers) for stage in plan.stages)
+    assert len(list((tmp_path / "kept").glob("*-3bit-*.safetensors"))) == layers
 
 
 def test_logits_that_are_not_finite_end_their_row_with_an_error(plan: Plan, tmp_path: Path) -> None:

@@ -1,0 +1,224 @@
+"""`llmpq-eval`: perplexity of a plan, or of bitwidths, on a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity, ReportProgress
+from llmpq.text import read_documents
+from quant.errors import InputError, SpecError
+from quant.scheme import ROUNDINGS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    return run_command("llmpq-eval", lambda: _evaluate(options))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    if not options.strat_file_name and not options.bits:
+        raise SpecError("say what to evaluate: --strat_file_name, --bits, or both")
+    if not options.text:
+        raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
+    target = Path(options.json) if "json" in options else None
+    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    results = _measure(options)
+    console().print(_table(results))
+    for note in _notes(results):
+        console().print(note, soft_wrap=True, highlight=False)
+    if target is not None:
+        _write_json(target, results)
+    return EXIT_DONE
+
+
+def _measure(options: argparse.Namespace) -> list[Perplexity]:
+    from llmpq.evaluate import bits_subject, device_of, plan_subject, windows_of
+    from llmpq.run import checkpoint_reference, shape_for_plan
+    from llmpq.scoring import evaluate
+    from planner.model_shape import model_shape
+    from planner.plan import Plan
+    from quant.checkpoint import Checkpoint, resolve
+
+    settings = EvaluationOptions(
+        getattr(options, "sequence_length", None),
+        getattr(options, "max_tokens", None),
+        options.device,
+        options.dtype,
+    )
+    device = device_of(settings.device)
+    plans = [(str(path), Plan.load(path)) for path in options.strat_file_name]
+    if "model" not in options and not plans:
+        raise SpecError("name the model: --model FOLDER")
+    model = getattr(options, "model", None)
+    folder = resolve(model if model and not plans else checkpoint_reference(plans[0][1], model))
+    for _, plan in plans:
+        shape_for_plan(plan, folder)
+    subjects = [plan_subject(plan, name, device, settings.dtype) for name, plan in plans]
+    layers = model_shape(str(folder)).layers
+    subjects += [
+        bits_subject(bitwidths, layers, device, settings.dtype, options.rounding)
+        for bitwidths in map(_bitwidths, options.bits)
+    ]
+    Checkpoint(folder).check_files()
+    windows = windows_of(read_documents(options.text), folder, settings)
+    with _progress(len(subjects)) as report:
+        return evaluate(folder, windows, subjects, device, report)
+
+
+def _bitwidths(text: str) -> list[int]:
+    """`4` or `3,3,4,…`."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SpecError(f"--bits {text!r} is no bitwidth and no list such as 3,4,4,8") from error
+
+
+@contextmanager
+def _progress(subjects: int) -> Iterator[ReportProgress]:
+    """A bar over the layers in a terminal; silence in a log."""
+    screen = console(stderr=True)
+    bar = Progress(
+        TextColumn("layers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=screen,
+        disable=not screen.is_terminal,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("layers", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _table(results: Sequence[Perplexity]) -> Table:
+    first = results[0]
+    table = Table(
+        title=f"perplexity per token, {first.tokens} tokens in {first.windows} windows",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("what")
+    table.add_column("bits")
+    for name in ("perplexity", "± 1 σ", "nats a token", "above the first", "± 1 σ"):
+        table.add_column(name, justify="right")
+    table.add_column("computed in")
+    for result in results:
+        above, above_error = result.above(first)
+        is_first = result is first
+        table.add_row(
+            result.name,
+            _runs(result.bitwidths),
+            f"{result.perplexity:.3f}",
+            _error(result.standard_error),
+            f"{result.nll:.5f}",
+            "" if is_first else f"{above:+.3f}",
+            "" if is_first else _error(above_error),
+            ", ".join(result.dtypes),
+        )
+    return table
+
+
+def _error(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _runs(bitwidths: Sequence[int]) -> str:
+    """Runs of equal bits in layer order: `4x7 3x5`."""
+    runs = [(bits, len(list(group))) for bits, group in groupby(bitwidths)]
+    return " ".join(f"{bits}x{count}" for bits, count in runs)
+
+
+def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
+    """What another device's kernels would do that was not done here."""
+    for result in results:
+        for backend, layers in result.represented.items():
+            yield (
+                f"{result.name}: {backend} does not run here; plain products with the weights it "
+                f"stands for took its place in {len(layers)} layer{'s' * (len(layers) != 1)} "
+                f"({_ranges(layers)})"
+            )
+    if any("int8" in backend or "w8a8" in backend for r in results for backend in r.represented):
+        yield "The rounding of activations to 8 bit, which those kernels do too, is not modelled."
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """Ascending numbers as ranges: `0-3, 7`."""
+    by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
+    runs = [[layer for _, layer in group] for _, group in by_run]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
+    """Replace `path` whole or not at all."""
+    text = json.dumps([result.to_dict() for result in results], indent=1) + "\n"
+    aside = path.with_name(path.name + ".part") if path.name else path
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        with suppress(OSError, ValueError):
+            aside.unlink()
+        raise InputError(f"cannot write {path}: {error}") from error
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="llmpq-eval", description=__doc__)
+    add = parser.option
+    add(
+        "--strat_file_name",
+        "--plan",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="plans of llmpq-algo, of one model",
+    )
+    add(
+        "--bits",
+        nargs="+",
+        default=[],
+        metavar="BITS",
+        help="bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
+    )
+    add(
+        "--rounding",
+        default=ROUNDINGS[0],
+        choices=ROUNDINGS,
+        help="of weights for --bits; a plan has its own",
+    )
+    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add(
+        "--text",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
+    )
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"of a window ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+    )
+    add("--max_tokens", type=int, metavar="COUNT", help="use no more of the text (all of it)")
+    add("--device", default=AUTO, help="auto, cpu or cuda")
+    add("--dtype", default=AUTO, help="auto (each stage's own), float32, bfloat16 or float16")
+    add("--json", metavar="FILE", help="write the figures as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

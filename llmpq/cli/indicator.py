@@ -1,0 +1,198 @@
+"""`llmpq-indicator`: how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.indicator_options import METHODS, IndicatorOptions
+from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, ReportProgress
+from llmpq.text import read_documents
+from planner.perplexity_fit import fit_perplexity
+from planner.sensitivity import OmegaContent, save_omega
+from quant.errors import InputError, SpecError
+from quant.scheme import BITWIDTHS
+from quant.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    return run_command("llmpq-indicator", lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from llmpq.omega import measure_omega, measure_points
+    from quant.checkpoint import Checkpoint, resolve
+
+    target = Path(options.output)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    chosen = _indicator_options(options)
+    if chosen.needs_text and not options.calibration:
+        raise InputError(
+            "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
+            "text), of the kind that the model shall work on; --method random needs none"
+        )
+    folder = resolve(options.model)
+    Checkpoint(folder).check_files()
+    calibration = read_documents(options.calibration)
+    held_out = read_documents(options.perplexity)
+    with _progress("layers") as report:
+        content = measure_omega(folder, calibration, chosen, report)
+    save_omega(target, content)  # what took an hour is kept, whatever the second text does
+    if held_out:
+        settings = EvaluationOptions(
+            chosen.sequence_length,
+            getattr(options, "max_tokens", None),
+            chosen.device,
+            chosen.dtype,
+        )
+        with _progress("perplexity, layers") as report:
+            content = measure_points(content, folder, held_out, settings, report)
+        save_omega(target, content)
+    console().print(_table(content))
+    _print_points(content)
+    return EXIT_DONE
+
+
+def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
+    return IndicatorOptions(
+        method=options.method,
+        form=VarianceForm(options.rounding, options.scheme, options.scales),
+        bits=tuple(options.bits),
+        sequences=options.sequences,
+        sequence_length=getattr(options, "sequence_length", None),
+        seed=options.seed,
+        device=options.device,
+        dtype=options.dtype,
+    )
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[ReportProgress]:
+    """A bar over the layers in a terminal; silence in a log."""
+    screen = console(stderr=True)
+    bar = Progress(
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=screen,
+        disable=not screen.is_terminal,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _table(content: OmegaContent) -> Table:
+    """Sensitivities by layer and bitwidth, and their sums."""
+    told = content.provenance
+    form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
+    text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
+    table = Table(
+        title=f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s",
+        title_justify="left",
+        title_style="bold",
+        show_footer=True,
+    )
+    table.add_column("layer", footer="all", justify="right")
+    for bits, total in zip(content.bits, content.matrix.sum(axis=0), strict=True):
+        table.add_column(f"{bits} bit", footer=f"{total:.4g}", justify="right")
+    for layer, row in enumerate(content.matrix):
+        table.add_row(str(layer), *(f"{value:.4g}" for value in row))
+    return table
+
+
+def _print_points(content: OmegaContent) -> None:
+    """The measured perplexities and the curve through them, if they allow one."""
+    if not content.points:
+        return
+    points = content.weighed_points()
+    fit, note = None, ""
+    try:
+        fit = fit_perplexity(points, "this file")
+    except SpecError as error:
+        note = f"--max_ppl_delta cannot use {error}"
+    table = Table(
+        title=f"perplexity, {content.provenance['perplexity_tokens']} tokens",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit"):
+        table.add_column(name, justify="right")
+    for measured, point in zip(content.points, points, strict=True):
+        table.add_row(
+            f"{sum(measured.bitwidths) / len(measured.bitwidths):.2f}",
+            f"{point.omega:.4g}",
+            f"{point.perplexity:.3f}",
+            f"{point.perplexity - points[0].perplexity:+.3f}",
+            f"{point.error:.3f}",
+            "" if fit is None else f"{fit.forecast(point.omega).increase:+.3f}",
+        )
+    console().print(table)
+    if note:
+        console().print(note, soft_wrap=True, highlight=False)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="llmpq-indicator", description=__doc__)
+    add = parser.option
+    default = IndicatorOptions()
+    add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
+    add(
+        "--calibration",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="text to calibrate on: plain, or .jsonl with prompt or text; - for stdin",
+    )
+    add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
+    add("--method", choices=METHODS, default=default.method, help="which indicator")
+    add(
+        "--rounding",
+        choices=ROUNDINGS,
+        default=default.form.rounding,
+        help="of the weights, for the variance indicator (Theorem 1)",
+    )
+    add("--scheme", choices=SCHEMES, default=default.form.scheme, help="of its scales S_W")
+    add(
+        "--scales",
+        choices=SCALES,
+        default=default.form.scales,
+        help="one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
+    )
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
+    add("--sequences", type=int, default=default.sequences, help="calibration sequences")
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+    )
+    add("--seed", type=int, default=default.seed, help="for the draw of sequences, and for random")
+    add("--device", default=AUTO, help="auto, cpu or cuda")
+    add("--dtype", default=AUTO, help="to compute in: auto, float32, bfloat16 or float16")
+    add(
+        "--perplexity",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="held-out text: measure perplexities on it too, for llmpq-algo --max_ppl_delta",
+    )
+    add("--max_tokens", type=int, metavar="COUNT", help="use no more of the held-out text")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

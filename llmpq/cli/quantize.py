@@ -1,0 +1,153 @@
+"""`llmpq-quantize`: a checkpoint with the bits of a plan, calibrated with GPTQ."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.layer_progress import layer_progress
+from llmpq.perplexity import AUTO
+from llmpq.text import read_documents
+from quant.errors import InputError, SpecError
+
+SEQUENCES = 128
+SEQUENCE_LENGTH = 2048
+"""Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
+
+DAMPING = 0.01
+"""As in Frantar et al., section 3.3; equal to `quant.gptq.DAMPING`, which needs torch to import."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    return run_command("llmpq-quantize", lambda: _quantize(options))
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    import torch
+
+    from actors.streaming import compute_on
+    from llmpq.evaluate import compute_dtype, device_of
+    from llmpq.indicator import Calibration
+    from llmpq.quantize import check_target, quantize_checkpoint
+    from llmpq.text import token_windows
+    from llmpq.tokenize import load_tokenizer
+    from planner.model_shape import model_shape
+    from quant.checkpoint import Checkpoint
+    from quant.gptq import GptqOptions
+
+    if not options.calibration:
+        raise InputError(
+            "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
+            "text), of the kind that the model shall work on"
+        )
+    settings = GptqOptions(options.symmetric, options.act_order, options.damping)
+    folder, bitwidths = _what(options)
+    target = Path(options.output)
+    check_target(folder, target, options.overwrite)
+    Checkpoint(folder).check_files()
+    length = getattr(options, "sequence_length", None)
+    if length is None:
+        length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
+    windows = token_windows(read_documents(options.calibration), load_tokenizer(folder), length)
+    calibration = Calibration.sample(windows, options.sequences, options.seed)
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    began = time.perf_counter()
+    with layer_progress("layers") as report:
+        made = quantize_checkpoint(
+            folder,
+            target,
+            bitwidths,
+            torch.from_numpy(calibration.token_ids),
+            compute,
+            settings,
+            options.overwrite,
+            report,
+        )
+    seconds = time.perf_counter() - began
+    tokens = calibration.token_ids.size
+    console().print(
+        f"Wrote {made.tensor_bytes / 2**30:.2f} GiB to {made.target}: {len(bitwidths)} layers of "
+        f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
+        f"{seconds:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return EXIT_DONE
+
+
+def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
+    """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
+    from llmpq.run import checkpoint_reference, shape_for_plan
+    from planner.model_shape import model_shape
+    from planner.plan import Plan
+    from quant.checkpoint import resolve
+
+    if ("strat_file_name" in options) == ("bits" in options):
+        raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")
+    model = getattr(options, "model", None)
+    if "strat_file_name" in options:
+        plan = Plan.load(options.strat_file_name)
+        folder = resolve(checkpoint_reference(plan, model))
+        shape_for_plan(plan, folder)
+        return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)
+    if model is None:
+        raise SpecError("name the model: --model FOLDER")
+    folder = resolve(model)
+    layers = model_shape(str(folder)).layers
+    given = tuple(options.bits)
+    if len(given) not in (1, layers):
+        raise SpecError(
+            f"{len(given)} bitwidths where the model has {layers} layers; give one number for all, "
+            "or one for each layer"
+        )
+    return folder, given * layers if len(given) == 1 else given
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="llmpq-quantize", description=__doc__)
+    add = parser.option
+    add("--strat_file_name", "--plan", metavar="FILE", help="plan of llmpq-algo, whose bits to use")
+    add("--bits", nargs="+", type=int, choices=(3, 4, 8, 16), metavar="BITS",
+        help="without a plan: 3, 4, 8 or 16 for all layers, or one for each")  # fmt: skip
+    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add(
+        "--calibration",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
+    )
+    add("-o", "--output", dest="output", required=True, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    add("--sequences", type=int, default=SEQUENCES, help="of the text to calibrate on")
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+    )
+    add("--seed", type=int, default=0, help="of the choice of sequences")
+    parser.add_argument(
+        "--symmetric", action="store_true", help="zeros in the middle, as Marlin kernels ask"
+    )
+    parser.add_argument(
+        "--act-order",
+        "--act_order",
+        action="store_true",
+        help="round the columns with the largest inputs first",
+    )
+    add("--damping", type=float, default=DAMPING, help="share of the mean diagonal of X^T X")
+    add("--device", default=AUTO, help="auto, cpu or cuda")
+    add("--dtype", default=AUTO, help="auto (float32, on a GPU its 16-bit type), or by name")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

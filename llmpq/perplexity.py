@@ -1,0 +1,114 @@
+"""What an evaluation is asked and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SEQUENCE_LENGTH = 512
+"""Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
+
+AUTO = "auto"
+
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of layers done and of all layers."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """How a text is cut and where it is evaluated.
+
+    `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
+    `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
+    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU).
+    """
+
+    sequence_length: int | None = None
+    max_tokens: int | None = None
+    device: str = AUTO
+    dtype: str = AUTO
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text.
+
+    `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
+    has `window_tokens`. `dtypes` computed; `represented` names kernel backends that do not run here
+    and the layers in which plain products with their rounded weights stood for them.
+    """
+
+    name: str
+    bitwidths: tuple[int, ...]
+    window_nll: tuple[float, ...] = field(repr=False)
+    window_tokens: tuple[int, ...] = field(repr=False)
+    dtypes: tuple[str, ...]
+    represented: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens scored: all but the first of each window."""
+        return sum(self.window_tokens)
+
+    @property
+    def windows(self) -> int:
+        """Windows that the text was cut into."""
+        return len(self.window_tokens)
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood in nats a token."""
+        return math.fsum(self.window_nll) / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood."""
+        return math.exp(self.nll)
+
+    @property
+    def standard_error(self) -> float | None:
+        """That of the perplexity over windows, to first order; None for a single window."""
+        error = _error_of_mean(self.window_nll, self.window_tokens)
+        return None if error is None else self.perplexity * error
+
+    def above(self, other: Perplexity) -> tuple[float, float | None]:
+        """By how much this perplexity exceeds `other`'s, and the standard error of that.
+
+        Windows are compared one by one, so that how hard the text is does not count: the error is
+        much smaller than those of the two perplexities. Raises ValueError for another text.
+        """
+        if self.window_tokens != other.window_tokens:
+            raise ValueError("the perplexities are of different windows")
+        pairs = zip(self.window_nll, other.window_nll, strict=True)
+        error = _error_of_mean([own - its for own, its in pairs], self.window_tokens)
+        difference = self.perplexity - other.perplexity
+        return difference, None if error is None else self.perplexity * error
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "name": self.name,
+            "bitwidths": list(self.bitwidths),
+            "tokens": self.tokens,
+            "windows": self.windows,
+            "nll": self.nll,
+            "perplexity": self.perplexity,
+            "standard_error": self.standard_error,
+            "dtypes": list(self.dtypes),
+            "represented": {name: list(layers) for name, layers in self.represented.items()},
+        }
+
+
+def _error_of_mean(sums: Sequence[float], counts: Sequence[int]) -> float | None:
+    """Standard error of sum(sums) / sum(counts) over windows: that of a ratio (Cochran, Sampling
+    Techniques, section 2.11).
+    """
+    windows = len(sums)
+    if windows < 2:
+        return None
+    total = sum(counts)
+    mean = math.fsum(sums) / total
+    spread = math.fsum((s - mean * n) ** 2 for s, n in zip(sums, counts, strict=True))
+    return math.sqrt(spread * windows / (windows - 1)) / total

@@ -1,0 +1,207 @@
+"""How much a decoder layer loses by quantization: the indicators of LLM-PQ sections 4.2 and 6.5.
+
+Variance indicator (Theorem 1, Proposition 2), for layer i at b bits, summed over its linears o:
+
+    omega[i, b] = sum_o  D_W * S_W(b)^2 * G(X)                                              (eq. 3)
+    G(X) = Var[X] / 4                 rounding to nearest ("deterministic")
+    G(X) = (E[X]^2 + Var[X]) / 6      stochastic rounding
+    S_W(b) = (max W - min W) / (2^b - 1)       asymmetric
+    S_W(b) = max |W| / (2^(b-1) - 1)           symmetric
+
+E and Var are scalars over all tokens and features of the linear's input, as eq. 2 has them. 16 bit
+loses nothing: 0.
+
+D_W, "the dimension of the weights", is the number of weights, in x out: the proof (A.1) adds up the
+noise of all scalar products, its ||W||^2 runs over the whole matrix, and the published prototype
+gives the MLP's matrices four times the weight of attention's. Read as the variance of one output
+element it would be the number of inputs. `docs/quantization.md` has what either makes of the demo
+model. S_W is of the whole tensor; with `scales="group"` D_W * S_W^2 becomes the sum over the groups
+that the quantizer really scales (`quant.canonical`) of their weights times their squared step.
+
+The Hessian-based indicator to compare with is lambda_max(2 X X^T) * ||Q(W) - W||^2, summed over
+linears (`quant.gram`); the random one falls with rising bitwidth and is otherwise noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quant.errors import CheckpointError
+from quant.gram import Gram, squared_rounding_error
+from quant.variance_form import VarianceForm
+
+FULL_BITS = 16
+
+_BLOCK_VALUES = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Values summed at once in float32: 256 KB stay in a CPU core's second-level cache, and so few lose
+some 1e-5 of their sum; a GPU waits for the host once a block."""
+
+_CANCELLED = 1e-3
+"""Share of the squares' sum below which the variance is taken around the mean, in another pass."""
+
+Matrix = npt.NDArray[np.float64]
+
+
+class RunningMoments:
+    """Mean and variance of all values added, in float64 over blocks summed in float32.
+
+    Blocks are merged as in Chan, Golub and LeVeque (1979), so that a large mean cancels nothing.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0  # summed squared deviations from the mean
+
+    @property
+    def variance(self) -> float:
+        """Over the population: the squares divided by the count. 0 without values."""
+        return self._squares / self.count if self.count else 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Take in `values`, of any shape and float type; CheckpointError if one is not finite."""
+        at_once = _BLOCK_VALUES.get(values.device.type, _BLOCK_VALUES["cuda"])
+        for block in values.reshape(-1).split(at_once):
+            self._merge(block.numel(), *_mean_and_squares(block.float()))
+
+    def _merge(self, count: int, mean: float, squares: float) -> None:
+        total, apart = self.count + count, mean - self.mean
+        self._squares += squares + apart * apart * self.count * count / total
+        self.mean += apart * count / total
+        self.count = total
+
+
+def _mean_and_squares(block: Tensor) -> tuple[float, float]:
+    """Mean, and summed squared deviations from it, of a float32 vector that is not empty."""
+    count, total, raw = block.numel(), float(block.sum()), float(torch.dot(block, block))
+    mean = total / count
+    if not np.isfinite(raw):
+        raise CheckpointError(
+            "inputs of a linear are not finite or beyond 1e16; the weights are damaged, or the "
+            "compute type overflows: use float32"
+        )
+    squares = raw - total * mean
+    if squares < _CANCELLED * raw:
+        shifted = block - mean
+        rest = float(shifted.sum())
+        squares = float(torch.dot(shifted, shifted)) - rest * rest / count
+    return mean, max(0.0, squares)
+
+
+def weight_noises(form: VarianceForm, weight: Tensor, bitwidths: Sequence[int]) -> list[float]:
+    """D_W * S_W(b)^2 of `weight` `[out, in]` at each bitwidth, or its sum over the groups.
+
+    The weights are looked at once for each size of group. CheckpointError if they are not finite.
+    """
+    squared_spans: dict[int, float] = {}
+    noises = []
+    for bits in bitwidths:
+        group = form.group(weight.shape[0], weight.shape[1], bits)
+        if group not in squared_spans:
+            squared_spans[group] = _squared_spans(weight, group, form.scheme)
+        noises.append(0.0 if bits == FULL_BITS else squared_spans[group] / form.steps(bits) ** 2)
+    return noises
+
+
+def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
+    """Squared span of each group times its weights, summed."""
+    if group == weight.numel():
+        low, high = torch.aminmax(weight)
+    else:
+        grouped = weight.reshape(-1, group)
+        low, high = grouped.amin(-1), grouped.amax(-1)
+    low, high = low.double(), high.double()
+    spans = high - low if scheme == "asymmetric" else torch.maximum(low.abs(), high.abs())
+    total = float(spans.square().sum()) * group
+    if not np.isfinite(total):
+        raise CheckpointError("weights are NaN or infinite; the checkpoint is damaged")
+    return total
+
+
+class LayerStatistics(Protocol):
+    """What an indicator gathers while a text passes through one decoder layer.
+
+    Linears that share an input (query, key and value) share its statistics: `source` is the name
+    of the first of them.
+    """
+
+    def observe(self, source: str, inputs: Tensor) -> None:
+        """Take in `inputs` `[..., in]` of the linears of this source."""
+
+    def omega(
+        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    ) -> list[float]:
+        """The layer's indicator at each bitwidth; `weights` `[out, in]` and sources by linear."""
+
+
+class VarianceStatistics:
+    """Moments of every input, for Proposition 2."""
+
+    def __init__(self, form: VarianceForm = VarianceForm()) -> None:  # noqa: B008  (frozen)
+        self._form = form
+        self._inputs: dict[str, RunningMoments] = {}
+
+    def observe(self, source: str, inputs: Tensor) -> None:
+        """See `LayerStatistics`."""
+        self._inputs.setdefault(source, RunningMoments()).add(inputs)
+
+    def omega(
+        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    ) -> list[float]:
+        """See `LayerStatistics`."""
+        total = np.zeros(len(bitwidths))
+        for name, weight in weights.items():
+            inputs = self._inputs[source_of[name]]
+            noises = weight_noises(self._form, weight, bitwidths)
+            total += np.array(noises) * self._form.gain(inputs.mean, inputs.variance)
+        return list(total.tolist())
+
+
+class HessianStatistics:
+    """X X^T of every input, for the Hessian-based indicator; `[in, in]` float32 each."""
+
+    def __init__(self) -> None:
+        self._grams: dict[str, Gram] = {}
+
+    def observe(self, source: str, inputs: Tensor) -> None:
+        """See `LayerStatistics`."""
+        self._grams.setdefault(source, Gram(inputs.shape[-1], inputs.device)).add(inputs)
+
+    def omega(
+        self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
+    ) -> list[float]:
+        """See `LayerStatistics`."""
+        curvature = {
+            source: 2 * self._grams[source].top_eigenvalue()
+            for source in dict.fromkeys(source_of[name] for name in weights)
+        }
+        total = np.zeros(len(bitwidths))
+        for name, weight in weights.items():
+            errors = [
+                0.0 if bits == FULL_BITS else squared_rounding_error(weight, bits)
+                for bits in bitwidths
+            ]
+            total += np.array(errors) * curvature[source_of[name]]
+        return list(total.tolist())
+
+
+Indicator = Callable[[], LayerStatistics]
+"""Makes the statistics of one layer."""
+
+
+def random_indicator(layers: int, bitwidths: Sequence[int], seed: int) -> Matrix:
+    """Uniform draws `[layers, K]` that fall with rising bitwidth within a layer (section 6.5).
+
+    Nothing at 16 bit, as with the other indicators.
+    """
+    draws = np.random.default_rng(seed).uniform(size=(layers, len(bitwidths)))
+    falling = np.empty_like(draws)
+    falling[:, np.argsort(bitwidths)] = -np.sort(-draws, axis=1)
+    falling[:, [bits == FULL_BITS for bits in bitwidths]] = 0.0
+    return falling

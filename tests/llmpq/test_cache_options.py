@@ -1,0 +1,56 @@
+"""The packed-shard cache as users set it, from the command line and from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq import Plan
+from llmpq.cli import dist
+from quant.cache_settings import CacheSettings
+from quant.errors import SpecError
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], CacheSettings()),
+        (["--cache_dir", "/there", "--cache-limit-gib", "2.5"], CacheSettings("/there", 2.5)),
+        (["--no-cache"], CacheSettings(enabled=False)),
+        (["--no_cache"], CacheSettings(enabled=False)),
+    ],
+)
+def test_command_line(
+    options: list[str],
+    settings: CacheSettings,
+    plan: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def run(planned: Any, rows: Any, options: Any) -> None:
+        seen.append(options.cache)
+        raise SpecError("enough")
+
+    monkeypatch.setattr(dist, "Run", run)
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
+    files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert dist.main(["--plan", str(tmp_path / "plan.json"), *files, *options]) == 2
+    assert seen == [settings]
+
+
+def test_a_limit_that_is_none(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SpecError, match="cache limit is -1 GiB"):
+        plan.run([[5]], cache_limit_gib=-1)
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
+    files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    arguments = ["--plan", str(tmp_path / "plan.json"), *files, "--cache_limit_gib", "0"]
+    assert dist.main(arguments) == 2
+    assert "cache limit is 0 GiB" in capsys.readouterr().err
