@@ -1,0 +1,191 @@
+"""Ways of rounding weights: what they cost, and the perplexity that they leave the demo model.
+
+    python -m benchmarks.rounding [--quick]
+
+Perplexities are of held-out topics, those of GPTQ after calibrating on what the model was trained
+on (`benchmarks.quality`); weights are rounded, activations are not. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from actors.streaming import compute_on
+from benchmarks.machine import processor_name
+from benchmarks.quality import MODEL, read_texts, weight_only
+from llmpq.indicator import Calibration
+from llmpq.perplexity import Perplexity
+from llmpq.quantize import quantize_checkpoint
+from llmpq.scoring import Subject, evaluate
+from llmpq.text import Windows, token_windows
+from llmpq.tokenize import load_tokenizer
+from quant.canonical import dequantize, quantize
+from quant.gptq import GptqOptions, gptq
+from quant.rounding import Rounding
+from quant.scheme import ROUNDINGS
+
+LAYER = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}
+"""`[out, in]` of the linears of a LLaMA-7B decoder layer, and how many there are of each."""
+
+BITS = (3, 4, 8)
+GPTQ_WAYS = {
+    "GPTQ": GptqOptions(),
+    "GPTQ, symmetric": GptqOptions(symmetric=True),
+    "GPTQ, act-order": GptqOptions(act_order=True),
+}
+_CPU = torch.device("cpu")
+_LENGTH = 512
+_LAYERS = 12
+
+
+def layer_seconds(repetitions: int) -> dict[tuple[int, str], float]:
+    """Quantizing a layer, by bits and rounding: sums of medians of interleaved runs."""
+    total: dict[tuple[int, str], float] = {}
+    generator = torch.Generator().manual_seed(0)
+    for shape, count in LAYER.items():
+        weight = torch.randn(shape, generator=generator).bfloat16()
+        runs: dict[tuple[int, str], list[float]] = {(b, r): [] for b in BITS for r in ROUNDINGS}
+        for _ in range(repetitions):
+            for (bits, rounding), seconds in runs.items():
+                began = time.perf_counter()
+                quantize(weight, bits, rounding=Rounding(rounding))
+                seconds.append(time.perf_counter() - began)
+        for key, seconds in runs.items():
+            total[key] = total.get(key, 0.0) + count * statistics.median(seconds)
+    return total
+
+
+def squared_errors() -> dict[tuple[int, str, str], float]:
+    """Squared error relative to the squared weights, by bits, rounding and distribution."""
+    torch.manual_seed(0)
+    weights = {
+        "normal": torch.randn(1024, 1024),
+        "Student t, 5 degrees": torch.distributions.StudentT(5.0).sample((1024, 1024)),
+    }
+    found = {}
+    for name, weight in weights.items():
+        for bits in BITS:
+            for rounding in ROUNDINGS:
+                restored = dequantize(quantize(weight, bits, rounding=Rounding(rounding)))
+                error = (restored - weight).square().sum() / weight.square().sum()
+                found[bits, rounding, name] = float(error)
+    return found
+
+
+def print_costs(repetitions: int) -> None:
+    """Both tables of the rounding alone."""
+    seconds, errors = layer_seconds(repetitions), squared_errors()
+    names = sorted({name for _, _, name in errors})
+    print("\nQuantizing a LLaMA-7B decoder layer while it loads:\n")
+    print(f"| bits | rounding | seconds | times nearest | {' | '.join(names)} |")
+    print(f"|---|---|---|---|{'---|' * len(names)}")
+    for bits in BITS:
+        for rounding in ROUNDINGS:
+            ratio = seconds[bits, rounding] / seconds[bits, "nearest"]
+            cells = " | ".join(f"{errors[bits, rounding, name]:.2e}" for name in names)
+            print(
+                f"| {bits} | {rounding} | {seconds[bits, rounding]:.2f} | {ratio:.2f} | {cells} |"
+            )
+    print("\nThe last columns are squared errors relative to the squared weights.")
+
+
+def print_gptq_seconds(size: int) -> None:
+    """GPTQ of one square linear whose X^T X is given."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, size, generator=generator)
+    inputs = torch.randn(2 * size, size, generator=generator)
+    gram = inputs.t() @ inputs
+    began = time.perf_counter()
+    gptq(weight, gram, 4, GptqOptions())
+    print(f"\nGPTQ of a {size} x {size} linear at 4 bit: {time.perf_counter() - began:.1f} s.")
+
+
+def perplexities(sequences: int) -> Iterator[tuple[str, int, Perplexity]]:
+    """Way of rounding, bits and result; first the model as it is."""
+    calibration_text, held_out = read_texts()
+    tokenizer = load_tokenizer(MODEL)
+    windows = token_windows(held_out, tokenizer, _LENGTH)
+    calibration = Calibration.sample(
+        token_windows(calibration_text, tokenizer, _LENGTH, 4 * sequences * _LENGTH), sequences, 0
+    )
+    keys = [("", 16)] + [(rounding, bits) for bits in BITS for rounding in ROUNDINGS]
+    subjects = [rounded(bits, rounding or ROUNDINGS[0]) for rounding, bits in keys]
+    results = evaluate(MODEL, windows, subjects, _CPU)
+    yield from ((way, bits, result) for (way, bits), result in zip(keys, results, strict=True))
+    for bits in BITS:
+        for way, options in GPTQ_WAYS.items():
+            yield way, bits, calibrated(bits, options, calibration, windows)
+
+
+def rounded(bits: int, rounding: str) -> Subject:
+    """The demo model with all layers at `bits`."""
+    plain = weight_only((bits,) * _LAYERS)
+    return replace(plain, layers=tuple(replace(each, rounding=rounding) for each in plain.layers))
+
+
+def calibrated(
+    bits: int, options: GptqOptions, calibration: Calibration, windows: Windows
+) -> Perplexity:
+    """The perplexity of a checkpoint that GPTQ makes of the demo model."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "made"
+        quantize_checkpoint(
+            MODEL,
+            target,
+            (bits,) * _LAYERS,
+            torch.from_numpy(calibration.token_ids),
+            compute_on(_CPU, torch.float32),
+            options,
+        )
+        (result,) = evaluate(target, windows, [weight_only((bits,) * _LAYERS)], _CPU)
+    return result
+
+
+def print_perplexities(sequences: int) -> None:
+    """Perplexity by way and bits, with its distance from rounding to the nearest."""
+    print(f"\nDemo model, held-out text; GPTQ on {sequences} sequences of {_LENGTH} tokens:\n")
+    print("| bits | rounding | perplexity | above 16 bit | less than nearest |")
+    print("|---|---|---|---|---|")
+    found = {(bits, way): result for way, bits, result in perplexities(sequences)}
+    exact = found.pop((16, ""))
+    print(f"| 16 | | {exact.perplexity:.3f} | | |")
+    for (bits, way), result in sorted(found.items(), key=lambda item: -item[0][0]):
+        above = f"{above_of(result, exact)}"
+        nearest = found[bits, "nearest"]
+        gained = "" if result is nearest else above_of(nearest, result)
+        print(f"| {bits} | {way} | {result.perplexity:.3f} | {above} | {gained} |")
+
+
+def above_of(result: Perplexity, other: Perplexity) -> str:
+    """By how much `result` is above `other`, with the standard error over windows of the text."""
+    difference, error = result.above(other)
+    return f"{difference:+.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and sequences")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
+    sizes: Mapping[str, int] = (
+        {"repetitions": 1, "sequences": 8, "linear": 1024}
+        if options.quick
+        else {"repetitions": 5, "sequences": 64, "linear": 4096}
+    )
+    print_costs(sizes["repetitions"])
+    print_gptq_seconds(sizes["linear"])
+    print_perplexities(sizes["sequences"])
+
+
+if __name__ == "__main__":
+    main()
