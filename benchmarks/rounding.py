@@ -1,6 +1,6 @@
 """Ways of rounding weights: what they cost, and the perplexity that they leave the demo model.
 
-    python -m benchmarks.rounding [--quick]
+    python -m benchmarks.rounding [--quick] [--part costs|perplexity]
 
 Perplexities are of held-out topics, those of GPTQ after calibrating on what the model was trained
 on (`benchmarks.quality`); weights are rounded, activations are not. One thread.
@@ -174,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and sequences")
+    parser.add_argument("--part", choices=("all", "costs", "perplexity"), default="all")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
@@ -182,9 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.quick
         else {"repetitions": 5, "sequences": 64, "linear": 4096}
     )
-    print_costs(sizes["repetitions"])
-    print_gptq_seconds(sizes["linear"])
-    print_perplexities(sizes["sequences"])
+    if options.part != "perplexity":
+        print_costs(sizes["repetitions"])
+        print_gptq_seconds(sizes["linear"])
+    if options.part != "costs":
+        print_perplexities(sizes["sequences"])
 
 
 if __name__ == "__main__":

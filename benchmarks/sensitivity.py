@@ -1,12 +1,12 @@
-"""Whether sensitivities tell what quantization costs the demo model: layer by layer, and as a promise.
+"""Whether sensitivities tell what quantization costs the demo model: by layer, and as a promise.
 
     python -m benchmarks.sensitivity ranks
     python -m benchmarks.sensitivity promise
 
-`ranks`: rank correlation of each form of the indicator with the measured increase of perplexity when
-one layer alone is quantized. `promise`: perplexities measured on one half of the held-out
-documents turn --max_ppl_delta into a bound; what the plans found within it cost is measured on that
-half and on the other. Indicators see text of the training split alone.
+`ranks`: rank correlation of each form of the indicator with the measured increase of perplexity
+when one layer alone is quantized. `promise`: perplexities measured on one half of the held-out
+documents turn --max_ppl_delta into a bound; what the plans found within it cost is measured on
+that half and on the other. Indicators see text of the training split alone.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
 from planner.sensitivity import save_omega
 from quant.errors import InfeasibleError
-from quant.scheme import BITWIDTHS
 from quant.sensitivity import HessianStatistics, Indicator, VarianceStatistics, weight_noises
 from quant.variance_form import VarianceForm
 
 SEQUENCES, LENGTH = 32, 512
 ALONE = (3, 4)  # 8 bit in one layer costs less than the text can tell
 PROMISES = (0.1, 0.3, 0.6, 1.0, 2.0)
-MEMORY = (0.95, 1.0, 1.3, 2.0, 8.0)  # times the demo cluster's
-WORKLOAD = Workload(global_batch=24, prompt_length=100, new_tokens=64)
+MEMORY = (0.45, 0.5, 0.6, 0.8, 1.0)  # times the demo cluster's
+WORKLOAD = Workload(global_batch=4, prompt_length=64, new_tokens=32)
 
 Noise = Callable[[Tensor, int], float]
 
@@ -144,7 +143,7 @@ def promised_plans(omega_file: Path) -> tuple[dict[tuple[float, Bits], Plan], in
     refused = 0
     for promise in PROMISES:
         for factor in MEMORY:
-            options = {"omega_file": omega_file, "max_ppl_delta": promise, "dtype": "float32"}
+            options = {"omega_file": omega_file, "max_ppl_delta": promise}
             try:
                 plan = cluster_of(factor).plan(MODEL, WORKLOAD, **options)
             except InfeasibleError:
@@ -167,8 +166,10 @@ def promise() -> Iterator[str]:
         with tempfile.TemporaryDirectory() as folder:
             save_omega(Path(folder) / "omega.json", content)
             plans, refused = promised_plans(Path(folder) / "omega.json")
-        yield f"\nVariance indicator, one S_W a {scales}; {refused} of {len(PROMISES) * len(MEMORY)}"
-        yield "plans refused, as none keeps the promise in that memory:\n"
+        yield (
+            f"\nVariance indicator, one S_W a {scales}; {refused} of "
+            f"{len(PROMISES) * len(MEMORY)} refused, as no plan keeps the promise in that memory:\n"
+        )
         yield from promise_rows(plans, seen, unseen)
 
 

@@ -139,6 +139,13 @@ def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:
             f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
             "layers); plan again for this model or pass --model"
         )
+    planned = {bits for stage in plan.stages for bits in stage.bitwidths}
+    if shape.stored is not None and not shape.stored.mixed and planned != {shape.stored.bits}:
+        raise PlanMismatchError(
+            f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "
+            f"has layers of {', '.join(map(str, sorted(planned)))}; plan for the checkpoint itself "
+            "or pass the original 16-bit one as --model"
+        )
     return shape
 
 

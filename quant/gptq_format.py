@@ -50,7 +50,8 @@ class GptqWeight:
     def dequantize(self) -> torch.Tensor:
         """The float32 weight `[out, in]` that the codes stand for."""
         out = torch.empty(self.codes.shape)
-        for block in row_blocks(*self.codes.shape, out.device):
+        rows, columns = self.codes.shape
+        for block in row_blocks(rows, columns, out.device):
             out[block] = self.rows(block)
         return out
 

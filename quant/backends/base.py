@@ -184,7 +184,7 @@ def decoded_rows(x: torch.Tensor) -> int:
 class DecodeMemory:
     """What `linear_by_blocks` decodes to, again and again: mapping fresh pages would cost more.
 
-    `codes` uint8 and `values` float32, both `[decoded_rows(x), in]`, or `rows` where they are fewer.
+    `codes` uint8 and `values` float32, `[decoded_rows(x), in]` or `[rows, in]`, whichever is less.
     """
 
     def __init__(self, x: torch.Tensor, rows: int) -> None:

@@ -296,6 +296,10 @@ def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert set(again.stages[0].bitwidths) == {4}
     with pytest.raises(SpecError, match="is stored with 4 bits, which --bits 3 8 leaves out"):
         cluster.plan(tmp_path / "made", Workload(2, 8, 4), bits=[3, 8])
+    # and a plan of other bits is refused before any stage is started
+    other = cluster.plan(tmp_path / "model", Workload(2, 8, 4), bits=[8])
+    with pytest.raises(PlanMismatchError, match=r"all of it with 4 bits, but the plan has .* 8"):
+        next(other.run([[5, 6, 7]], model=str(tmp_path / "made")))
 
 
 def test_mixed_checkpoints_are_not_planned_for(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.read_ahead import FileRange, ReadAhead
+from quant.read_ahead import FileRange, ReadAhead, bring_in
 
 CHUNK = 4 << 20
 WINDOW = 3 * CHUNK
@@ -79,6 +79,19 @@ def test_what_cannot_be_read_is_told_to_whoever_waits_for_it(big: Path, tmp_path
             ahead.wait_for(cut)
         with pytest.raises(FileNotFoundError):
             ahead.wait_for(missing)
+
+
+def test_what_is_in_memory_is_not_copied(tmp_path: Path) -> None:
+    """Where the system tells; either way the count is that of a read."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 10_000)
+    buffer = memoryview(bytearray(6000))
+    with path.open("rb") as file:
+        assert bring_in(file.fileno(), [buffer], 0) == 6000
+        assert bytes(buffer) in (bytes(6000), b"x" * 6000)
+        assert bring_in(file.fileno(), [buffer], 6000) == 4000  # no further than it goes
+        assert bytes(buffer[:4000]) == b"x" * 4000
+        assert bring_in(file.fileno(), [buffer], 10_000) == 0
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
