@@ -24,7 +24,7 @@ from quant import gptq_writer
 from quant.canonical import dequantize, quantize
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, InputError, PlanMismatchError, SpecError
-from quant.gptq import GptqOptions
+from quant.gptq import GptqOptions, gptq
 from quant.gptq_format import read_gptq
 from quant.representation import Compute, LayerScheme
 from quant.scheme import Processor
@@ -376,3 +376,26 @@ def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> N
         hidden.append(stage._model.get_decoder().layers[0].mlp.up_proj(torch.eye(64)))
     assert torch.equal(hidden[0], hidden[1])
     assert not torch.equal(hidden[0], hidden[2])
+
+
+def test_inputs_are_those_of_the_quantized_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last linear sees what the linears before it, all rounded, make of the text."""
+    bits = (3, 16, 4, 4, 3)
+    model = save_tiny(tmp_path / "model", CONFIGS["llama"])
+    grams: list[Tensor] = []
+
+    def record(weight: Tensor, gram: Tensor, *rest: Any) -> Any:
+        grams.append(gram.clone())
+        return gptq(weight, gram, *rest)
+
+    monkeypatch.setattr("llmpq.quantize.gptq", record)
+    patch(model, make(tmp_path / "model", tmp_path / "made", bits), bits)
+    inputs: list[Tensor] = []
+    last = model.model.layers[-1].mlp.down_proj
+    last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(input_ids=tokens(), use_cache=False)
+    exact = inputs[0].double()
+    torch.testing.assert_close(grams[-1].double(), exact.t() @ exact, rtol=1e-3, atol=1e-4)
