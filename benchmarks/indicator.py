@@ -6,9 +6,9 @@ One decoder layer of a LLaMA with random weights, one thread, float32. The input
 recorded once; then both indicators are computed from them by turns, and each part's median over the
 turns is printed. The Hessian-based indicator is done well: inputs that linears share are taken
 once, X X^T by the BLAS routine for symmetric products in batches of tokens, its largest eigenvalue
-by power iteration (Lanczos), rounding errors in blocks that stay in the cache. X X^T by a general product, as
-GPTQ codes have it, stands beside it. Whole runs add what both need: loading the layer and sending
-the text through it.
+by power iteration (Lanczos), rounding errors in blocks that stay in the cache. X X^T by a general
+product, as GPTQ codes have it, stands beside it. Whole runs add what both need: loading the layer
+and sending the text through it.
 """
 
 from __future__ import annotations

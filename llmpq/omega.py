@@ -9,6 +9,8 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
+
 from actors.streaming import compute_on
 from llmpq.evaluate import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.indicator import Calibration, measure_indicators
@@ -20,7 +22,13 @@ from llmpq.text import Document
 from planner.model_shape import model_shape
 from planner.sensitivity import MeasuredPoint, OmegaContent
 from quant.errors import SpecError
-from quant.sensitivity import HessianStatistics, Indicator, VarianceStatistics, random_indicator
+from quant.sensitivity import (
+    HessianStatistics,
+    Indicator,
+    Matrix,
+    VarianceStatistics,
+    random_indicator,
+)
 
 
 def measure_omega(
@@ -52,7 +60,7 @@ def measure_omega(
             compute,
             progress,
         )
-        matrix = found[options.method]
+        matrix = _falling(found[options.method])
         sequences, length = sample.token_ids.shape
         if options.method == "variance":
             provenance |= asdict(options.form)
@@ -100,6 +108,13 @@ def measure_points(
     ]
     told = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
     return replace(content, points=tuple(points), provenance={**content.provenance, **told})
+
+
+def _falling(matrix: Matrix) -> Matrix:
+    """A layer that loses more at a higher bitwidth, as where 8 bit scales whole rows that hold an
+    outlier, is taken to lose as much at the lower one: a planner cannot then prefer it for that.
+    """
+    return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
 def _indicator(options: IndicatorOptions) -> Indicator:

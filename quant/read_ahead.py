@@ -28,23 +28,14 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 """Linux: an error instead of waiting for a disk."""
 
 
-def bring_in(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Have bytes of a file in the system's cache; how many, 0 at its end.
+def is_cached(descriptor: int, start: int, stop: int) -> bool:
+    """Whether first, middle and last byte of a range of a file can be had without waiting.
 
-    They are read through the single one of `buffers`, unless they seem to be there already: copying
-    them would take memory bandwidth from what is being computed.
+    False where the system cannot tell.
     """
-    (buffer,) = buffers
-    if _is_cached(descriptor, offset, len(buffer)):
-        return len(buffer)
-    return os.preadv(descriptor, buffers, offset)
-
-
-def _is_cached(descriptor: int, offset: int, count: int) -> bool:
-    """Whether first, middle and last byte can be had without waiting; False where none can say."""
-    places = (offset, offset + count // 2, offset + count - 1)
     byte = bytearray(1)
     try:
+        places = (start, (start + stop) // 2, stop - 1)
         return bool(_NOWAIT) and all(os.preadv(descriptor, [byte], p, _NOWAIT) for p in places)
     except OSError:
         return False
@@ -70,11 +61,13 @@ class ReadAhead:
         self,
         ranges: Sequence[FileRange],
         window_bytes: int = READ_AHEAD_BYTES,
-        read_into: ReadInto = bring_in,
+        read_into: ReadInto = os.preadv,
+        is_there: Callable[[int, int, int], bool] = is_cached,
     ) -> None:
         self._ranges = tuple(dict.fromkeys(ranges))
         self._window_bytes = window_bytes
         self._read_into = read_into
+        self._is_there = is_there
         self._end_of: dict[FileRange, int] = {}
         end = 0
         for file_range in self._ranges:
@@ -141,6 +134,8 @@ class ReadAhead:
         """Read one range, whose first byte is number `position` of all; False when told to stop."""
         descriptor = os.open(file_range.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            if self._is_there(descriptor, file_range.start, file_range.stop):
+                return True  # copying it would only take memory bandwidth from what is computed
             offset = file_range.start
             while offset < file_range.stop:
                 ahead = position + offset - file_range.start

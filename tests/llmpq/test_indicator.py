@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from actors.streaming import compute_on
 from llmpq import Cluster, Workload
 from llmpq.cli import algo, indicator
 from llmpq.indicator import Calibration, measure_indicators
+from llmpq.indicator_options import IndicatorOptions
 from llmpq.measured_points import assignments_to_measure
+from llmpq.omega import measure_omega
 from llmpq.text import Windows, token_windows
 from planner.model_shape import model_shape
 from planner.sensitivity import load_omega
@@ -29,6 +32,14 @@ from quant.variance_form import VarianceForm
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 
 BITS = (3, 4, 8, 16)
+OUTLIERS = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
 IN_FLOAT32 = compute_on(torch.device("cpu"), torch.float32)
 FORM = VarianceForm("stochastic", "symmetric")
 
@@ -215,6 +226,24 @@ def test_bound_of_perplexity_from_the_command_line(
     printed = " ".join(capsys.readouterr().out.split())
     assert "over 30 at 16 bit expected" in printed
     assert "from 3 measured points); at most" in printed
+
+
+def test_outliers_make_no_higher_bitwidth_worse(tmp_path: Path) -> None:
+    """One weight of a row sets its scale at 8 bit, but only its group's at 4."""
+    weights = save_tiny(tmp_path, OUTLIERS)
+    with torch.no_grad():
+        for linear in (m for m in weights.model.layers[1].modules() if isinstance(m, nn.Linear)):
+            linear.weight[:, 0] = 50
+    weights.save_pretrained(tmp_path)
+    options = IndicatorOptions(method="hessian", sequence_length=12)
+    ids = tokens(1, 60)[0].tolist()
+    raw = measure_indicators(
+        tmp_path, np.array(ids).reshape(5, 12), {"x": HessianStatistics}, BITS, IN_FLOAT32
+    )["x"]
+    assert raw[1, 2] > raw[1, 1]
+    matrix = measure_omega(tmp_path, [ids], options).matrix
+    assert (np.diff(matrix, axis=1) <= 0).all()
+    assert matrix[0] == pytest.approx(raw[0])
 
 
 def test_bad_input_of_the_command(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quant.read_ahead import FileRange, ReadAhead, bring_in
+from quant.read_ahead import FileRange, ReadAhead, is_cached
 
 CHUNK = 4 << 20
 WINDOW = 3 * CHUNK
@@ -40,7 +40,7 @@ def test_reads_in_order_and_no_further_than_the_window(big: Path) -> None:
             at_limit.set()
         return os.preadv(descriptor, buffers, offset)
 
-    with ReadAhead(ranges, WINDOW, read_into) as ahead:
+    with ReadAhead(ranges, WINDOW, read_into, lambda *_: False) as ahead:
         for file_range in ranges:
             assert at_limit.wait(30)
             at_limit.clear()
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_told_to_whoever_waits_for_it(big: Path, tmp_path
     cut = FileRange(big, 15 * CHUNK, 17 * CHUNK)
     missing = FileRange(tmp_path / "missing", 0, 1)
     good = FileRange(big, 0, CHUNK)
-    with ReadAhead([cut, missing, good], WINDOW) as ahead:
+    with ReadAhead([cut, missing, good], WINDOW, is_there=lambda *_: False) as ahead:
         ahead.wait_for(good)
         with pytest.raises(OSError, match="ends at byte"):
             ahead.wait_for(cut)
@@ -81,17 +81,26 @@ def test_what_cannot_be_read_is_told_to_whoever_waits_for_it(big: Path, tmp_path
             ahead.wait_for(missing)
 
 
-def test_what_is_in_memory_is_not_copied(tmp_path: Path) -> None:
-    """Where the system tells; either way the count is that of a read."""
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_in_memory_is_not_read_again(there: bool, big: Path) -> None:
+    reads = []
+
+    def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return os.preadv(descriptor, buffers, offset)
+
+    whole = FileRange(big, 0, 16 * CHUNK)
+    with ReadAhead([whole], WINDOW, read_into, lambda *_: there) as ahead:
+        ahead.wait_for(whole)
+    assert len(reads) == (0 if there else 16)
+
+
+def test_a_file_that_ends_too_early_is_not_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 10_000)
-    buffer = memoryview(bytearray(6000))
     with path.open("rb") as file:
-        assert bring_in(file.fileno(), [buffer], 0) == 6000
-        assert bytes(buffer) in (bytes(6000), b"x" * 6000)
-        assert bring_in(file.fileno(), [buffer], 6000) == 4000  # no further than it goes
-        assert bytes(buffer[:4000]) == b"x" * 4000
-        assert bring_in(file.fileno(), [buffer], 10_000) == 0
+        assert not is_cached(file.fileno(), 0, 10_001)
+        assert not is_cached(file.fileno(), 20_000, 30_000)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -100,7 +109,7 @@ def test_nobody_waits_for_a_reader_that_broke(big: Path) -> None:
         raise RuntimeError("a fault of ours")
 
     ranges = [FileRange(big, 0, CHUNK), FileRange(big, CHUNK, 2 * CHUNK)]
-    with ReadAhead(ranges, WINDOW, read_into) as ahead:
+    with ReadAhead(ranges, WINDOW, read_into, lambda *_: False) as ahead:
         for file_range in ranges:
             ahead.wait_for(file_range)
 
