@@ -39,7 +39,7 @@ BITS = (3, 4, 8)
 GPTQ_WAYS = {
     "GPTQ": GptqOptions(),
     "GPTQ, symmetric": GptqOptions(symmetric=True),
-    "GPTQ, act-order": GptqOptions(act_order=True),
+    "GPTQ, columns in order": GptqOptions(act_order=False),
 }
 _CPU = torch.device("cpu")
 _LENGTH = 512

@@ -40,11 +40,12 @@ _SEARCHED_BITS = 4
 class GptqOptions:
     """`symmetric`: the zero is the middle code, as some kernels ask (Marlin). `act_order`: columns
     with the largest inputs are rounded first, under scales fixed beforehand, so that columns stay
-    where they are. `damping`: share of the mean diagonal added to it.
+    where they are and kernels notice nothing; else in their order, each group's scale chosen when
+    it is reached. `damping`: share of the mean diagonal added to it.
     """
 
     symmetric: bool = False
-    act_order: bool = False
+    act_order: bool = True
     damping: float = DAMPING
 
     def __post_init__(self) -> None:

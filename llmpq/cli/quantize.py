@@ -45,7 +45,7 @@ def _quantize(options: argparse.Namespace) -> int:
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
             "text), of the kind that the model shall work on"
         )
-    settings = GptqOptions(options.symmetric, options.act_order, options.damping)
+    settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
     folder, bitwidths = _what(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
@@ -135,13 +135,17 @@ def _parser() -> Parser:
     )
     add("--seed", type=int, default=0, help="of the choice of sequences")
     parser.add_argument(
-        "--symmetric", action="store_true", help="zeros in the middle, as Marlin kernels ask"
+        "--symmetric",
+        action="store_true",
+        help="zeros in the middle, as Marlin kernels ask",
     )
     parser.add_argument(
-        "--act-order",
-        "--act_order",
-        action="store_true",
-        help="round the columns with the largest inputs first",
+        "--no-act-order",
+        "--no_act_order",
+        dest="act_order",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help="round columns in their order, not those with the largest inputs first",
     )
     add("--damping", type=float, default=DAMPING, help="share of the mean diagonal of X^T X")
     add("--device", default=AUTO, help="auto, cpu or cuda")

@@ -286,7 +286,7 @@ def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     plan.save(tmp_path / "plan.json")
     text = str(tmp_path / "text.jsonl")
     options = ("--strat_file_name", str(tmp_path / "plan.json"), "--calibration", text)
-    assert run(tmp_path, *options, "--symmetric", "--act-order") == 0
+    assert run(tmp_path, *options, "--symmetric", "--no-act-order") == 0
     out = capsys.readouterr().out
     assert "5 layers of 4.00 bits on average, calibrated on 240 tokens" in out
     made = Checkpoint(tmp_path / "made")
