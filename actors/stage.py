@@ -22,13 +22,13 @@ from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.sampler import Sampler
 from actors.stage_spec import StageSpec
-from quant.cache_settings import NO_CACHE, CacheSettings
-from quant.cached_layer import LayerForm
+from quant.cache.folder import ShardCache, open_cache
+from quant.cache.layer import LayerForm
+from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint import Checkpoint
 from quant.errors import DeviceError
 from quant.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
 from quant.scheme import Processor
-from quant.shard_cache import ShardCache, open_cache
 
 
 class Stage:

@@ -18,7 +18,7 @@ from actors.scheduler import StaticBatchScheduler
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from actors.transport import PackedTensor, pack, unpack
-from quant.cache_settings import CacheSettings
+from quant.cache.settings import CacheSettings
 from quant.checkpoint import resolve
 from quant.processor import local_processor
 

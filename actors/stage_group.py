@@ -19,7 +19,7 @@ from actors.stage_actor import Hold, StageActor
 from actors.stage_spec import StageSpec
 from planner.accelerators import find_accelerator
 from planner.plan import Plan, StagePlan
-from quant.cache_settings import NO_CACHE, CacheSettings
+from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.errors import DeviceError, LlmpqError, StageLostError
 
 

@@ -32,9 +32,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.streaming import compute_on
 from benchmarks.machine import processor_name
 from llmpq.indicator import TokenIds, measure_indicators
-from quant.gram import Gram, squared_rounding_error
-from quant.sensitivity import HessianStatistics, RunningMoments, VarianceStatistics, weight_noises
-from quant.variance_form import VarianceForm
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.gram import Gram, squared_rounding_error
+from quant.sensitivity.indicators import (
+    HessianStatistics,
+    RunningMoments,
+    VarianceStatistics,
+    weight_noises,
+)
 
 BITS = (3, 4, 8, 16)
 VOCABULARY = 1024

@@ -38,12 +38,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.utils import logging
 
 from actors.architectures import empty_model
-from quant.cached_layer import LayerForm
+from quant.cache.folder import ShardCache
+from quant.cache.layer import LayerForm
 from quant.checkpoint import Checkpoint
 from quant.loader import LayerLoad, load_layer_as, load_tensors, loading
 from quant.processor import local_processor
 from quant.read_ahead import READ_AHEAD_BYTES
-from quant.shard_cache import ShardCache
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

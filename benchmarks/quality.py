@@ -43,14 +43,14 @@ from planner.model_shape import ModelShape, model_shape
 from planner.sensitivity import default_sensitivity
 from quant.representation import LayerScheme
 from quant.scheme import BITWIDTHS, fallback_rule
-from quant.sensitivity import (
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
     Matrix,
     VarianceStatistics,
     random_indicator,
 )
-from quant.variance_form import VarianceForm
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODEL = EXAMPLES / "demo_model"

@@ -28,7 +28,7 @@ from llmpq.scoring import Subject, evaluate
 from llmpq.text import Windows, token_windows
 from llmpq.tokenize import load_tokenizer
 from quant.canonical import dequantize, quantize
-from quant.gptq import GptqOptions, gptq
+from quant.gptq.rounding import GptqOptions, gptq
 from quant.rounding import Rounding
 from quant.scheme import ROUNDINGS
 

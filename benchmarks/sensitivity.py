@@ -37,8 +37,13 @@ from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
 from planner.sensitivity import save_omega
 from quant.errors import InfeasibleError
-from quant.sensitivity import HessianStatistics, Indicator, VarianceStatistics, weight_noises
-from quant.variance_form import VarianceForm
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.indicators import (
+    HessianStatistics,
+    Indicator,
+    VarianceStatistics,
+    weight_noises,
+)
 
 SEQUENCES, LENGTH = 32, 512
 ALONE = (3, 4)  # 8 bit in one layer costs less than the text can tell

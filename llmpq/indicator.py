@@ -19,7 +19,7 @@ from llmpq.perplexity import ReportProgress
 from llmpq.text import Windows
 from quant.errors import CheckpointError, InputError
 from quant.representation import Compute
-from quant.sensitivity import Indicator, LayerStatistics, Matrix
+from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix
 
 TokenIds = npt.NDArray[np.int64]
 

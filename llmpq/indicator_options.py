@@ -8,7 +8,7 @@ from llmpq.perplexity import AUTO
 from planner.sensitivity import FULL_BITS
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS
-from quant.variance_form import VarianceForm
+from quant.sensitivity.form import VarianceForm
 
 METHODS = ("variance", "hessian", "random")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from quant.sensitivity import FULL_BITS, Matrix
+from quant.sensitivity.indicators import FULL_BITS, Matrix
 
 SHARES = (0.7, 0.4, 0.23, 0.13, 0.07, 0.04)
 """Of the sensitivity at the lowest bitwidth: what mixtures are measured at, evenly spread on the

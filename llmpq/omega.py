@@ -22,7 +22,7 @@ from llmpq.text import Document
 from planner.model_shape import model_shape
 from planner.sensitivity import MeasuredPoint, OmegaContent
 from quant.errors import SpecError
-from quant.sensitivity import (
+from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
     Matrix,

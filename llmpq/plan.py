@@ -21,7 +21,7 @@ from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
 from planner.planned_assignment import planned_assignment
 from planner.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
-from quant.cache_settings import cache_settings
+from quant.cache.settings import cache_settings
 from quant.errors import SpecError
 
 

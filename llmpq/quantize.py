@@ -22,12 +22,12 @@ from actors.streaming import LayerStream, StreamedLayer, stream_layers
 from llmpq.perplexity import ReportProgress
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, InputError, SpecError
-from quant.gptq import GptqOptions, gptq
-from quant.gptq_format import GptqWeight
-from quant.gptq_writer import GptqLayout, GptqWriter
-from quant.gram import Gram
+from quant.gptq.format import GptqWeight
+from quant.gptq.rounding import GptqOptions, gptq
+from quant.gptq.writer import GptqLayout, GptqWriter
 from quant.model_folder import copy_settings, new_folder
 from quant.representation import Compute
+from quant.sensitivity.gram import Gram
 
 FULL_BITS = 16
 

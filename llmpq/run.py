@@ -15,7 +15,7 @@ from llmpq.session import ray_session
 from llmpq.tokenize import RequestMaker, load_tokenizer
 from planner.model_shape import ModelShape, model_shape
 from planner.plan import Plan
-from quant.cache_settings import CacheSettings
+from quant.cache.settings import CacheSettings
 from quant.errors import PlanMismatchError, SpecError
 
 NOT_FINITE = (

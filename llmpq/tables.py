@@ -60,8 +60,8 @@ def _stage_cells(stage: StagePlan, plan: Plan) -> Sequence[str]:
         stage.device + (" (emulated)" if stage.emulated else ""),
         f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
         _bits(stage),
-        _size(stage.memory_bytes),
-        _size(stage.memory_limit_bytes),
+        size_text(stage.memory_bytes),
+        size_text(stage.memory_limit_bytes),
         _seconds(stage.prefill_s),
         _seconds(stage.decode_s),
     )
@@ -166,8 +166,8 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
             _seconds(stats.busy_s),
             f"{stats.busy_s / summary.seconds:.0%}" if summary.seconds else "",
             str(stats.micro_batches),
-            _size(stats.weight_bytes),
-            _size(stats.kv_cache_bytes),
+            size_text(stats.weight_bytes),
+            size_text(stats.kv_cache_bytes),
         )
     line = (
         f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
@@ -177,7 +177,8 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
     return Group(table, Text(line)) if summary.stages else Text(line)
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """`count` bytes in GiB, or MiB where that is less than one."""
     return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.2f} MiB"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
-from quant.gptq_config import CONFIG_KEY, parse_gptq_config
+from quant.gptq.config import CONFIG_KEY, parse_gptq_config
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _BLOOM_TRAINED_LENGTH = 2048  # ALiBi has no table; BLOOM was trained on 2,048 tokens

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from quant.errors import SpecError
-from quant.gptq_config import WHOLE_ROW, GptqConfig
+from quant.gptq.config import WHOLE_ROW, GptqConfig
 from quant.scheme import LinearShape, group_size
 
 _NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})

@@ -15,7 +15,7 @@ from typing import Any
 from planner.architectures import shape_from_config, supported_model_types
 from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
-from quant.gptq_config import read_gptq_config
+from quant.gptq.config import read_gptq_config
 
 __all__ = ["ModelShape", "builtin_names", "model_shape", "supported_model_types"]
 

@@ -5,7 +5,7 @@
     weight ~ (code - 2^(bits-1)) * scale + zero     3 and 4 bit, codes 0 .. 2^bits - 1
     weight ~ code * scale                           8 bit, codes -127 .. 127
 
-`quantize` makes it of a float weight without calibration (`quant.rounding`), `quant.gptq_format`
+`quantize` makes it of a float weight without calibration (`quant.rounding`), `quant.gptq.format`
 of a GPTQ checkpoint. Scale and zero of 3 and 4 bit are then bfloat16, the only type that torch's
 int4pack kernel takes with bfloat16 activations; it neither overflows nor underflows where a weight
 does not.

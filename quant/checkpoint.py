@@ -24,7 +24,7 @@ from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import CheckpointError
-from quant.gptq_config import GptqConfig, read_gptq_config
+from quant.gptq.config import GptqConfig, read_gptq_config
 from quant.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
 from quant.tensor_file import DamagedFileError, TensorPlace, read_header
 

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from quant.backends.base import copy_of
-from quant.cached_layer import (
+from quant.cache.folder import CachedTensors, CacheKey, ShardCache, file_range
+from quant.cache.layer import (
     CachedLayer,
     LayerForm,
     fill_from,
@@ -31,12 +32,11 @@ from quant.cached_layer import (
 )
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
-from quant.gptq_linear import gptq_linear
+from quant.gptq.linear import gptq_linear
 from quant.linear import QuantizedLinear, quantize_linear
 from quant.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.rounding import Rounding
 from quant.scheme import Processor
-from quant.shard_cache import CachedTensors, CacheKey, ShardCache, file_range
 
 FULL_BITS = 16
 

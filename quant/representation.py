@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
 from quant.backends.registry import BACKENDS
-from quant.cached_layer import LayerForm
+from quant.cache.layer import LayerForm
 from quant.canonical import dequantize, quantize
 from quant.checkpoint import Checkpoint
 from quant.linear import dtype_name

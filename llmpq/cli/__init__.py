@@ -1,3 +1,3 @@
-"""Command lines: `llmpq-algo` plans, `llmpq-dist` runs, `llmpq-convert` makes safetensors of `.bin`
-files.
+"""Command lines: `llmpq-algo` plans, `llmpq-dist` runs, `llmpq-quantize` calibrates a checkpoint,
+`llmpq-indicator` measures sensitivities, `llmpq-eval` perplexity, `llmpq-convert` reads `.bin`.
 """

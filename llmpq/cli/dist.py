@@ -16,7 +16,7 @@ from llmpq.results import ResultFile
 from llmpq.rows import read_rows
 from llmpq.run import Run, RunOptions
 from llmpq.tables import plan_table, summary_table
-from quant.cache_settings import cache_settings
+from quant.cache.settings import cache_settings
 from quant.errors import PlanMismatchError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "ignore_eos")

@@ -18,7 +18,7 @@ from planner.perplexity_fit import fit_perplexity
 from planner.sensitivity import OmegaContent, save_omega
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
-from quant.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
 from llmpq.perplexity import AUTO
+from llmpq.tables import size_text
 from llmpq.text import read_documents
 from quant.errors import InputError, SpecError
 
@@ -18,7 +19,7 @@ SEQUENCE_LENGTH = 2048
 """Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
 
 DAMPING = 0.01
-"""As in Frantar et al., section 3.3; equal to `quant.gptq.DAMPING`, which needs torch to import."""
+"""As in Frantar et al., section 3.3; equal to `quant.gptq.rounding.DAMPING`, which needs torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def _quantize(options: argparse.Namespace) -> int:
     from llmpq.tokenize import load_tokenizer
     from planner.model_shape import model_shape
     from quant.checkpoint import Checkpoint
-    from quant.gptq import GptqOptions
+    from quant.gptq.rounding import GptqOptions
 
     if not options.calibration:
         raise InputError(
@@ -72,7 +73,7 @@ def _quantize(options: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
     console().print(
-        f"Wrote {made.tensor_bytes / 2**30:.2f} GiB to {made.target}: {len(bitwidths)} layers of "
+        f"Wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
         f"{seconds:.0f} s",
         highlight=False,

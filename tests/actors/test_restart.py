@@ -9,7 +9,7 @@ import torch
 
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
-from quant.cache_settings import CacheSettings
+from quant.cache.settings import CacheSettings
 from quant.checkpoint import Checkpoint
 from quant.processor import local_processor
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny

@@ -26,7 +26,7 @@ import pathlib, sys
 import torch
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
-from quant.cache_settings import CacheSettings
+from quant.cache.settings import CacheSettings
 from quant.processor import local_processor
 
 small, large = map(pathlib.Path, sys.argv[1:3])

@@ -9,7 +9,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import dist
-from quant.cache_settings import CacheSettings
+from quant.cache.settings import CacheSettings
 from quant.errors import SpecError
 
 

@@ -26,9 +26,9 @@ from llmpq.text import Windows, token_windows
 from planner.model_shape import model_shape
 from planner.sensitivity import load_omega
 from quant.errors import CheckpointError, InputError
-from quant.gram import squared_rounding_error
-from quant.sensitivity import HessianStatistics, VarianceStatistics
-from quant.variance_form import VarianceForm
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.gram import squared_rounding_error
+from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 
 BITS = (3, 4, 8, 16)

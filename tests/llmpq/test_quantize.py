@@ -20,12 +20,12 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
 from llmpq.cli import quantize as command
 from llmpq.quantize import quantize_checkpoint, shared_inputs
-from quant import gptq_writer
 from quant.canonical import dequantize, quantize
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, InputError, PlanMismatchError, SpecError
-from quant.gptq import GptqOptions, gptq
-from quant.gptq_format import read_gptq
+from quant.gptq import writer as gptq_writer
+from quant.gptq.format import read_gptq
+from quant.gptq.rounding import GptqOptions, gptq
 from quant.representation import Compute, LayerScheme
 from quant.scheme import Processor
 from tests.actors.models import (

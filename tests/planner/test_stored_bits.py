@@ -19,7 +19,7 @@ from planner.search import find_plan
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
 from quant.errors import SpecError
-from quant.gptq_config import GptqConfig
+from quant.gptq.config import GptqConfig
 from quant.scheme import backend_name
 
 LLAMA: dict[str, Any] = {

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from quant.backends.onednn_w8a8 import OneDnnW8A8
 from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.torch_4bit import Torch4Bit
-from quant.cached_layer import LayerForm, comes_back, layer_key
+from quant.cache.folder import ShardCache
+from quant.cache.layer import LayerForm, comes_back, layer_key
 from quant.checkpoint import SINGLE_FILE, Checkpoint
 from quant.errors import CheckpointError
 from quant.linear import QuantizedLinear
 from quant.loader import LayerLoad, load_layer, load_layer_as, loading, module_nbytes
 from quant.processor import local_processor
 from quant.scheme import KERNEL_RULES, LinearShape, Processor
-from quant.shard_cache import ShardCache
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quant.errors import CheckpointError, SpecError
-from quant.gptq import GptqOptions, gptq
-from quant.gptq_format import GptqWeight
+from quant.gptq.format import GptqWeight
+from quant.gptq.rounding import GptqOptions, gptq
 
 Matrix = npt.NDArray[np.float64]
 

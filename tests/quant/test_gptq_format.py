@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from quant.canonical import dequantize, quantize
 from quant.checkpoint import SINGLE_FILE, Checkpoint
 from quant.errors import CheckpointError, PlanMismatchError, SpecError
-from quant.gptq_config import parse_gptq_config, read_gptq_config
-from quant.gptq_format import (
+from quant.gptq.config import parse_gptq_config, read_gptq_config
+from quant.gptq.format import (
     GptqWeight,
     fills_words,
     gptq_tensors,

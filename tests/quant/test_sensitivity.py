@@ -9,15 +9,15 @@ from torch import Tensor
 
 from quant.canonical import dequantize, quantize
 from quant.errors import CheckpointError, SpecError
-from quant.gram import Gram, squared_rounding_error, top_eigenvalue
-from quant.sensitivity import (
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.gram import Gram, squared_rounding_error, top_eigenvalue
+from quant.sensitivity.indicators import (
     HessianStatistics,
     RunningMoments,
     VarianceStatistics,
     random_indicator,
     weight_noises,
 )
-from quant.variance_form import VarianceForm
 
 BITS = (3, 4, 8, 16)
 CPU = torch.device("cpu")

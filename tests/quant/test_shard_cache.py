@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quant import shard_cache
-from quant.cache_settings import CacheSettings, cache_settings, default_folder
+from quant.cache import folder as shard_cache
+from quant.cache.folder import CachedTensors, CacheKey, NewEntry, ShardCache, open_cache
+from quant.cache.settings import CacheSettings, cache_settings, default_folder
 from quant.errors import SpecError
-from quant.shard_cache import CachedTensors, CacheKey, NewEntry, ShardCache, open_cache
 from quant.tensor_file import TensorWriter, reserved_bytes
 
 KEY = CacheKey("model.layers.3-4bit", '{"bits": 4}')
@@ -284,7 +284,7 @@ def test_after_an_error_nothing_more_is_written(folder: Path) -> None:
 WRITER = """
 import random, sys, pathlib, warnings
 import torch
-from quant.shard_cache import CacheKey, NewEntry, ShardCache
+from quant.cache.folder import CacheKey, NewEntry, ShardCache
 warnings.simplefilter("ignore")
 folder, name, limit = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 generator = random.Random(name)

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from quant.checkpoint import INDEX_FILE, Checkpoint
 from quant.errors import SpecError
-from quant.gptq import GptqOptions
-from quant.gptq_config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
-from quant.gptq_format import GptqWeight, fills_words, gptq_tensors
+from quant.gptq.config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
+from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
+from quant.gptq.rounding import GptqOptions
 from quant.model_folder import write_index
 from quant.scheme import GROUP_SIZES, group_size
 

@@ -7,7 +7,7 @@ X^T X, times the rest of the factor's row. Columns wait in blocks for the errors
 
 The range of a group is narrowed by the factor that leaves the least error weighted by the squared
 inputs, which gains more than anything else here (`docs/quantization.md`). Scales are rounded up to
-values that float16, the format's type (`quant.gptq_format`), and bfloat16 both have: what backends
+values that float16, the format's type (`quant.gptq.format`), and bfloat16 both have: what backends
 hold in 16 bits, scale and zero times scale, is then exact in float16.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from quant.canonical import CANONICAL_BITS
 from quant.errors import CheckpointError, SpecError
-from quant.gptq_format import GptqWeight
+from quant.gptq.format import GptqWeight
 from quant.rounding import round_up_to_bfloat16
 from quant.scheme import group_size
 

@@ -1,6 +1,6 @@
 """Which form of the variance indicator is meant, and its scalar parts; without torch.
 
-`quant.sensitivity` has the equations.
+`quant.sensitivity.indicators` has the equations.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ model. S_W is of the whole tensor; with `scales="group"` D_W * S_W^2 becomes the
 that the quantizer really scales (`quant.canonical`) of their weights times their squared step.
 
 The Hessian-based indicator to compare with is lambda_max(2 X X^T) * ||Q(W) - W||^2, summed over
-linears (`quant.gram`); the random one falls with rising bitwidth and is otherwise noise.
+linears (`quant.sensitivity.gram`); the random one falls with rising bitwidth, otherwise noise.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from quant.errors import CheckpointError
-from quant.gram import Gram, squared_rounding_error
-from quant.variance_form import VarianceForm
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.gram import Gram, squared_rounding_error
 
 FULL_BITS = 16
 

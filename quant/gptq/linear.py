@@ -7,7 +7,7 @@ from torch import nn
 
 from quant.checkpoint import Checkpoint
 from quant.errors import PlanMismatchError
-from quant.gptq_format import read_gptq, to_canonical
+from quant.gptq.format import read_gptq, to_canonical
 from quant.linear import linear_of_codes
 from quant.scheme import Processor
 

@@ -25,9 +25,9 @@ from torch import nn
 
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.linear import QuantizedLinear, dtype_name
 from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
-from quant.shard_cache import CachedTensors, CacheKey, NewEntry
 from quant.tensor_file import DamagedFileError
 
 _LIBRARIES = ("torch", "bitsandbytes")

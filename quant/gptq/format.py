@@ -24,7 +24,7 @@ import torch
 from quant.canonical import CanonicalWeight, quantize, row_blocks
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
-from quant.gptq_config import STORED_BITS
+from quant.gptq.config import STORED_BITS
 from quant.scheme import group_size
 
 _WORD = 32

@@ -1,7 +1,7 @@
 """A folder of packed decoder layers, one safetensors file each, shared by all stages of a node.
 
 A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
-What is in a file is told by its key (`quant.cached_layer`), whose hash is in the name and whose
+What is in a file is told by its key (`quant.cache.layer`), whose hash is in the name and whose
 text is inside. Files appear whole, under a name that nobody had, or not at all. Those that a live
 stage uses carry its shared lock and stay; of the others the least recently used go where room is
 needed. Whatever is wrong with the folder, a stage loads without it and says so once.
@@ -28,7 +28,7 @@ from typing import BinaryIO, TypeVar
 
 import torch
 
-from quant.cache_settings import DEFAULT_LIMIT_BYTES, CacheSettings
+from quant.cache.settings import DEFAULT_LIMIT_BYTES, CacheSettings
 from quant.read_ahead import FileRange, ReadAhead
 from quant.tensor_file import (
     DamagedFileError,

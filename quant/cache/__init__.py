@@ -1,0 +1,1 @@
+"""Packed decoder layers kept on disk for the next start of a stage; `settings` is without torch."""

@@ -1,0 +1,1 @@
+"""What quantization costs a decoder layer, by its inputs and weights; `form` is without torch."""
