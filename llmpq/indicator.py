@@ -34,10 +34,12 @@ class Calibration:
     def sample(cls, windows: Windows, sequences: int, seed: int) -> Calibration:
         """At most `sequences` whole windows of a text, drawn by `seed` and kept in its order.
 
-        Raises `InputError` for less than one sequence.
+        Raises `InputError` for less than one sequence and for a negative seed.
         """
         if sequences < 1:
             raise InputError(f"sequences is {sequences}; give at least 1")
+        if seed < 0:
+            raise InputError(f"seed is {seed}; give at least 0")
         length = windows.token_ids.shape[1]
         whole = np.flatnonzero(windows.counts == length)
         drawn = np.random.default_rng(seed).permutation(whole)[:sequences]

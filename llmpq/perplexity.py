@@ -74,17 +74,17 @@ class Perplexity:
         return None if error is None else self.perplexity * error
 
     def above(self, other: Perplexity) -> tuple[float, float | None]:
-        """By how much this perplexity exceeds `other`'s, and the standard error of that.
+        """By how much this perplexity exceeds `other`'s, and the standard error to first order.
 
         Windows are compared one by one, so that how hard the text is does not count: the error is
         much smaller than those of the two perplexities. Raises ValueError for another text.
         """
         if self.window_tokens != other.window_tokens:
             raise ValueError("the perplexities are of different windows")
+        own, its = self.perplexity, other.perplexity
         pairs = zip(self.window_nll, other.window_nll, strict=True)
-        error = _error_of_mean([own - its for own, its in pairs], self.window_tokens)
-        difference = self.perplexity - other.perplexity
-        return difference, None if error is None else self.perplexity * error
+        error = _error_of_mean([own * a - its * b for a, b in pairs], self.window_tokens)
+        return own - its, error
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

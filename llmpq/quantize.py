@@ -22,10 +22,11 @@ from actors.streaming import LayerStream, StreamedLayer, stream_layers
 from llmpq.perplexity import ReportProgress
 from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError, InputError, SpecError
+from quant.gptq.config import CONFIG_FILE
 from quant.gptq.format import GptqWeight
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
-from quant.model_folder import copy_settings, new_folder
+from quant.model_folder import copy_settings, new_folder, overlap
 from quant.representation import Compute
 from quant.sensitivity.gram import Gram
 
@@ -85,12 +86,21 @@ def quantize_checkpoint(
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """InputError if `target` exists (unless `overwrite`), or is the model in `source` itself."""
+    """InputError if `target` exists (unless `overwrite` and it is a model's folder), or if one of
+    `target` and the model's folder `source` is the other or lies in it.
+    """
     try:
+        if overlap(source, target):
+            raise InputError(
+                f"{target} is the model itself, or one lies in the other; name another"
+            )
         if target.exists() and not overwrite:
             raise InputError(f"{target} exists already; name a new folder or pass --overwrite")
-        if target.exists() and (target.samefile(source) or not target.is_dir()):
-            raise InputError(f"{target} is the model itself or no folder; name another one")
+        if target.exists() and not (target / CONFIG_FILE).is_file():
+            raise InputError(
+                f"{target} holds no {CONFIG_FILE}: it is no model that --overwrite may replace; "
+                "name another folder or remove it first"
+            )
     except OSError as error:
         raise InputError(f"cannot write {target}: {error.strerror}") from error
 

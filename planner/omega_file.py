@@ -26,6 +26,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_MAGIC = b"\x80"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
+_MOST_DIGITS = 2  # of a bitwidth
 _MOST_BYTES = 1 << 26
 """64 MiB: sensitivities of ten thousand layers and as many measured points take less than 10."""
 
@@ -97,7 +98,7 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
             f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
         )
     first = content["0"]
-    if not isinstance(first, Mapping) or not all(key.isdecimal() for key in first):
+    if not isinstance(first, Mapping) or not all(map(_is_bitwidth, first)):
         raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
     rows = []
     for layer in wanted:
@@ -108,11 +109,16 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
     return [int(key) for key in first], as_matrix(rows, path)
 
 
+def _is_bitwidth(key: str) -> bool:
+    """Whether it is a number, and not of so many digits that Python refuses it."""
+    return key.isdecimal() and len(key) <= _MOST_DIGITS
+
+
 def as_matrix(rows: object, path: Path) -> Matrix:
     """The numbers as float64; SpecError where they are none."""
     try:
         return np.array(rows, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
 
 

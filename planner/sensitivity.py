@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -31,6 +32,7 @@ DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
 _TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
 """Provenance that plans repeat."""
+_MOST = sys.float_info.max  # JSON's integers have no end
 _LONGEST = 40  # characters of one item of provenance, which anyone may have written
 
 
@@ -190,13 +192,13 @@ def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[Weigh
         given = item if isinstance(item, Mapping) else {}
         bits = given.get("bitwidths")
         figures = [given.get("perplexity"), given.get("error")]
-        numbers = [f for f in figures if isinstance(f, int | float) and math.isfinite(f)]
+        numbers = [f for f in figures if isinstance(f, int | float)]
         if (
             not isinstance(bits, list)
             or len(bits) != layers
             or not all(type(b) is int and b in measured.bits for b in bits)
             or len(numbers) != len(figures)
-            or not (numbers[0] >= 1 and numbers[1] >= 0)
+            or not (1 <= numbers[0] <= _MOST and 0 <= numbers[1] <= _MOST)
         ):
             raise SpecError(
                 f"omega file {path}: point {number} needs bitwidths ({layers}, among "

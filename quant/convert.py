@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from quant.errors import CheckpointError
-from quant.model_folder import copy_settings, new_folder, write_index
+from quant.model_folder import copy_settings, new_folder, overlap, write_index
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -54,11 +54,16 @@ def convert(source: Path, target: Path) -> ConvertSummary:
     Tensors that share memory are written once, with the names left out in the file's metadata,
     unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, if
     `source` has no `.bin` weights or configuration, or if a file is missing, damaged, or holds
-    anything but tensors, or if `target` cannot be written; nothing of it is left then.
+    anything but tensors, or if `target` is in `source` or cannot be written; nothing of it is left
+    then.
     """
     try:
         if target.exists():
             raise CheckpointError(f"{target} exists already; name a new folder or remove it first")
+        if overlap(source, target):
+            raise CheckpointError(
+                f"cannot convert {source} into {target}, which lies in it; name another folder"
+            )
         files = _bin_files(source)
         tied = _ties_embeddings(source)
         with new_folder(target) as staging:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     Made in the nearest parent that exists, so that renaming one folder is all there is to do. With
     `replace` a folder `target` that exists gives way then, and comes back if that fails.
     """
-    target = target.resolve()
+    target = Path(os.path.realpath(target))  # of a loop of links, renaming complains
     base = next(parent for parent in target.parents if parent.exists())
     aside = Path(tempfile.mkdtemp(prefix=".llmpq-new-", dir=base))
     try:
@@ -38,6 +39,20 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
             (aside / "new" / inside.parts[0]).rename(base / inside.parts[0])
     finally:
         shutil.rmtree(aside)
+
+
+def overlap(source: Path, target: Path) -> bool:
+    """Whether one of two folders is the other or lies in it, under whatever names.
+
+    OSError for paths that cannot be looked at.
+    """
+
+    def holds(outer: Path, inner: Path) -> bool:
+        existing = (each for each in (inner, *inner.parents) if each.exists())
+        return outer.exists() and any(each.samefile(outer) for each in existing)
+
+    first, second = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    return holds(first, second) or holds(second, first)
 
 
 def copy_settings(source: Path, target: Path) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
 import torch
@@ -23,6 +23,8 @@ _HEADER_BYTES_MAX = 100_000_000
 _RESERVED_BYTES = 1 << 16
 """Room for the header of a written file, padded with spaces as the format allows: a decoder layer
 has about 50 tensors of at most 200 characters each."""
+
+_HEADER_CRC32 = "header_crc32"
 
 _DTYPES = {
     "F64": torch.float64,
@@ -37,6 +39,10 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What parsing JSON of any content raises, and taking from it what should be there."""
 
 
 class DamagedFileError(Exception):
@@ -73,7 +79,7 @@ def read_header(file: BinaryIO) -> Header:
         entries = json.loads(file.read(header_bytes))
         metadata = dict(entries.pop("__metadata__", {}))
         places = {name: _place(entry, data_start) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _MALFORMED as error:
         raise DamagedFileError(f"its header is malformed ({type(error).__name__})") from error
     end = max((place.stop for place in places.values()), default=data_start)
     if end > file_bytes:
@@ -123,9 +129,9 @@ class TensorWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._entries: dict[str, dict[str, Any]] = {}
+        self._places: dict[str, TensorPlace] = {}
         self._crc32: dict[str, int] = {}
-        self._data_bytes = 0
+        self._stop = _RESERVED_BYTES
         file.seek(_RESERVED_BYTES)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -133,23 +139,28 @@ class TensorWriter:
         on_host = tensor.detach().cpu().contiguous()
         view = _bytes_of(on_host)
         self._file.write(view)
-        stop = self._data_bytes + len(view)
-        self._entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self._data_bytes, stop],
-        }
+        start, self._stop = self._stop, self._stop + len(view)
+        shape = tuple(tensor.shape)
+        self._places[name] = TensorPlace(_NAMES[tensor.dtype], shape, start, self._stop)
         self._crc32[name] = zlib.crc32(view)
-        self._data_bytes = stop
 
     def finish(self, metadata: Mapping[str, str]) -> None:
         """Put the header in front, with `metadata` and the checksums, and the file on disk."""
         notes = {**metadata, "crc32": json.dumps(self._crc32)}
-        header = json.dumps({"__metadata__": notes, **self._entries}).encode()
+        notes[_HEADER_CRC32] = str(_header_crc32(Header(self._places, notes)))
+        entries = {
+            name: {
+                "dtype": place.dtype,
+                "shape": place.shape,
+                "data_offsets": [place.start - _RESERVED_BYTES, place.stop - _RESERVED_BYTES],
+            }
+            for name, place in self._places.items()
+        }
+        header = json.dumps({"__metadata__": notes, **entries}).encode()
         room = _RESERVED_BYTES - _LENGTH_BYTES
         if len(header) > room:
             raise ValueError(f"a header of {len(header)} bytes exceeds the {room} set aside")
-        self._file.truncate(_RESERVED_BYTES + self._data_bytes)
+        self._file.truncate(self._stop)
         self._file.seek(0)
         self._file.write(room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room))
         self._file.flush()
@@ -162,12 +173,26 @@ def reserved_bytes(data_bytes: int) -> int:
 
 
 def checksums(header: Header) -> dict[str, int]:
-    """CRC-32 of every tensor of a file of `TensorWriter`; DamagedFileError if one is missing."""
+    """CRC-32 of every tensor of a file of `TensorWriter`.
+
+    DamagedFileError if one is missing, or if the header has another than it says.
+    """
     try:
         found = json.loads(header.metadata["crc32"])
-        return {name: int(found[name]) for name in header.places}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        of_tensors = {name: int(found[name]) for name in header.places}
+        is_right = int(header.metadata[_HEADER_CRC32]) == _header_crc32(header)
+    except _MALFORMED as error:
         raise DamagedFileError("its checksums are missing") from error
+    if not is_right:
+        raise DamagedFileError("its header's checksum is wrong")
+    return of_tensors
+
+
+def _header_crc32(header: Header) -> int:
+    """Of everything that a header says but this number: types and shapes, places, notes."""
+    places = {name: asdict(place) for name, place in header.places.items()}
+    notes = {name: note for name, note in header.metadata.items() if name != _HEADER_CRC32}
+    return zlib.crc32(json.dumps([places, notes], sort_keys=True).encode())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -3,8 +3,9 @@
 A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
 What is in a file is told by its key (`quant.cache.layer`), whose hash is in the name and whose
 text is inside. Files appear whole, under a name that nobody had, or not at all. Those that a live
-stage uses carry its shared lock and stay; of the others the least recently used go where room is
-needed. Whatever is wrong with the folder, a stage loads without it and says so once.
+stage uses or writes carry its shared lock and stay; of the others the least recently used go where
+room is needed, and unfinished ones in any case. Files of other names are no business of the cache.
+Whatever is wrong with the folder, a stage loads without it and says so once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,9 +42,11 @@ from quant.tensor_file import (
 
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"
+_LAYER_NAME = re.compile(r"[A-Za-z0-9._-]*-[0-9a-f]{32}\.safetensors")
+"""Names of `CacheKey`; weights of others have the same suffix."""
+
+_PART_PREFIX = ".llmpq-shard-"
 _PART_SUFFIX = ".part"
-_STALE_S = 3600.0
-"""After that long an unfinished file is of a writer that died: a layer takes seconds."""
 
 Built = TypeVar("Built")
 
@@ -224,9 +226,10 @@ class ShardCache:
                 size = reserved_bytes(entry.nbytes)
                 if not self._make_room(size):
                     return False
-                descriptor, name = tempfile.mkstemp(_PART_SUFFIX, ".", self.folder)
-                unfinished.callback(os.unlink, name)
+                descriptor, name = tempfile.mkstemp(_PART_SUFFIX, _PART_PREFIX, self.folder)
                 file = unfinished.enter_context(os.fdopen(descriptor, "w+b"))
+                unfinished.callback(os.unlink, name)  # before its lock is free
+                _lock_shared(file)
                 file.truncate(size)  # so that other writers count it
             writer = TensorWriter(file)
             for tensor_name, tensor in entry.tensors():
@@ -260,12 +263,13 @@ class ShardCache:
 
     def _make_room(self, size: int) -> bool:
         """Delete the least recently used files nobody uses, if that makes room for `size` bytes."""
+        self._sweep()
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
         with contextlib.ExitStack() as locks:
             doomed = []
             for path, found in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
-                if _is_stale(path, found) or (excess > 0 and _is_unused(path, locks)):
+                if excess > 0 and not _is_part(path.name) and _is_unused(path, locks):
                     doomed.append(path)
                     excess -= found.st_size
             if excess > 0:
@@ -274,11 +278,18 @@ class ShardCache:
                 path.unlink(missing_ok=True)
         return True
 
+    def _sweep(self) -> None:
+        """Delete what killed writers left: unfinished files that nobody locks."""
+        for path in self._files():
+            with contextlib.ExitStack() as locks:
+                if _is_part(path.name) and _is_unused(path, locks):
+                    path.unlink(missing_ok=True)
+
     def _files(self) -> dict[Path, os.stat_result]:
         """What counts towards the limit: layers, also those being written."""
         files = {}
         for item in os.scandir(self.folder):
-            if item.name.endswith((_SUFFIX, _PART_SUFFIX)):
+            if _is_part(item.name) or _LAYER_NAME.fullmatch(item.name):
                 with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
                     files[Path(item.path)] = item.stat(follow_symlinks=False)
         return files
@@ -323,16 +334,14 @@ def _lock_shared(file: BinaryIO) -> bool:
     return True
 
 
-def _is_stale(path: Path, found: os.stat_result) -> bool:
-    return path.suffix == _PART_SUFFIX and time.time() - found.st_mtime > _STALE_S
+def _is_part(name: str) -> bool:
+    return name.startswith(_PART_PREFIX) and name.endswith(_PART_SUFFIX)
 
 
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
     """Whether a file can be taken away; it then cannot be used until `locks` are left."""
-    if path.suffix == _PART_SUFFIX:
-        return False
     try:
-        file = locks.enter_context(path.open("rb"))
+        file = locks.enter_context(path.open("r+b"))  # NFS asks for that where a lock is exclusive
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # in use, or not ours
         return False

@@ -34,6 +34,9 @@ _LIBRARIES = ("torch", "bitsandbytes")
 """Those that lay out or round packed weights."""
 
 _SOURCES = (".py", ".cu")
+_RULES = {BACKENDS[rule.name].__name__: rule for rule in KERNEL_RULES if rule.name in BACKENDS}
+"""By the class of the backend, which is what a file names."""
+
 _LINEARS = "linears"
 _PART = ":"
 """Between the name of a linear and that of a part of its packed weight, in a file."""
@@ -151,16 +154,20 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     """The parts for `module`, which is not changed; DamagedFileError if they are not all there."""
     try:
         names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
-        linears = {
-            name: _read_linear(module.get_submodule(name), name, backend, cached, form)
-            for name, backend in names.items()
-        }
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        places = {name: (module.get_submodule(name), _RULES[own]) for name, own in names.items()}
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"{type(error).__name__}: {error}") from error
+    linears = {n: _read_linear(meta, n, rule, cached, form) for n, (meta, rule) in places.items()}
     tensors = {n: cached.read(n).to(form.device) for n in cached.names if _PART not in n}
-    expected = {name for name, _ in _unpacked(module)} - {f"{name}.weight" for name in linears}
-    if missing := expected - tensors.keys():
-        raise DamagedFileError(f"it lacks {min(missing)}")
+    packed = {f"{name}.weight" for name in linears}
+    expected = {name: tensor for name, tensor in _unpacked(module) if name not in packed}
+    if tensors.keys() != expected.keys():
+        raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
+    for name, tensor in expected.items():
+        casts = tensor.is_meta and tensor.is_floating_point()  # as when it is loaded
+        wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
+        if (tensors[name].shape, tensors[name].dtype) != wanted:
+            raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
     return CachedLayer(linears, tensors)
 
 
@@ -176,27 +183,31 @@ def fill_from(module: nn.Module, layer: CachedLayer) -> None:
 
 
 def _read_linear(
-    meta: nn.Module, name: str, backend_name: str, cached: CachedTensors, form: LayerForm
+    meta: nn.Module, name: str, rule: KernelRule, cached: CachedTensors, form: LayerForm
 ) -> QuantizedLinear:
     """The linear in place of `meta`; its bias is still that of `meta`."""
-    rule = next(rule for rule in KERNEL_RULES if _class_name(rule) == backend_name)
     if not isinstance(meta, nn.Linear):
-        raise TypeError(f"{name} is no linear layer")
+        raise DamagedFileError(f"{name} is no linear layer")
     shape = LinearShape(meta.in_features, meta.out_features)
     start = f"{name}{_PART}"
     parts = {n.removeprefix(start): cached.read(n) for n in cached.names if n.startswith(start)}
     placed = {
         part: tensor.to(form.device) if tensor.dim() else tensor for part, tensor in parts.items()
     }
-    packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
+    try:
+        packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if _is_out_of_memory(error):
+            raise  # no fault of the file
+        raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
     linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
     linear.bias = meta.bias
     return linear
 
 
-def _class_name(rule: KernelRule) -> str | None:
-    backend = BACKENDS.get(rule.name)
-    return None if backend is None else backend.__name__
+def _is_out_of_memory(error: Exception) -> bool:
+    """For memory of the host torch has no error of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _backends(module: nn.Module, form: LayerForm) -> dict[str, str]:

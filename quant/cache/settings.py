@@ -34,8 +34,8 @@ class CacheSettings:
 
     @property
     def path(self) -> Path:
-        """The folder on this node."""
-        return default_folder() if self.folder is None else Path(self.folder).expanduser()
+        """The folder on this node; SpecError where it is in a home that nobody has."""
+        return default_folder() if self.folder is None else _expanded(self.folder)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -47,9 +47,9 @@ def cache_settings(
     folder: str | Path | None, limit_gib: float | None, no_cache: bool
 ) -> CacheSettings:
     """Settings as users give them: a folder is that of the machine where it is given, made absolute
-    for the others. Raises `SpecError` as `CacheSettings`.
+    for the others. Raises `SpecError` as `CacheSettings`, and for a user who is unknown.
     """
-    absolute = None if folder is None else str(Path(folder).expanduser().absolute())
+    absolute = None if folder is None else str(_expanded(folder).absolute())
     return CacheSettings(absolute, limit_gib, not no_cache)
 
 
@@ -59,6 +59,14 @@ NO_CACHE = CacheSettings(enabled=False)
 def default_folder() -> Path:
     """`llmpq/shards` in the user's cache folder (XDG base directories)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / (
-        "llmpq/shards"
-    )
+    return (Path(base) if Path(base).is_absolute() else _expanded("~/.cache")) / "llmpq/shards"
+
+
+def _expanded(folder: str | Path) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:  # no such user, or one without a home
+        raise SpecError(
+            f"cache folder {folder}: no home folder is known for ~; give another cache_dir, or "
+            "switch the cache off (no_cache)"
+        ) from error

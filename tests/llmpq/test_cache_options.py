@@ -54,3 +54,14 @@ def test_a_limit_that_is_none(
     arguments = ["--plan", str(tmp_path / "plan.json"), *files, "--cache_limit_gib", "0"]
     assert dist.main(arguments) == 2
     assert "cache limit is 0 GiB" in capsys.readouterr().err
+
+
+def test_a_folder_of_nobody(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
+    files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    plan_file = str(tmp_path / "plan.json")
+    assert dist.main(["--plan", plan_file, *files, "--cache_dir", "~no-such-user/x"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("llmpq-dist: error: cache folder ~no-such-user/x")
+    assert message.count("\n") == 1

@@ -123,12 +123,38 @@ def test_standard_errors_are_those_of_a_mean() -> None:
     assert own.standard_error == pytest.approx(own.perplexity * of_mean)
     difference, error = own.above(other)
     assert difference == pytest.approx(own.perplexity - other.perplexity)
-    of_difference = (nats[0] - nats[1]).std(ddof=1) / math.sqrt(40) / 20
-    assert error == pytest.approx(own.perplexity * of_difference)
+    weighed = own.perplexity * nats[0] - other.perplexity * nats[1]
+    assert error == pytest.approx(weighed.std(ddof=1) / math.sqrt(40) / 20)
     single = replace(own, window_nll=(60.0,), window_tokens=(20,))
     assert single.standard_error is None
     with pytest.raises(ValueError, match="different windows"):
         own.above(single)
+
+
+@pytest.mark.parametrize("loss", [0.05, 1.0])
+def test_the_error_of_a_difference_by_other_ways(loss: float) -> None:
+    """The delta method with its gradient and covariances written out, and a bootstrap.
+
+    Windows of different lengths, a text that is harder in some, a model that loses little or much.
+    """
+    generator = np.random.default_rng(3)
+    counts = generator.integers(20, 60, 400)
+    hardness = generator.normal(3.0, 0.4, 400)
+    base = counts * (hardness + generator.normal(0, 0.1, 400))
+    worse = counts * (hardness + loss + generator.normal(0, 0.1, 400))
+    own, other = (
+        Perplexity("x", (16,), tuple(nats.tolist()), tuple(counts.tolist()), ("float32",))
+        for nats in (worse, base)
+    )
+    error = own.above(other)[1]
+    residuals = [nats - counts * nats.sum() / counts.sum() for nats in (worse, base)]
+    covariance = np.cov(residuals) * 400 / counts.sum() ** 2
+    gradient = np.array([own.perplexity, -other.perplexity])
+    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=1e-6)
+    draws = generator.integers(0, 400, (4000, 400))
+    tokens = counts[draws].sum(1)
+    differences = np.exp(worse[draws].sum(1) / tokens) - np.exp(base[draws].sum(1) / tokens)
+    assert error == pytest.approx(differences.std(), rel=0.05)
 
 
 # ----------------------------------------------------------------------------------------- plans

@@ -208,6 +208,7 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
 def replaced(path: Path) -> None:
     (path / "made").mkdir()
     (path / "made" / "old").touch()
+    (path / "made" / "config.json").write_text("{}")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
     assert len(saved) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["old"]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["config.json", "old"]
 
 
 def test_an_old_folder_gives_way(tmp_path: Path) -> None:
@@ -242,6 +243,37 @@ def test_an_old_folder_gives_way(tmp_path: Path) -> None:
     assert not (tmp_path / "made" / "old").exists()
     assert Checkpoint(tmp_path / "made").gptq is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
+
+
+def test_nothing_but_another_model_is_overwritten(tmp_path: Path) -> None:
+    """Neither folders around the model nor in it, nor what is no model."""
+    outer = tmp_path / "outer"
+    save_tiny(outer / "model", CONFIGS["llama"])
+    (outer / "model" / "inner").mkdir()
+    (tmp_path / "link").symlink_to(outer, target_is_directory=True)
+    (tmp_path / "again").symlink_to("again")
+    for folder in (outer, outer / "model" / "inner"):
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").touch()
+    before = sorted(tmp_path.rglob("*"))
+    wrong = {
+        outer: "one lies in the other",
+        tmp_path: "one lies in the other",
+        tmp_path / "link": "one lies in the other",
+        tmp_path / "link" / "model": "is the model itself",
+        outer / "model" / "inner": "one lies in the other",
+        outer / "model" / "new" / "er": "one lies in the other",
+        tmp_path / "notes": r"holds no config\.json: .*name another folder or remove it",
+        outer / "config.json": r"holds no config\.json",
+        tmp_path / "again": "cannot write",
+    }
+    for target, message in wrong.items():
+        with pytest.raises(InputError, match=message):
+            quantize_checkpoint(
+                outer / "model", target, BITS, tokens(), IN_FLOAT32, GptqOptions(), True
+            )
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -332,6 +364,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no sequences": (
         ["--bits", "4", "--calibration", "text.jsonl", "--sequences", "0"],
         "sequences is 0",
+    ),
+    "a seed that is none": (
+        ["--bits", "4", "--calibration", "text.jsonl", "--seed", "-1"],
+        "seed is -1; give at least 0",
     ),
     "no such device": (
         ["--bits", "4", "--calibration", "text.jsonl", "--device", "tpu"],

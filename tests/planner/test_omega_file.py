@@ -52,6 +52,24 @@ def test_layers_as_keys(tmp_path: Path) -> None:
         load_sensitivity(path, SHAPE, BITS)
 
 
+@pytest.mark.parametrize("form", ["bare", "named", "layers", "bits of layers"])
+def test_numbers_beyond_all_measure(form: str, tmp_path: Path) -> None:
+    """JSON's integers have no end, and Python refuses to read those of over 4,300 digits."""
+    huge = 10**400
+    rows = [[huge, 1, 0, 0]] * 12
+    by_layer = {str(layer): dict.fromkeys(map(str, BITS), huge) for layer in range(12)}
+    contents = {
+        "bare": rows,
+        "named": {"bits": BITS, "model_fingerprint": SHAPE.fingerprint(), "matrix": rows},
+        "layers": by_layer,
+        "bits of layers": {str(layer): {"9" * 5000: 1.0} for layer in range(12)},
+    }
+    path = tmp_path / "omega.json"
+    path.write_text(json.dumps(contents[form]))
+    with pytest.raises(SpecError, match=r"holds no matrix of numbers|layer 0 is no mapping"):
+        load_omega(path, SHAPE, BITS)
+
+
 class Bomb:
     """Would leave a file behind if it were ever unpickled."""
 
@@ -130,6 +148,9 @@ def test_provenance_and_points_come_back(tmp_path: Path) -> None:
         {"perplexity": None},
         {"perplexity": 0.5},
         {"perplexity": float("nan")},
+        {"perplexity": float("inf")},
+        {"perplexity": 10**400},
+        {"error": 10**400},
         {"error": -1},
     ],
 )

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -320,27 +319,6 @@ def test_sixteen_bits_are_not_cached(
     tiny_model("llama").save_pretrained(tmp_path)
     load(tmp_path, replace(FORM, bits=16), cache)
     assert not cache.folder.exists()
-
-
-@pytest.mark.parametrize("lost", ["mlp.up_proj:packed", "input_layernorm.weight"])
-def test_an_entry_that_lacks_something_is_rebuilt(
-    lost: str, tiny_model: Build, load: Load, cache: ShardCache, tmp_path: Path
-) -> None:
-    """A file that is whole in itself."""
-    tiny_model("llama").save_pretrained(tmp_path)
-    form = replace(FORM, backend="torch_4bit")
-    lost = lost.replace(":packed", ":nibbles")
-    written = load(tmp_path, form, cache)
-    (path,) = cache.folder.glob("*.safetensors")
-    tensors = load_file(path)
-    with safe_open(path, "pt") as file:
-        notes = file.metadata()
-    del tensors[lost]
-    save_file(tensors, path, notes)
-    again = ShardCache(cache.folder)
-    with pytest.warns(RuntimeWarning, match="is damaged"):
-        assert_equal(load(tmp_path, form, again), written)
-    assert lost in load_file(path)
 
 
 class Forgetful(Torch4Bit):

@@ -126,6 +126,8 @@ def test_refusals(tiny_model: Build, tmp_path: Path) -> None:
         convert(tmp_path / "old", tmp_path)
     with pytest.raises(CheckpointError, match="there is no folder"):
         convert(tmp_path / "nowhere", tmp_path / "new")
+    with pytest.raises(CheckpointError, match=r"cannot convert .* which lies in it"):
+        convert(tmp_path / "old", tmp_path / "old" / "safetensors")
     (tmp_path / "old" / "pytorch_model-2.bin").unlink()
     with pytest.raises(CheckpointError, match=r"lacks 1 of 2 shards, pytorch_model-2\.bin"):
         convert(tmp_path / "old", tmp_path / "new")

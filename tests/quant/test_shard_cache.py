@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -108,6 +109,13 @@ DAMAGE: dict[str, Corrupt] = {
     "huge header": lambda content: b"\xff" * 8 + content[8:],
     "another type": lambda content: content.replace(b'"BF16"', b'"FP99"', 1),
     "another shape": lambda content: content.replace(b"[20, 10]", b"[20, 11]", 1),
+    "endless shape": lambda content: content.replace(b"[20, 10]", b"[1e999 ]", 1),
+    "another shape of as many": lambda content: content.replace(b"[20, 10]", b"[10, 20]", 1),
+    "another type of as many bytes": lambda content: content.replace(b'"BF16"', b'"F16" ', 1),
+    "another note": lambda content: content.replace(b'"kept"', b'"Kept"', 1),
+    "endless checksum": lambda content: re.sub(
+        rb'(\\"codes\\": )(\d+)', lambda m: m[1] + b"1e999".ljust(len(m[2])), content, count=1
+    ),
     "negative shape": lambda content: content.replace(b"[20, 10]", b"[-2, -1]", 1),
     "another key": lambda content: content.replace(b'{\\"bits\\": 4}', b'{\\"bits\\": 5}', 1),
     "no checksums": lambda content: content.replace(b'"crc32"', b'"crc33"', 1),
@@ -186,17 +194,6 @@ def test_a_layer_beyond_the_limit_takes_nothing_away(folder: Path) -> None:
     with pytest.warns(RuntimeWarning, match="no room"):
         ShardCache(folder, FILE_BYTES - 1).store(entry(key_number(1)))
     assert files_in(folder) == {KEY.file_name}
-
-
-def test_unfinished_files_of_the_dead_are_swept(folder: Path) -> None:
-    ShardCache(folder).store(entry())
-    old, new = folder / ".old.part", folder / ".new.part"
-    for path in (old, new):
-        path.write_bytes(b"x" * 10)
-    os.utime(old, (0, 0))
-    ShardCache(folder).store(entry(key_number(1)))
-    assert not old.exists()
-    assert new.exists()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -374,6 +371,18 @@ def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for limit in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(SpecError, match="cache limit"):
             CacheSettings(limit_gib=limit)
+
+
+def test_folders_in_homes_that_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpecError, match=r"folder ~no-such-user/x: .* give another cache_dir"):
+        cache_settings("~no-such-user/x", None, no_cache=False)
+    with pytest.raises(SpecError, match="no home folder"):
+        open_cache(CacheSettings("~no-such-user/x"))
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
+    with pytest.raises(SpecError, match="no home folder"):
+        open_cache(CacheSettings())
 
 
 def test_checksums_cover_every_tensor(folder: Path) -> None:
