@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from actors.cpu_attention import DecodeQuery, attend_in_place, can_attend
 from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch
 
@@ -57,6 +58,9 @@ def attend(
         window = None
     mask_kind = _MaskKind(window, alibi_slopes, query.dtype)
     if context.batch.is_decode:
+        if can_attend(keys):
+            asked = DecodeQuery(query, context.where, scale, window, alibi_slopes)
+            return attend_in_place(asked, keys, values)
         return _decode(context, query, keys, values, scale, mask_kind)
     if context.fresh_equal_prefill and mask_kind.is_plain:
         return _dense_prefill(context, query, key, value, scale)

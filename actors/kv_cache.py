@@ -54,6 +54,12 @@ class KVCache:
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
         """
         keys, values = self._keys[layer], self._values[layer]
+        if where.block is not None:  # a tenth of the time of single addresses
+            slots, positions = where.block
+            shape = (slots.stop - slots.start, positions.stop - positions.start, *key.shape[1:])
+            keys[slots, :, positions] = key.view(shape).transpose(1, 2)
+            values[slots, :, positions] = value.view(shape).transpose(1, 2)
+            return keys, values
         keys[where.slot_of_token, :, where.position_of_token] = key
         values[where.slot_of_token, :, where.position_of_token] = value
         return keys, values
@@ -63,16 +69,19 @@ class KVCache:
 class SlotRows:
     """A micro-batch's addresses in the cache as tensors on the stage's device, made once per pass.
 
-    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`: `[requests]`.
-    Lengths have the new tokens included.
+    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`.
+    Lengths have the new tokens included. `block`: slots and positions of the new tokens where slots
+    lie in a row and all requests add the same positions.
     """
 
     slot_of_token: Tensor
     position_of_token: Tensor
     slots: Tensor
+    lengths: Tensor
     max_length: int
     equal_lengths: bool
     contiguous: slice | None
+    block: tuple[slice, slice] | None
 
     @classmethod
     def of(cls, batch: MicroBatch, device: torch.device) -> SlotRows:
@@ -80,14 +89,21 @@ class SlotRows:
         lengths = batch.starts + batch.counts
         first, count = int(batch.slots[0]), len(batch.slots)
         in_a_row = bool((batch.slots == range(first, first + count)).all())
+        contiguous = slice(first, first + count) if in_a_row else None
+        equal_lengths = bool((lengths == lengths[0]).all())
+        alike = equal_lengths and bool((batch.starts == batch.starts[0]).all())
         slots = torch.as_tensor(batch.slots, device=device)
         return cls(
             slot_of_token=slots.repeat_interleave(torch.as_tensor(batch.counts, device=device)),
             position_of_token=torch.as_tensor(batch.positions, device=device),
             slots=slots,
+            lengths=torch.as_tensor(lengths, device=device),
             max_length=int(lengths.max()),
-            equal_lengths=bool((lengths == lengths[0]).all()),
-            contiguous=slice(first, first + count) if in_a_row else None,
+            equal_lengths=equal_lengths,
+            contiguous=contiguous,
+            block=(contiguous, slice(int(batch.starts[0]), int(lengths[0])))
+            if contiguous and alike
+            else None,
         )
 
     def gather(self, stored: Tensor) -> Tensor:

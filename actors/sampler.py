@@ -62,9 +62,11 @@ class Sampler:
         for admission in batch.admitted:
             self._running[admission.slot] = _Running(admission)
         running = [self._running[int(slot)] for slot in batch.slots]
-        finite = ~logits.isnan().any(-1) & (logits.amax(-1).abs() < torch.inf)
+        finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
+        if not finite.all():
+            logits = logits.masked_fill(~finite[:, None], 0.0)
         tokens = choose_tokens(
-            logits.masked_fill(~finite[:, None], 0.0),
+            logits,
             [r.admission.sampling for r in running],
             [
                 uniform_draw(r.admission.sampling.seed, r.admission.custom_id, len(r.token_ids))

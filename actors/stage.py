@@ -18,6 +18,7 @@ from actors.architectures import (
     keep_stage,
 )
 from actors.attention import RaggedContext
+from actors.cpu_attention import warm_up
 from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.sampler import Sampler
@@ -28,6 +29,7 @@ from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint import Checkpoint
 from quant.errors import DeviceError
 from quant.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
+from quant.prepacked import prepack, prepack_linears
 from quant.scheme import Processor
 
 
@@ -58,6 +60,8 @@ class Stage:
         self._cache = make_cache(
             config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device
         )
+        if device.type == "cpu":
+            warm_up(self.dtype)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0
@@ -212,8 +216,16 @@ def _load_shard(
     with loading(loads, ends, checkpoint, cache):
         for load in loads:
             load_layer_as(load, checkpoint, cache)
+            prepack_linears(load.module, processor)
         load_ends(model, spec, checkpoint, dtype, device)
+    if spec.has_head and not _shares_head(config, spec):
+        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model
+
+
+def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
+    """Whether embedding and LM head are one tensor on this stage."""
+    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
 
 
 def load_ends(
@@ -254,12 +266,11 @@ def _load_head(
 ) -> None:
     """The LM head: shared with the embedding when tied and both live here, else read (again)."""
     head = model.get_output_embeddings()
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    if tied and spec.is_first:
+    if _shares_head(model.config, spec):
         head.weight = model.get_input_embeddings().weight
         return
     prefix = embedding_path
-    if not tied:
+    if not getattr(model.config, "tie_word_embeddings", False):
         stored = set(checkpoint.names())
         names = architecture_of(model.config).head_names
         prefix = next((name for name in names if f"{name}.weight" in stored), names[0])

@@ -34,6 +34,7 @@ from quant.checkpoint import Checkpoint
 from quant.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
 from quant.linear import QuantizedLinear, quantize_linear
+from quant.prepacked import PrepackedLinear
 from quant.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.rounding import Rounding
 from quant.scheme import Processor
@@ -219,7 +220,9 @@ def module_nbytes(module: nn.Module) -> int:
         storage.data_ptr(): storage.nbytes()
         for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
     }
-    return sum(storages.values()) + sum({id(weight): weight.nbytes for weight in packed}.values())
+    quantized = sum({id(weight): weight.nbytes for weight in packed}.values())
+    prepacked = [m.packed_bytes for m in module.modules() if isinstance(m, PrepackedLinear)]
+    return sum(storages.values()) + quantized + sum(prepacked)
 
 
 @contextmanager
