@@ -5,14 +5,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from planner.accelerators import find_accelerator
-from planner.plan import StagePlan
 from quant.errors import DeviceError
 
 ACCELERATOR_TYPE = "accelerator_type:"
 # Ray advertises one unit of an accelerator type per node, to be asked for in crumbs.
 CRUMB = 0.001
+
+
+class Placed(Protocol):
+    """What needs a device: a `planner.plan.StagePlan`, or a measurement."""
+
+    @property
+    def index(self) -> int:
+        """Of the stage, for messages."""
+
+    @property
+    def accelerator(self) -> str:
+        """Its name in the registry."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a CPU stands for it."""
+
+    @property
+    def threads(self) -> int:
+        """Of torch."""
+
+    @property
+    def custom_resource(self) -> str | None:
+        """The Ray resource by which it is found where Ray has no type for it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +55,7 @@ class Placement:
         return {name: amount for name, amount in amounts.items() if amount}
 
 
-def place(stages: Sequence[StagePlan], offered: Mapping[str, float]) -> tuple[Placement, ...]:
+def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Placement, ...]:
     """Resources for every stage out of what the Ray cluster offers in total.
 
     A stage asks for a custom resource that bears its GPU's name or an alias where a node has one:
@@ -52,7 +76,7 @@ def place(stages: Sequence[StagePlan], offered: Mapping[str, float]) -> tuple[Pl
     return placements
 
 
-def _place_one(stage: StagePlan, offered: Mapping[str, float]) -> Placement:
+def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
     resources = _device_resource(stage, offered)
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     if not on_host and not resources:
@@ -65,7 +89,7 @@ def _place_one(stage: StagePlan, offered: Mapping[str, float]) -> Placement:
     return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
 
 
-def _device_resource(stage: StagePlan, offered: Mapping[str, float]) -> dict[str, float]:
+def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, float]:
     accelerator = find_accelerator(stage.accelerator)
     if stage.custom_resource is not None and not stage.emulated:
         return {stage.custom_resource: 1.0}

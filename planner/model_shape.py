@@ -17,7 +17,7 @@ from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
 from quant.gptq.config import read_gptq_config
 
-__all__ = ["ModelShape", "builtin_names", "model_shape", "supported_model_types"]
+__all__ = ["ModelShape", "builtin_names", "model_config", "model_shape", "supported_model_types"]
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -39,6 +39,17 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     if text.count("/") != 1:
         raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
     return shape_from_config(text, _hub_config(text))
+
+
+def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
+    """The entries of `config.json` that `model_shape` reads the shape from; SpecError as there."""
+    text = str(name_or_path)
+    path = Path(text).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _read_config(path)
+    builtin = _builtin_configs().get(text.lower())
+    return _hub_config(text) if builtin is None else builtin
 
 
 def builtin_names() -> tuple[str, ...]:

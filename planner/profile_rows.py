@@ -12,7 +12,7 @@ from typing import Literal
 from planner.accelerators import find_accelerator
 from planner.device import Device
 from planner.model_shape import ModelShape
-from quant.errors import SpecError
+from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, backend_name
 
 REQUIRED_COLUMNS = (
@@ -35,6 +35,8 @@ OPTIONAL_COLUMNS = (
     "linear_parameters",
     "query_width",
     "kv_width",
+    "spread",
+    "repetitions",
 )
 
 Phase = Literal["prefill", "decode"]
@@ -64,6 +66,7 @@ class ProfileRow:
     `prompt_length` tokens a request enter (1 in decode), `context_length` stood before them; the
     batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
     and then hold for any. `layer` are the sizes of the model measured, `source` names the file.
+    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
     """
 
     device: str
@@ -80,6 +83,8 @@ class ProfileRow:
     backend_version: str | None = None
     dtype: str | None = None
     threads: int | None = None
+    spread: float | None = None
+    repetitions: int | None = None
     source: str = field(default="", compare=False)
 
     def applies(self, device: Device, bits: int, dtype: str) -> bool:
@@ -102,45 +107,68 @@ class ProfileRow:
         return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
 
 
-def read_profiles(path: str | Path) -> tuple[ProfileRow, ...]:
-    """Every row of a profile CSV; SpecError names file and line of the first bad one."""
+def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
+    """Every row of a profile CSV; SpecError names file and line of the first bad one.
+
+    `torn_end` forgives a last row that somebody's writing was cut off in.
+    """
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8") as stream:
             reader = csv.DictReader(stream)
             _check_columns(reader.fieldnames or (), path)
-            return tuple(_Line(row, path, reader.line_num).row() for row in reader)
+            lines = [_Line(values, path, reader.line_num) for values in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SpecError(f"profile {path} cannot be read: {error}") from error
+    rows = [line.row() for line in lines[:-1]]
+    try:
+        rows += [line.row() for line in lines[-1:]]
+    except SpecError:
+        if not torn_end:
+            raise
+    return tuple(rows)
 
 
 def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
-    """Write rows so that `read_profiles` gives them back."""
-    with Path(path).open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {
-                    "device": row.device,
-                    "model": row.model,
-                    "h1": row.layer.hidden_size,
-                    "h2": row.intermediate_size,
-                    "prompt_length": row.prompt_length,
-                    "context_length": row.context_length,
-                    "phase": row.phase,
-                    "bits": row.bits,
-                    "batch_size": row.batch_size,
-                    "ms_per_layer": row.seconds * 1e3,
-                    "backend": row.backend,
-                    "backend_version": row.backend_version,
-                    "dtype": row.dtype,
-                    "threads": row.threads,
-                    "linear_parameters": row.layer.linear_parameters,
-                    "query_width": row.layer.query_width,
-                    "kv_width": row.layer.kv_width,
-                }
-            )
+    """Write rows so that `read_profiles` gives them back: aside first, so that none is ever torn.
+
+    InputError where the file cannot be written.
+    """
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.part")
+    try:
+        with aside.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+            writer.writeheader()
+            writer.writerows(map(_values, rows))
+        aside.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _values(row: ProfileRow) -> dict[str, object]:
+    """A row by the names of its columns."""
+    return {
+        "device": row.device,
+        "model": row.model,
+        "h1": row.layer.hidden_size,
+        "h2": row.intermediate_size,
+        "prompt_length": row.prompt_length,
+        "context_length": row.context_length,
+        "phase": row.phase,
+        "bits": row.bits,
+        "batch_size": row.batch_size,
+        "ms_per_layer": row.seconds * 1e3,
+        "backend": row.backend,
+        "backend_version": row.backend_version,
+        "dtype": row.dtype,
+        "threads": row.threads,
+        "linear_parameters": row.layer.linear_parameters,
+        "query_width": row.layer.query_width,
+        "kv_width": row.layer.kv_width,
+        "spread": row.spread,
+        "repetitions": row.repetitions,
+    }
 
 
 def _check_columns(found: Iterable[str], path: Path) -> None:
@@ -162,7 +190,7 @@ class _Line:
     number: int
 
     def row(self) -> ProfileRow:
-        if None in self.values or None in (self.values[name] for name in REQUIRED_COLUMNS):
+        if None in self.values or None in self.values.values():
             raise self.error("has not as many fields as the header")
         return ProfileRow(
             device=self.device(),
@@ -179,6 +207,8 @@ class _Line:
             backend_version=self.text("backend_version"),
             dtype=self.dtype(),
             threads=self.integer("threads") if self.text("threads") else None,
+            spread=self.real("spread", least=0.0) if self.text("spread") else None,
+            repetitions=self.integer("repetitions") if self.text("repetitions") else None,
             source=self.path.name,
         )
 
@@ -225,13 +255,22 @@ class _Line:
         return text
 
     def milliseconds(self) -> float:
-        text = self.text("ms_per_layer") or ""
+        value = self.real("ms_per_layer")
+        if value <= 0:
+            raise self.error(
+                f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
+            )
+        return value
+
+    def real(self, name: str, least: float | None = None) -> float:
+        text = self.text(name) or ""
         try:
             value = float(text)
         except ValueError as error:
-            raise self.error(f"has ms_per_layer {text!r}; a number belongs there") from error
-        if not isfinite(value) or value <= 0:
-            raise self.error(f"has ms_per_layer {text}; a positive number belongs there")
+            raise self.error(f"has {name} {text!r}; a number belongs there") from error
+        if not isfinite(value) or (least is not None and value < least):
+            wanted = "a positive number" if least is None else f"a number of at least {least:g}"
+            raise self.error(f"has {name} {text}; {wanted} belongs there")
         return value
 
     def layer(self) -> LayerTerms:

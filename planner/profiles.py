@@ -1,12 +1,16 @@
 """Latency from measured layer times: fitted (LLM-PQ section 4.1), or as measured where measured.
 
+Beside the paper's terms a fit of prefill has a constant (weights are read, and restored by some
+kernels, once a pass) and bends at some numbers of rows. A layer that was measured itself may depart
+from the terms as a whole (`planner.profile_correction`).
+
 Names for the paper's symbols: v requests of a micro-batch, s prompt tokens, t + s context tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +21,7 @@ from scipy.optimize import nnls
 from planner.device import Device
 from planner.latency import LatencyModel
 from planner.model_shape import ModelShape
+from planner.profile_correction import NO_CORRECTION, Correction, fit_correction
 from planner.profile_rows import LayerTerms, Phase, ProfileRow, read_profiles, write_profiles
 from quant.scheme import BITWIDTHS
 
@@ -36,16 +41,24 @@ Precision = tuple[Device, int, str, Phase]
 # Weight of the prior, the datasheet's proportions, against one measured row: it decides only what
 # the rows leave open (one length, or fewer rows than terms), and hardly moves what they determine.
 _PRIOR_WEIGHT = 1e-3
+# Rows from which kernels restore weights instead of multiplying row by row: 24 at 8 bit, 96 at 3
+# and 4 bit on CPUs, 25 on GPUs; and up to which other products are not at their full rate.
+_KERNEL_ROWS = (24, 96)
+# Hidden states that, with what a layer makes of them, fill the caches of a processor: from here on
+# rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of last-level cache).
+_CACHED_ELEMENTS = 2**20
 # Where the datasheet's times are sampled to find their proportions: batch sizes, tokens.
 _PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
 _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 
 def layer_features(phase: Phase, layer: LayerTerms, batch_size: int, length: int) -> Vector:
-    """The terms of one layer's time, each scaled by what it counts: float64 [4].
+    """The terms of one layer's time, each scaled by what it counts: float64 [terms].
 
-    Prefill on v, s, vs, vs^2: hidden states, lengths, products with weights, attention. Decode on
-    v, v(t+s), t+s and a constant: products, keys and values read, lengths, weights read.
+    Prefill on v, s, vs, vs^2 and a constant: hidden states, lengths, products with weights,
+    attention, weights read; on the rows up to those at which kernels change their ways, and on
+    those whose hidden states outgrow caches. Decode on v, v(t+s), t+s and a constant: products,
+    keys and values read, lengths, weights read.
     """
     v, s = float(batch_size), float(length)
     if phase == "prefill":
@@ -54,6 +67,9 @@ def layer_features(phase: Phase, layer: LayerTerms, batch_size: int, length: int
             s * layer.hidden_size,
             v * s * layer.linear_parameters,
             v * s * s * layer.query_width,
+            float(layer.linear_parameters),
+            *(min(v * s, rows) * layer.linear_parameters for rows in _KERNEL_ROWS),
+            max(0.0, v * s - _CACHED_ELEMENTS / layer.hidden_size) * layer.linear_parameters,
         ]
     else:
         terms = [
@@ -66,17 +82,32 @@ def layer_features(phase: Phase, layer: LayerTerms, batch_size: int, length: int
 
 
 @dataclass(frozen=True)
+class LayerFit:
+    """The time of a layer at one bitwidth and phase: terms, and how measured times depart."""
+
+    phase: Phase
+    coefficients: Vector
+    correction: Correction
+
+    def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
+        """Of one pass through `layer`."""
+        terms = layer_features(self.phase, layer, batch_size, length)
+        return float(self.coefficients @ terms) * self.correction.factor(batch_size, length)
+
+
+@dataclass(frozen=True)
 class FittedLatency:
     """Layer times fitted to `profiles` per device, bitwidth and phase; else those of `fallback`.
 
     Non-negative least squares on relative errors over `layer_features`, so that a profile of one
-    model scales to another; rows of the very shape are used alone where there are any. What the
-    rows do not determine keeps the proportions of `fallback`, scaled to the rows.
+    model scales to another; rows of the very shape are used alone where there are any, and then
+    with a correction. What the rows do not determine keeps the proportions of `fallback`, scaled to
+    the rows.
     """
 
     profiles: tuple[ProfileRow, ...]
     fallback: LatencyModel
-    _fits: dict[Precision, Vector | None] = field(default_factory=dict, compare=False, repr=False)
+    _fits: dict[Precision, LayerFit | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def shape(self) -> ModelShape:
@@ -90,7 +121,7 @@ class FittedLatency:
         fit = self._fit(device, bits, dtype, "prefill")
         if fit is None:
             return self.fallback.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
-        return self._evaluate(fit, "prefill", micro_batch, prompt_length)
+        return fit.seconds(LayerTerms.of(self.shape), micro_batch, prompt_length)
 
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
@@ -99,7 +130,7 @@ class FittedLatency:
         fit = self._fit(device, bits, dtype, "decode")
         if fit is None:
             return self.fallback.layer_decode_s(device, bits, micro_batch, context_length, dtype)
-        return self._evaluate(fit, "decode", micro_batch, context_length)
+        return fit.seconds(LayerTerms.of(self.shape), micro_batch, context_length)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """As `fallback`: profiles measure layers."""
@@ -113,18 +144,18 @@ class FittedLatency:
         """Which bitwidths were fitted to how many rows, and which were not."""
         return describe_rows("fitted to", self.profiles, device, self.fallback)
 
-    def _evaluate(self, fit: Vector, phase: Phase, batch_size: int, length: int) -> float:
-        return float(fit @ layer_features(phase, LayerTerms.of(self.shape), batch_size, length))
-
-    def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> Vector | None:
+    def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)
         if key not in self._fits:
             rows = rows_for(self.profiles, device, bits, dtype, phase)
-            same = [row for row in rows if row.layer == LayerTerms.of(self.shape)]
-            prior = None
+            layer = LayerTerms.of(self.shape)
+            same = [row for row in rows if row.layer == layer]
+            self._fits[key] = None
             if rows:
                 prior = _proportions(self.fallback, device, bits, dtype, phase)
-            self._fits[key] = None if prior is None else fit_rows(same or rows, phase, prior)
+                coefficients = fit_rows(same or rows, phase, prior)
+                plain = LayerFit(phase, coefficients, NO_CORRECTION)
+                self._fits[key] = replace(plain, correction=_correction(plain, layer, same))
         return self._fits[key]
 
 
@@ -183,11 +214,8 @@ class ProfiledLatency:
 
     def _medians(self, key: Precision) -> dict[tuple[int, int], float]:
         """Measured seconds of this layer by batch size and length."""
-        times: dict[tuple[int, int], list[float]] = {}
-        for row in rows_for(self.fitted.profiles, *key):
-            if row.layer == LayerTerms.of(self.shape):
-                times.setdefault((row.batch_size, row_length(row)), []).append(row.seconds)
-        return {workload: median(found) for workload, found in times.items()}
+        layer = LayerTerms.of(self.shape)
+        return medians(row for row in rows_for(self.fitted.profiles, *key) if row.layer == layer)
 
 
 def latency_from_profiles(
@@ -206,15 +234,23 @@ def rows_for(
     return [row for row in profiles if row.phase == phase and row.applies(device, bits, dtype)]
 
 
+def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
+    """Seconds by batch size and length; rows of the same workload count as one."""
+    times: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        times.setdefault((row.batch_size, row_length(row)), []).append(row.seconds)
+    return {workload: median(found) for workload, found in times.items()}
+
+
 def row_length(row: ProfileRow) -> int:
     """The length a row is about: of the prompts in prefill, of what stands before in decode."""
     return row.prompt_length if row.phase == "prefill" else row.context_length
 
 
 def fit_rows(rows: Sequence[ProfileRow], phase: Phase, prior: Vector) -> Vector:
-    """Coefficients [4] of `layer_features` with the least squared relative error, none negative.
+    """Coefficients [terms] of `layer_features` of least squared relative error, none negative.
 
-    `prior` [4]: proportions to keep where the rows leave a direction open.
+    `prior` [terms]: proportions to keep where the rows leave a direction open.
     """
     seconds = np.array([row.seconds for row in rows])
     features = np.stack(
@@ -228,6 +264,13 @@ def fit_rows(rows: Sequence[ProfileRow], phase: Phase, prior: Vector) -> Vector:
     target = np.concatenate([np.ones(len(rows)), weight * scaled_prior / units])
     coefficients, _ = nnls(matrix, target)
     return np.asarray(coefficients * units)
+
+
+def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) -> Correction:
+    """Of rows of that very `layer`."""
+    measured = medians(rows)
+    ratios = [seconds / plain.seconds(layer, *workload) for workload, seconds in measured.items()]
+    return fit_correction(tuple(measured), np.array(ratios))
 
 
 def describe_rows(
@@ -252,7 +295,7 @@ def describe_rows(
 
 
 def _units(relative: Matrix) -> Vector:
-    """Per term [4] what makes up one whole row's time on average; 1 where no row has the term."""
+    """Per term what makes up one whole row's time on average; 1 where no row has the term."""
     mean = relative.mean(axis=0)
     return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)
 
@@ -260,7 +303,7 @@ def _units(relative: Matrix) -> Vector:
 def _proportions(
     model: LatencyModel, device: Device, bits: int, dtype: str, phase: Phase
 ) -> Vector:
-    """`layer_features` coefficients [4] that come closest to `model`."""
+    """`layer_features` coefficients that come closest to `model`."""
     time = model.layer_prefill_s if phase == "prefill" else model.layer_decode_s
     points = [(batch, length) for batch in _PRIOR_BATCHES for length in _PRIOR_LENGTHS]
     layer = LayerTerms.of(model.shape)

@@ -20,14 +20,14 @@ from planner.profiles import (
     write_profiles,
 )
 from planner.roofline import RooflineLatency
-from quant.errors import SpecError
+from quant.errors import InputError, SpecError
 
 SHAPE = model_shape("opt-1.3b")
 LAYER = LayerTerms.of(SHAPE)
 ROOFLINE = RooflineLatency(SHAPE)
 T4 = ClusterSpec.from_counts(["T4"], [1]).devices[0]
 LAW = {
-    "prefill": np.array([1e-9, 2e-9, 3e-14, 4e-13]),
+    "prefill": np.array([1e-9, 2e-9, 3e-14, 4e-13, 5e-12, 0, 0, 0]),
     "decode": np.array([5e-13, 6e-12, 7e-11, 8e-12]),
 }
 HEADER = "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer"
@@ -225,3 +225,40 @@ def test_bad_csv_is_named_with_line(tmp_path: Path, text: str, message: str) -> 
 def test_missing_csv(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read"):
         read_profiles(tmp_path / "none.csv")
+
+
+def test_a_kernel_that_changes_its_ways_is_followed() -> None:
+    """4 bit on a CPU: row by row up to 96 rows, then restored weights and a fast product."""
+
+    def seconds(batch: int, length: int) -> float:
+        rows = batch * length
+        return (190e-6 * rows if rows < 96 else 10.8e-3 + 77e-6 * rows) + 30e-9 * rows * length
+
+    points = [(1, 16), (1, 67), (2, 47), (6, 16), (1, 167), (4, 116), (32, 16), (12, 52)]
+    points += [(2, 414), (1, 1024), (4, 288), (32, 47), (12, 228), (3, 1024), (6, 682), (32, 128)]
+    rows = tuple(replace(row("prefill", *p), seconds=seconds(*p)) for p in points)
+    fitted = FittedLatency(rows, ROOFLINE)
+    for unseen in ((1, 40), (3, 29), (5, 30), (9, 20), (2, 200), (7, 300), (20, 100)):
+        found = fitted.layer_prefill_s(T4, 16, *unseen, "float16")
+        assert found == pytest.approx(seconds(*unseen), rel=0.04)
+
+
+def test_spread_and_a_torn_end(tmp_path: Path) -> None:
+    rows = tuple(replace(row("decode", 2, n), spread=0.25, repetitions=7) for n in (64, 128))
+    path = tmp_path / "p.csv"
+    write_profiles(path, rows)
+    assert [(each.spread, each.repetitions) for each in read_profiles(path)] == [(0.25, 7)] * 2
+    text = path.read_text()
+    for cut in (3, 12, 40):
+        path.write_text(text[:-cut])
+        with pytest.raises(SpecError, match=r"p.csv:3: "):
+            read_profiles(path)
+        assert len(read_profiles(path, torn_end=True)) == 1
+    path.write_text(text.replace("0.25", "-1", 1))
+    with pytest.raises(SpecError, match=r"p.csv:2: .*spread -1; a number of at least 0"):
+        read_profiles(path, torn_end=True)
+
+
+def test_profiles_are_written_aside_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write .*none/p.csv"):
+        write_profiles(tmp_path / "none" / "p.csv", ())

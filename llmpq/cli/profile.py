@@ -1,0 +1,168 @@
+"""`llmpq-profile`: measure times of a decoder layer here or on a cluster, for `llmpq-algo`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from planner.cluster import ClusterSpec
+from planner.model_shape import ModelShape, model_config, model_shape
+from planner.profile_design import DesignSpace
+from planner.profile_errors import FitError, all_together, held_out_errors
+from planner.roofline import RooflineLatency
+from quant.errors import InputError, SpecError
+from quant.scheme import BITWIDTHS
+
+if TYPE_CHECKING:
+    from llmpq.profiling import DeviceProfile, ProfileOptions
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    return run_command("llmpq-profile", lambda: _profile(options))
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from llmpq.profiling import Profile, devices_to_profile, left_of
+    from llmpq.session import ray_session
+
+    target = Path(options.output)
+    if target.is_dir() or not target.parent.is_dir():
+        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    chosen = _options(options)
+    shape = model_shape(options.model)
+    on_cluster = "cluster" in options or "address" in options
+    cluster = _cluster(options)
+    devices = devices_to_profile(cluster)
+    profile = Profile(target, model_config(options.model), shape, chosen)
+    screen = console(stderr=True)
+    session = ray_session(getattr(options, "address", None)) if on_cluster else nullcontext()
+    with session:
+        done = [profile.measure(device, on_cluster, screen.print) for device in devices]
+    for each in done:
+        _print(each, shape)
+    left = left_of(done)
+    if left:
+        console().print(f"{left} points remain: the same command goes on with them")
+    return EXIT_DONE
+
+
+def _options(options: argparse.Namespace) -> ProfileOptions:
+    from llmpq.profiling import ProfileOptions
+
+    names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
+    given = {name: getattr(options, name) for name in names if name in options}
+    if "batch_sizes" in given:
+        given["batch_sizes"] = tuple(given["batch_sizes"])
+    if "max_length" in given:
+        given["min_length"] = min(DesignSpace().min_length, given["max_length"])
+    return ProfileOptions(
+        bits=tuple(dict.fromkeys(options.bits)),
+        dtype=options.dtype,
+        points=options.points,
+        rounds=options.rounds,
+        budget_s=options.budget_s,
+        seed=options.seed,
+        space=DesignSpace(**given),
+    )
+
+
+def _cluster(options: argparse.Namespace) -> ClusterSpec:
+    """The devices of the cluster file or of Ray's address; else those of this machine."""
+    from llmpq.detect import detect_cluster, local_node
+
+    if "cluster" in options:
+        if "threads" in options:
+            raise SpecError("with --cluster the file says how many threads a CPU has")
+        return ClusterSpec.from_yaml(options.cluster)
+    if "address" in options:
+        return detect_cluster(options.address)
+    node = local_node("localhost")
+    if "threads" in options:
+        if "threads" not in node:
+            raise SpecError("--threads is for CPUs, and this machine has a GPU to measure")
+        node["threads"] = options.threads
+    return ClusterSpec.from_dict({"name": "this-machine", "nodes": [node]}, "--threads")
+
+
+def _print(profile: DeviceProfile, shape: ModelShape) -> None:
+    """The fit's error on held-out points, the loading speed and the machine's pace."""
+    errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
+    console().print(_error_table(profile, shape, errors))
+    state = profile.state
+    for loaded in state.loaded:
+        per_gb_s = loaded.seconds / (2e-9 * shape.layer_parameters)
+        console().print(
+            f"loading at {loaded.bits} bit: {per_gb_s:.2f} s for each GB of 16-bit weights, which "
+            f"become {loaded.weight_bytes / (2 * shape.layer_parameters):.2f} GB",
+            highlight=False,
+        )
+    if state.measured:
+        console().print(
+            f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
+            "right by it",
+            highlight=False,
+        )
+    if state.too_large:
+        console().print(f"{state.too_large} points did not fit into the device's memory")
+
+
+def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[FitError]) -> Table:
+    threads = profile.device.threads
+    table = Table(
+        title=f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
+        + (f", {threads} threads" if threads else "")
+        + ": error of the fit on points left out of it",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for each in (*errors, all_together(errors)) if errors else ():
+        table.add_row(
+            "all" if each.bits is None else str(each.bits),
+            each.phase or "",
+            str(each.fitted),
+            str(len(each.errors)),
+            f"{each.mean:.1%}",
+            f"{each.percentile_95:.1%}",
+            f"{each.most:.1%}",
+        )
+    return table
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="llmpq-profile", description=__doc__)
+    add, space = parser.option, DesignSpace()
+    add("--model", required=True, help="folder, config.json, built-in name (opt-30b) or hub id")
+    add("-o", "--output", dest="output", required=True, metavar="FILE",
+        help="CSV to write; what it has already is not measured again")  # fmt: skip
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=BITWIDTHS, help="bitwidths")
+    add("--cluster", metavar="FILE", help="cluster YAML: one Ray task for each kind of device")
+    add("--address", help="Ray cluster to measure on; without it this machine is measured")
+    add("--threads", type=int, metavar="COUNT", help="of a CPU (all that this process may use)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--batch_sizes", nargs="+", type=int, metavar="COUNT",
+        help=f"requests of a micro-batch ({' '.join(map(str, space.batch_sizes))})")  # fmt: skip
+    add("--max_length", type=int, metavar="TOKENS",
+        help=f"longest prompt and context ({space.max_length})")  # fmt: skip
+    add("--prefill_tokens", type=int, metavar="COUNT",
+        help=f"most tokens of a prefill micro-batch ({space.prefill_tokens})")  # fmt: skip
+    add("--decode_tokens", type=int, metavar="COUNT",
+        help=f"most tokens a decode micro-batch attends to ({space.decode_tokens})")  # fmt: skip
+    add("--points", type=int, default=16, help="workloads for each bitwidth and phase")
+    add("--rounds", type=int, default=40, help="passes of each workload, fewer of long ones")
+    add("--budget_s", type=float, default=600.0, help="seconds for each device")
+    add("--seed", type=int, default=0, help="of the order, the weights and the inputs")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
