@@ -63,6 +63,15 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A part of the requests of a run, which is numbered; after the `last` one no more come."""
+
+    run: int
+    requests: tuple[Request, ...]
+    last: bool
+
+
+@dataclass(frozen=True)
 class Admission:
     """What the last stage must know of a request that takes a slot."""
 

@@ -11,6 +11,7 @@ import torch
 from actors.messages import Finished, MicroBatch, Sampled, StageStats, TokenIds
 from actors.scheduler import Scheduler
 from actors.stage import Stage
+from planner.static_schedule import UNDER_WAY_PER_STAGE
 
 
 class Pipeline(Protocol):
@@ -50,21 +51,39 @@ class LocalPipeline:
         return tuple(stage.stats() for stage in self._stages)
 
 
-def drive(scheduler: Scheduler, pipeline: Pipeline) -> Iterator[tuple[Finished, ...]]:
-    """Run the scheduler dry; yields the requests that ended, micro-batch by micro-batch.
+class PipelineDriver:
+    """Keeps a pipeline full with what `scheduler` says; micro-batches stay under way between runs.
 
     At most two micro-batches a stage are under way: enough to hide the hops, and a bound on the
     hidden states that wait between the stages.
     """
-    limit = 2 * pipeline.stages
-    under_way: deque[tuple[MicroBatch, Any]] = deque()
-    while True:
-        following = scheduler.next_batch() if len(under_way) < limit else None
-        if following is not None:
-            batch, token_ids = following
-            under_way.append((batch, pipeline.submit(batch, token_ids)))
-        elif under_way:
-            batch, handle = under_way.popleft()
-            yield tuple(scheduler.complete(batch, pipeline.result(handle)))
-        else:
-            return
+
+    def __init__(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._limit = UNDER_WAY_PER_STAGE * pipeline.stages
+        self._under_way: deque[tuple[MicroBatch, Any]] = deque()
+
+    def run(self) -> Iterator[tuple[Finished, ...]]:
+        """Until the scheduler wants more requests or all have ended; yields those that end."""
+        while not self._scheduler.wants_requests:
+            room = len(self._under_way) < self._limit
+            following = self._scheduler.next_batch() if room else None
+            if following is not None:
+                batch, token_ids = following
+                self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
+            elif self._under_way:
+                batch, handle = self._under_way.popleft()
+                yield self._scheduler.complete(batch, self._pipeline.result(handle))
+            else:
+                return
+
+    def drop(self) -> None:
+        """Wait for what is under way and forget it."""
+        while self._under_way:
+            self._pipeline.result(self._under_way.popleft()[1])
+
+
+def drive(scheduler: Scheduler, pipeline: Pipeline) -> Iterator[tuple[Finished, ...]]:
+    """Run a scheduler that has all of its requests dry; yields those that ended."""
+    return PipelineDriver(scheduler, pipeline).run()

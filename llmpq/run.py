@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,11 +107,10 @@ class Run:
                 StageGroup(self._plan, self._checkpoint, cache=self._options.cache)
             )
             loaded = time.perf_counter()
-            for batch in _chunks(self.requests, self._plan.workload.global_batch):
-                for finished in group.generate(batch):
-                    for request in finished:
-                        tokens += len(request.token_ids)
-                        yield self._result(request, stop_of[request.custom_id])
+            for finished in group.generate(self.requests):
+                for request in finished:
+                    tokens += len(request.token_ids)
+                    yield self._result(request, stop_of[request.custom_id])
             ended = time.perf_counter()
             self.summary = RunSummary(
                 prompts=len(self.requests) + len(self._bad_rows),
@@ -156,7 +155,3 @@ def checkpoint_reference(plan: Plan, model: str | None) -> str:
     """
     named = Path(model or plan.model.source).expanduser()
     return str(named.resolve()) if named.is_dir() else model or plan.model.source
-
-
-def _chunks(requests: Sequence[Request], size: int) -> Iterable[Sequence[Request]]:
-    return (requests[i : i + size] for i in range(0, len(requests), size))

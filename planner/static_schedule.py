@@ -1,10 +1,11 @@
 """The order of passes of one global batch under the runtime's static schedule.
 
-The first stage's actor runs it (`actors.scheduler.StaticBatchScheduler`): prefill micro-batches in
-slot order, then decode micro-batches, each of which starts when all of its requests have their
-first token and takes its next step when the last one came back (LLM-PQ section 4.3). As it waits
-for the oldest micro-batch under way and never looks which of them is done, its decisions do not
-depend on time, and the order can be written down before anything is timed.
+The first stage's actor runs it (`actors.scheduler.QueueScheduler`) for the requests that fill the
+slots first: prefill micro-batches in slot order, then decode micro-batches, each of which starts
+when all of its requests have their first token and takes its next step when the last one came back
+(LLM-PQ section 4.3). As it waits for the oldest micro-batch under way and never looks which of them
+is done, its decisions do not depend on time, and the order can be written down before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from planner.workload import Workload
 
 Phase = Literal["prefill", "decode"]
 
-UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.pipeline.drive lets be under way, per stage
+UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.pipeline lets be under way, per stage
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers import (
 
 from actors.messages import Request, Sampling
 from actors.pipeline import LocalPipeline, drive
-from actors.scheduler import StaticBatchScheduler
+from actors.scheduler import QueueScheduler
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from quant.scheme import Processor
@@ -140,7 +140,9 @@ def generate(
         for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
     ]
     results: dict[str, list[int]] = {}
-    for finished in drive(StaticBatchScheduler(requests, prefill, decode), LocalPipeline(stages)):
+    scheduler = QueueScheduler(stages[0].spec.slots, prefill, decode, len(stages))
+    scheduler.add(requests, last=True)
+    for finished in drive(scheduler, LocalPipeline(stages)):
         results |= {f.custom_id: list(f.token_ids) for f in finished}
     return [results[str(i)] for i in range(len(prompts))]
 

@@ -63,3 +63,17 @@ def test_slots_are_reused_by_the_next_global_batch(tmp_path: Path) -> None:
         prompts = random_prompts(lengths, seed)
         expected = [reference(model, prompt, 10) for prompt in prompts]
         assert generate(stages, prompts, 10, prefill=2, decode=2) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "mistral-sliding"])
+@pytest.mark.parametrize("bounds", [(0, LAYERS), (0, 2, LAYERS)])
+def test_newcomers_join_running_groups_without_changing_tokens(
+    name: str, bounds: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A queue five times as long as the slots, with ends at all times."""
+    model = save_tiny(tmp_path, CONFIGS[name])
+    prompts = random_prompts(LENGTHS * 3)
+    counts = [1 + 5 * i % 14 for i in range(len(prompts))]
+    expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
+    stages = stages_of(tmp_path, bounds, 4, max(LENGTHS) + NEW_TOKENS)
+    assert generate(stages, prompts, counts, prefill=2, decode=2) == expected

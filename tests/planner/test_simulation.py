@@ -12,7 +12,7 @@ import pytest
 
 from actors.messages import FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.pipeline import drive
-from actors.scheduler import StaticBatchScheduler
+from actors.scheduler import QueueScheduler
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.micro_batches import MicroBatches
@@ -220,7 +220,9 @@ def test_order_is_that_of_the_scheduler(
     ]
     recorded = RecordingPipeline(stages)
     recorded.last_length = workload.total_length - 1
-    for _ in drive(StaticBatchScheduler(requests, prefill, decode), recorded):
+    scheduler = QueueScheduler(len(requests), prefill, decode, stages)
+    scheduler.add(requests, last=True)
+    for _ in drive(scheduler, recorded):
         pass
     sizes = {"prefill": prefill, "decode": decode}
     passes = static_schedule(workload, MicroBatches(prefill, decode), stages)

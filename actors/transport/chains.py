@@ -1,0 +1,89 @@
+"""The stages in a row as the first one's scheduler sees them: hidden states go down, tokens come
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+import torch
+from torch import Tensor
+
+from actors.messages import MicroBatch, Sampled, TokenIds
+from actors.transport.links import Links
+from actors.transport.packed import pack, unpack
+from actors.transport.wire import decode, encode
+
+ANSWER_S = 1800.0
+"""A micro-batch that takes longer than half an hour to come back hangs."""
+
+
+class Computing(Protocol):
+    """A stage that takes its planned time."""
+
+    def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
+        """As `actors.stage.Stage.step`."""
+
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        """As `actors.stage.Stage.finish`."""
+
+
+class RayChain:
+    """Each stage's result is an object of Ray's, which the next actor's call names."""
+
+    def __init__(self, first: Computing, following: Sequence[Any]) -> None:
+        self._first = first
+        self._following = following
+        self.stages = 1 + len(following)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
+        """Compute the first stage here and hand the result down the chain."""
+        result = self._first.compute(batch, torch.from_numpy(token_ids))
+        if not self._following:
+            return batch, result
+        passed: Any = result if isinstance(result, Sampled) else pack(result)
+        for actor in self._following:
+            passed = actor.step.remote(batch, passed)
+        return batch, passed
+
+    def result(self, handle: Any) -> Sampled:
+        """The sampled tokens; the first stage samples them where the LM head lives there."""
+        batch, answer = handle
+        if isinstance(answer, ray.ObjectRef):
+            answer = ray.get(answer)
+            answer = answer if isinstance(answer, Sampled) else unpack(answer)
+        return answer if isinstance(answer, Sampled) else self._first.finish(batch, answer)
+
+
+class LinkChain:
+    """Messages over links; the other stages `serve`. Answers come in the order of submission."""
+
+    def __init__(self, first: Computing, links: Links) -> None:
+        self._first = first
+        self.stages = links.stages
+        self._down = links.sender(1)
+        self._back = links.receiver(links.stages - 1, ANSWER_S)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
+        """Compute the first stage here and send the result down the chain."""
+        self._down.send(encode(batch, self._first.compute(batch, torch.from_numpy(token_ids))))
+        return batch
+
+    def result(self, handle: MicroBatch) -> Sampled:
+        """The sampled tokens; the first stage samples them where the LM head lives there."""
+        answer = decode(self._back.receive())
+        return answer if isinstance(answer, Sampled) else self._first.finish(handle, answer[1])
+
+
+def serve(stage: Computing, links: Links) -> None:
+    """Compute what comes from the stage before and send it on, for as long as both are there."""
+    from_before = links.receiver(links.index - 1)
+    onward = links.sender((links.index + 1) % links.stages)
+    while True:
+        message = decode(from_before.receive())
+        if isinstance(message, Sampled):
+            raise ValueError("a stage before the last one sampled")
+        batch, hidden = message
+        onward.send(encode(batch, stage.compute(batch, hidden)))

@@ -1,0 +1,168 @@
+"""Links between the processes of the stages over torch.distributed's gloo, point to point."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from actors.transport.wire import message_bytes
+from quant.errors import DeviceError, StageLostError
+
+FRAME_BYTES = 4 * 2**20
+"""A message goes in frames of at most this size: 512 tokens of 4,096 fp16 values are one frame."""
+
+_FRAMES_AHEAD = 2  # receives that are posted: one message is computed while the next one arrives
+_FOR_EVER = timedelta(days=365)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the stages find each other: the first one's node and port, and how long they try."""
+
+    address: str
+    port: int
+    timeout_s: float
+
+
+class MeetingPlace:
+    """The first stage's side of the meeting: a store that listens on its node's `address` alone."""
+
+    def __init__(self, address: str, stages: int, timeout_s: float) -> None:
+        check_available()
+        listening = socket.create_server((address, 0), backlog=4 * stages)
+        self.meeting = Meeting(address, listening.getsockname()[1], timeout_s)
+        distributed: Any = torch.distributed
+        self._store = distributed.TCPStore(
+            address,
+            self.meeting.port,
+            stages,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+
+
+def check_available() -> None:
+    """Raise `DeviceError` where torch was built without gloo."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        raise DeviceError("this torch has no gloo; choose transport='ray'")
+
+
+class Links:
+    """All connections of stage `index` of `stages`, whose own node has `address`.
+
+    Raises `DeviceError` when the stages do not meet in time.
+    """
+
+    def __init__(self, meeting: Meeting, index: int, stages: int, address: str) -> None:
+        check_available()
+        self.index, self.stages = index, stages
+        timeout = timedelta(seconds=meeting.timeout_s)
+        distributed: Any = torch.distributed
+        gloo = distributed.ProcessGroupGloo
+        try:
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
+            options._timeout = timeout
+            store = distributed.TCPStore(
+                meeting.address, meeting.port, stages, False, timeout, wait_for_workers=False
+            )
+            self._group = gloo(store, index, stages, options)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"stage {index} on {address} did not meet the others at {meeting.address}:"
+                f"{meeting.port} within {meeting.timeout_s:g} s: {error}"
+            ) from error
+
+    def sender(self, to: int) -> Sender:
+        """For messages to stage `to`."""
+        return Sender(self._group, to, self.stages)
+
+    def receiver(self, source: int, timeout_s: float | None = None) -> Receiver:
+        """For messages from stage `source`, each of which may take `timeout_s`."""
+        return Receiver(self._group, source, timeout_s)
+
+
+class Sender:
+    """Sends without waiting. At most `2 * stages` micro-batches are under way: of those before them
+    the send is known to be over, and only then is its memory let go.
+    """
+
+    def __init__(self, group: Any, to: int, stages: int) -> None:
+        self._group, self._to = group, to
+        self._kept = 2 * stages
+        self._sending: deque[list[tuple[Any, Tensor]]] = deque()
+
+    def send(self, message: Tensor) -> None:
+        """Start sending `message` `[bytes]`, which must not change afterwards."""
+        if len(self._sending) > self._kept:
+            for work, _ in self._sending.popleft():
+                _wait(work, self._to, _FOR_EVER)
+        frames = message.split(FRAME_BYTES)
+        self._sending.append([(self._send(frame), frame) for frame in frames])
+
+    def _send(self, frame: Tensor) -> Any:
+        try:
+            return self._group.send([frame], self._to, 0)
+        except RuntimeError as error:
+            raise _lost(self._to, error) from error
+
+
+class Receiver:
+    """Receives into buffers that are posted ahead, so that transfer overlaps computation."""
+
+    def __init__(self, group: Any, source: int, timeout_s: float | None) -> None:
+        self._group, self._source = group, source
+        self._timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)
+        self._posted: deque[tuple[Any, Tensor]] = deque()
+        self._in_use: Tensor | None = None
+        for _ in range(_FRAMES_AHEAD):
+            self._post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
+
+    def _post(self, buffer: Tensor) -> None:
+        try:
+            self._posted.append((self._group.recv([buffer], self._source, 0), buffer))
+        except RuntimeError as error:
+            raise _lost(self._source, error) from error
+
+    def receive(self) -> Tensor:
+        """The next message `[bytes]`; valid until the next call."""
+        if self._in_use is not None:
+            self._post(self._in_use)
+            self._in_use = None
+        first = self._frame()
+        size = message_bytes(first)
+        if size <= FRAME_BYTES:
+            self._in_use = first
+            return first[:size]
+        whole = torch.empty(size, dtype=torch.uint8)
+        for index, part in enumerate(whole.split(FRAME_BYTES)):
+            frame = self._frame() if index else first
+            part.copy_(frame[: len(part)])
+            self._post(frame)
+        return whole
+
+    def _frame(self) -> Tensor:
+        work, buffer = self._posted.popleft()
+        _wait(work, self._source, self._timeout)
+        return buffer
+
+
+def _wait(work: Any, stage: int, timeout: timedelta) -> None:
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        raise _lost(stage, error) from error
+
+
+def _lost(stage: int, error: RuntimeError) -> StageLostError:
+    return StageLostError(f"stage {stage} cannot be reached, its process died or hangs: {error}")

@@ -1,0 +1,189 @@
+"""How much of the busiest stage's pace the whole pipeline reaches.
+
+    python -m benchmarks.pipeline [--part emulated|real] [--transports gloo ray]
+
+The bound is what the busiest stage needs for its own micro-batches; efficiency is that over the
+time from the first request to the last result. `emulated`: 2, 4 and 8 stages of the demo model that
+hold every micro-batch for a given time, so that two cores can play eight devices; prompts for three
+times the KV slots, one decode group more than stages or just as many. `real`: a random LLaMA in two
+stages of one thread; the bound is each stage's time alone, with the other one waiting. *Idle* is
+what the busiest stage waited (filling and emptying the pipeline, hops), *contention* what its own
+micro-batches took longer than alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from actors.messages import Request, Sampling, StageStats
+from actors.pipeline import LocalPipeline, drive
+from actors.scheduler import QueueScheduler
+from actors.stage import Stage
+from actors.stage_group import StageGroup, stage_spec
+from benchmarks.machine import processor_name
+from benchmarks.quality import MODEL
+from benchmarks.throughput import CLUSTER, NEW_TOKENS, prompts_of, write_model
+from llmpq import Cluster, Workload
+from llmpq.session import ray_session
+from planner.plan import MicroBatches, Plan
+from quant.processor import local_processor
+
+PREFILL_S, DECODE_S = 0.05, 0.025
+"""Held by an equal stage: ten times what the demo model's part computes, for eight on two cores."""
+
+UNEQUAL = (1.0, 0.6, 0.8, 0.5, 0.9, 0.7, 0.4, 0.8)
+ROUNDS = 3
+LAYERS = 12
+
+
+def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
+    """The demo model in `stages` parts that hold micro-batches, `groups` of four requests."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Path(folder) / "one.yaml"
+        cluster.write_text(
+            "name: one\nnodes:\n  - {name: host, accelerators: {A100: 1}}\n"
+            "emulate: {time_scale: 1}\n"
+        )
+        workload = Workload(global_batch=4 * groups, prompt_length=16, new_tokens=32)
+        plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).data
+    (whole,) = plan.stages
+    cuts = [round(LAYERS * i / stages) for i in range(stages + 1)]
+    parts = []
+    for index in range(stages):
+        share = UNEQUAL[index] if unequal else 1.0
+        layers = range(cuts[index], cuts[index + 1])
+        parts.append(
+            replace(
+                whole,
+                index=index,
+                layers=layers,
+                bitwidths=(16,) * len(layers),
+                prefill_s=PREFILL_S * share,
+                decode_s=DECODE_S * share,
+            )
+        )
+    sizes = MicroBatches(prefill=4, decode=4)
+    return replace(plan, stages=tuple(parts), micro_batches=sizes, head_on_first=False)
+
+
+def timed(
+    plan: Plan, model: Path, requests: Sequence[Request], transport: str
+) -> tuple[float, list[float]]:
+    """Seconds of one pass after a warm-up, and the busy seconds of each stage in it."""
+    with ray_session("local"), StageGroup(plan, str(model), transport=transport) as group:  # type: ignore[arg-type]
+        tuple(group.generate(requests))
+        before = group.stats()
+        began = time.perf_counter()
+        tuple(group.generate(requests))
+        seconds = time.perf_counter() - began
+        return seconds, _busy(before, group.stats())
+
+
+def _busy(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[float]:
+    return [b.busy_s - a.busy_s for a, b in zip(before, after, strict=True)]
+
+
+def emulated(transports: Sequence[str]) -> None:
+    """Print the table of emulated devices."""
+    print(
+        "| stages | groups | times | transport | efficiency | seconds | busiest | bubble of fill |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for stages in (2, 4, 8):
+        for unequal in (False, True):
+            for groups in (stages, stages + 1):
+                plan = emulated_plan(stages, groups, unequal)
+                count = ROUNDS * plan.workload.global_batch
+                requests = _requests([[5 + i % 7] * 16 for i in range(count)], 32)
+                for transport in transports:
+                    seconds, busy = timed(plan, MODEL, requests, transport)
+                    fill = sum(s.prefill_s + s.decode_s for s in plan.stages) - max(
+                        s.prefill_s + s.decode_s for s in plan.stages
+                    )
+                    print(
+                        f"| {stages} | {groups} | {'unequal' if unequal else 'equal'} "
+                        f"| {transport} | {max(busy) / seconds:.3f} | {seconds:.2f} "
+                        f"| {max(busy):.2f} | {fill:.2f} |",
+                        flush=True,
+                    )
+
+
+def _requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+    sampling = Sampling(ignore_eos=True)
+    return [Request(f"r{i}", tuple(p), new_tokens, sampling) for i, p in enumerate(prompts)]
+
+
+def alone(plan: Plan, model: Path, requests: Sequence[Request]) -> list[float]:
+    """Each stage's seconds for the same queue when the other waits, in this process."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    stages = [
+        Stage(stage_spec(plan, stage), model, device, local_processor(device))
+        for stage in plan.stages
+    ]
+    pipeline, sizes = LocalPipeline(stages), plan.micro_batches
+    for turn in range(2):
+        before = pipeline.stats()
+        scheduler = QueueScheduler(
+            plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages)
+        )
+        scheduler.add(requests, last=True)
+        for _ in drive(scheduler, pipeline):
+            pass
+        if turn:
+            return _busy(before, pipeline.stats())
+    raise AssertionError("two turns were asked for")
+
+
+def real(transports: Sequence[str]) -> None:
+    """Print the table of a computing pipeline."""
+    print(
+        "| micro-batches | transport | efficiency | tokens/s | seconds | busiest alone "
+        "| contention | idle |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as parent:
+        model = Path(parent) / "model"
+        write_model("llama", model)
+        cluster = Path(parent) / "two.yaml"
+        cluster.write_text(CLUSTER.format(stages=2, threads=1))
+        prompts = prompts_of("equal")
+        workload = Workload(len(prompts), max(map(len, prompts)), NEW_TOKENS)
+        plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).data
+        requests = _requests(prompts * ROUNDS, NEW_TOKENS)
+        own = alone(plan, model, requests)
+        for transport in transports:
+            seconds, busy = timed(plan, model, requests, transport)
+            longest = max(range(len(own)), key=lambda i: own[i])
+            print(
+                f"| {plan.micro_batches.prefill}/{plan.micro_batches.decode} | {transport} "
+                f"| {max(own) / seconds:.3f} | {len(requests) * NEW_TOKENS / seconds:.0f} "
+                f"| {seconds:.2f} | {max(own):.2f} | {busy[longest] - own[longest]:.2f} "
+                f"| {seconds - busy[longest]:.2f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Print one table a part."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--part", choices=["emulated", "real"])
+    parser.add_argument("--transports", nargs="+", default=["gloo", "ray"])
+    options = parser.parse_args()
+    print(f"{processor_name()}, torch {torch.__version__}\n")
+    if options.part != "real":
+        emulated(options.transports)
+        print()
+    if options.part != "emulated":
+        real(options.transports)
+
+
+if __name__ == "__main__":
+    main()
