@@ -51,7 +51,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
             "name: one\nnodes:\n  - {name: host, accelerators: {A100: 1}}\n"
             "emulate: {time_scale: 1}\n"
         )
-        workload = Workload(global_batch=4 * groups, prompt_length=16, new_tokens=32)
+        workload = Workload(global_batch=4 * groups, prompt_length=16, new_tokens=16)
         plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).data
     (whole,) = plan.stages
     cuts = [round(LAYERS * i / stages) for i in range(stages + 1)]
@@ -101,7 +101,7 @@ def emulated(transports: Sequence[str]) -> None:
             for groups in (stages, stages + 1):
                 plan = emulated_plan(stages, groups, unequal)
                 count = ROUNDS * plan.workload.global_batch
-                requests = _requests([[5 + i % 7] * 16 for i in range(count)], 32)
+                requests = _requests([[5 + i % 7] * 16 for i in range(count)], 16)
                 for transport in transports:
                     seconds, busy = timed(plan, MODEL, requests, transport)
                     fill = sum(s.prefill_s + s.decode_s for s in plan.stages) - max(
