@@ -12,6 +12,11 @@ import numpy.typing as npt
 
 from quant.errors import SpecError
 
+Transport = Literal["auto", "ray", "gloo"]
+"""How tensors go between stages; auto: gloo where it connects, else Ray."""
+
+TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")
+
 FinishReason = Literal["stop", "length", "error"]
 TokenIds = npt.NDArray[np.int64]
 

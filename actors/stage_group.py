@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import ray
 from ray.actor import ActorHandle
@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.messages import Chunk, Finished, Request, StageStats
+from actors.messages import Chunk, Finished, Request, StageStats, Transport
 from actors.placement import Placement, place
 from actors.stage_actor import CONTROL, Hold, QueueSizes, StageActor
 from actors.stage_spec import StageSpec
@@ -32,8 +32,6 @@ the threads of the decode attention (62 ms a step of a 170M model on two cores, 
 CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there
 NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, and reported
 LEAST_CHUNK_REQUESTS = 64  # a call takes about a millisecond: spread over this many requests
-
-Transport = Literal["auto", "ray", "gloo"]
 
 
 @dataclass(frozen=True)

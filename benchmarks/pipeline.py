@@ -92,9 +92,7 @@ def _busy(before: Sequence[StageStats], after: Sequence[StageStats]) -> list[flo
 
 def emulated(transports: Sequence[str]) -> None:
     """Print the table of emulated devices."""
-    print(
-        "| stages | groups | times | transport | efficiency | seconds | busiest | bubble of fill |"
-    )
+    print("| stages | groups | times | transport | efficiency | seconds | busiest | fill |")
     print("|---|---|---|---|---|---|---|---|")
     for stages in (2, 4, 8):
         for unequal in (False, True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from actors.messages import Sampling
+from actors.messages import Sampling, Transport
 from llmpq.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.report import write_report
 from llmpq.results import Result
@@ -118,6 +118,7 @@ class Plan:
         cache_dir: str | Path | None = None,
         cache_limit_gib: float | None = None,
         no_cache: bool = False,
+        transport: Transport = "auto",
     ) -> Iterator[Result]:
         """Generate for every row; yields results in the order they finish, bad rows first.
 
@@ -125,7 +126,8 @@ class Plan:
         another place of the same weights. Joins a running Ray (initialised, `address` or
         RAY_ADDRESS) or starts a local one. Each node keeps its packed layers in `cache_dir` (its
         user's cache folder) for the next start, `cache_limit_gib` at most (100, or half of the free
-        space), unless `no_cache`. Raises what `llmpq.errors` lists before anything is started.
+        space), unless `no_cache`. `transport` between stages: "gloo", "ray", or "auto", which is
+        gloo where it connects. Raises what `llmpq.errors` lists before anything is started.
         """
         from llmpq.run import Run, RunOptions
 
@@ -134,6 +136,7 @@ class Plan:
             sampling=sampling or Sampling(),
             address=address,
             cache=cache_settings(cache_dir, cache_limit_gib, no_cache),
+            transport=transport,
         )
         return Run(self.data, rows_of(rows), options).results()
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.messages import Finished, Request, Sampling, StageStats
+from actors.messages import Finished, Request, Sampling, StageStats, Transport
 from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from llmpq.session import ray_session
@@ -44,13 +44,15 @@ class RunSummary:
 @dataclass(frozen=True)
 class RunOptions:
     """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`:
-    Ray's; `cache`: where each node keeps packed layers for the next start.
+    Ray's; `cache`: where each node keeps packed layers for the next start; `transport` between
+    stages.
     """
 
     model: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     address: str | None = None
     cache: CacheSettings = CacheSettings()  # noqa: RUF009  (frozen)
+    transport: Transport = "auto"
 
 
 class Run:
@@ -104,7 +106,12 @@ class Run:
             stack.enter_context(ray_session(self._options.address))
             began = time.perf_counter()
             group = stack.enter_context(
-                StageGroup(self._plan, self._checkpoint, cache=self._options.cache)
+                StageGroup(
+                    self._plan,
+                    self._checkpoint,
+                    cache=self._options.cache,
+                    transport=self._options.transport,
+                )
             )
             loaded = time.perf_counter()
             for finished in group.generate(self.requests):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from actors.messages import Sampling
+from actors.messages import TRANSPORTS, Sampling
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS, Parser, console, run_command
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
@@ -45,6 +45,7 @@ def _run(options: argparse.Namespace) -> int:
                 getattr(options, "cache_limit_gib", None),
                 options.no_cache,
             ),
+            transport=options.transport,
         ),
     )
     inputs = (Path(options.input), Path(options.strat_file_name))
@@ -98,6 +99,12 @@ def _parser() -> Parser:
     add("--cache_limit_gib", type=float, help="of that folder (100, at most half the free space)")
     parser.add_argument(
         "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="between stages: gloo, Ray's objects, or gloo where it connects (auto)",
     )
     parser.add_argument(
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
