@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 
 from actors.messages import TRANSPORTS, Sampling
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS, Parser, console, run_command
@@ -74,10 +77,35 @@ def _check_cluster(plan: Plan, path: str) -> None:
 
 
 def _write_all(run: Run, output: ResultFile, total: int) -> None:
-    with RunProgress(console(stderr=True), total) as progress, closing(run.results()) as results:
+    with (
+        _interrupts() as seen,
+        RunProgress(console(stderr=True), total) as progress,
+        closing(run.results()) as results,
+    ):
         for result in results:
             output.write(result)
             progress.count(result)
+            if seen:
+                raise KeyboardInterrupt
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The interrupts that came: of one that strikes within a destructor nothing else is left."""
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
