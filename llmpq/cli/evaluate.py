@@ -6,15 +6,15 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity, ReportProgress
+from llmpq.cli.layer_progress import layer_progress
+from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
 from llmpq.text import read_documents
 from quant.errors import InputError, SpecError
 from quant.scheme import ROUNDINGS
@@ -73,7 +73,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     ]
     Checkpoint(folder).check_files()
     windows = windows_of(read_documents(options.text), folder, settings)
-    with _progress(len(subjects)) as report:
+    with layer_progress("layers") as report:
         return evaluate(folder, windows, subjects, device, report)
 
 
@@ -83,24 +83,6 @@ def _bitwidths(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise SpecError(f"--bits {text!r} is no bitwidth and no list such as 3,4,4,8") from error
-
-
-@contextmanager
-def _progress(subjects: int) -> Iterator[ReportProgress]:
-    """A bar over the layers in a terminal; silence in a log."""
-    screen = console(stderr=True)
-    bar = Progress(
-        TextColumn("layers"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=screen,
-        disable=not screen.is_terminal,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("layers", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _table(results: Sequence[Perplexity]) -> Table:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.layer_progress import layer_progress
 from llmpq.indicator_options import METHODS, IndicatorOptions
-from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, ReportProgress
+from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.text import read_documents
 from planner.perplexity_fit import fit_perplexity
 from planner.sensitivity import OmegaContent, save_omega
@@ -44,7 +43,7 @@ def _measure(options: argparse.Namespace) -> int:
     Checkpoint(folder).check_files()
     calibration = read_documents(options.calibration)
     held_out = read_documents(options.perplexity)
-    with _progress("layers") as report:
+    with layer_progress("layers") as report:
         content = measure_omega(folder, calibration, chosen, report)
     save_omega(target, content)  # what took an hour is kept, whatever the second text does
     if held_out:
@@ -54,7 +53,7 @@ def _measure(options: argparse.Namespace) -> int:
             chosen.device,
             chosen.dtype,
         )
-        with _progress("perplexity, layers") as report:
+        with layer_progress("perplexity, layers") as report:
             content = measure_points(content, folder, held_out, settings, report)
         save_omega(target, content)
     console().print(_table(content))
@@ -73,24 +72,6 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
         device=options.device,
         dtype=options.dtype,
     )
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[ReportProgress]:
-    """A bar over the layers in a terminal; silence in a log."""
-    screen = console(stderr=True)
-    bar = Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=screen,
-        disable=not screen.is_terminal,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _table(content: OmegaContent) -> Table:

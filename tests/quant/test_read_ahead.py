@@ -112,6 +112,7 @@ def test_nobody_waits_for_a_reader_that_broke(big: Path) -> None:
     with ReadAhead(ranges, WINDOW, read_into, lambda *_: False) as ahead:
         for file_range in ranges:
             ahead.wait_for(file_range)
+    assert readers() == []
 
 
 def test_nothing_to_read() -> None:
