@@ -344,56 +344,6 @@ def test_mixed_checkpoints_are_not_planned_for(
     assert "different bits for some of its modules; run it with the plan" in capsys.readouterr().err
 
 
-WRONG: dict[str, tuple[list[str], str]] = {
-    "no text": (["--bits", "4"], "give a text to calibrate on"),
-    "no bits": (["--calibration", "text.jsonl"], "say once which bits"),
-    "two plans": (
-        ["--bits", "4", "--plan", "x.json", "--calibration", "text.jsonl"],
-        "say once which bits",
-    ),
-    "bits of another model": (
-        ["--bits", "4", "4", "--calibration", "text.jsonl"],
-        "2 bitwidths where the model has 5 layers",
-    ),
-    "no such plan": (["--plan", "x.json", "--calibration", "text.jsonl"], "x.json"),
-    "no such text": (["--bits", "4", "--calibration", "none.txt"], "none.txt"),
-    "too much damping": (
-        ["--bits", "4", "--calibration", "text.jsonl", "--damping", "2"],
-        "damping is 2.0",
-    ),
-    "no sequences": (
-        ["--bits", "4", "--calibration", "text.jsonl", "--sequences", "0"],
-        "sequences is 0",
-    ),
-    "a seed that is none": (
-        ["--bits", "4", "--calibration", "text.jsonl", "--seed", "-1"],
-        "seed is -1; give at least 0",
-    ),
-    "no such device": (
-        ["--bits", "4", "--calibration", "text.jsonl", "--device", "tpu"],
-        "device 'tpu' is not one of",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_commands(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments, message = WRONG[name]
-    save_tiny(tmp_path / "model", CONFIGS["llama"])
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert run(tmp_path, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("llmpq-quantize: error: ")
-    assert message in error
-    assert not (tmp_path / "made").exists()
-
-
 @pytest.mark.parametrize("rounding", ["searched", "stochastic"])
 def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> None:
     """From the option through the plan's file to a stage's weights, the same at every start."""
