@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from actors.cpu_attention import DecodeQuery, attend_in_place, can_attend
-from actors.kv_cache import KVCache, SlotRows
+from actors.cpu_prefill import attend_fresh, prefers_blocks
+from actors.kv_cache import KVCache, SlotRows, Stored
 from actors.messages import MicroBatch
 
 RAGGED_ATTENTION = "llmpq_ragged"
@@ -58,11 +59,16 @@ def attend(
         window = None
     mask_kind = _MaskKind(window, alibi_slopes, query.dtype)
     if context.batch.is_decode:
-        if can_attend(keys):
+        if can_attend(keys.numbers):
             asked = DecodeQuery(query, context.where, scale, window, alibi_slopes)
             return attend_in_place(asked, keys, values)
         return _decode(context, query, keys, values, scale, mask_kind)
     if context.fresh_equal_prefill and mask_kind.is_plain:
+        gather = context.where.gather
+        if keys.scales is None:  # as they come: slots that lie apart would have to be copied
+            key, value = _by_request(context, key), _by_request(context, value)
+        else:
+            key, value = keys.read(gather, query.dtype), values.read(gather, query.dtype)
         return _dense_prefill(context, query, key, value, scale)
     return _each_request(context, query, keys, values, scale, mask_kind)
 
@@ -111,6 +117,9 @@ def _attention(
     8.0; the fallback would write out all scores in float32, so the heads are repeated for it
     instead.
     """
+    if is_causal and prefers_blocks(query):
+        prompts = zip(query, keys, values, strict=True)
+        return torch.stack([attend_fresh(q, k, v, scale) for q, k, v in prompts])
     groups = query.shape[1] // keys.shape[1]
     if groups > 1 and query.is_cuda:
         flash = attn_mask is None and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -131,27 +140,30 @@ def _attention(
 def _dense_prefill(
     context: RaggedContext, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Prompts of one length: a single causal call on `[requests, heads, tokens, head_dim]`."""
-    requests = len(context.batch.slots)
+    """Prompts of one length: a single causal call on `[requests, heads, tokens, head_dim]`.
 
-    def batched(x: Tensor) -> Tensor:
-        return x.view(requests, -1, *x.shape[1:]).transpose(1, 2)
-
+    `key`, `value`: those of the batch, `[requests, kv_heads, tokens, head_dim]`.
+    """
     out = _attention(
-        batched(query),
-        batched(key),
-        batched(value),
+        _by_request(context, query),
+        key,
+        value,
         is_causal=True,
         scale=scale,
     )
     return out.transpose(1, 2).flatten(0, 1)
 
 
+def _by_request(context: RaggedContext, x: Tensor) -> Tensor:
+    """`[requests, heads, tokens, head_dim]` of `[requests * tokens, heads, head_dim]`."""
+    return x.view(len(context.batch.slots), -1, *x.shape[1:]).transpose(1, 2)
+
+
 def _decode(
     context: RaggedContext,
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     scale: float,
     mask_kind: _MaskKind,
 ) -> Tensor:
@@ -162,8 +174,8 @@ def _decode(
         mask = mask_kind.mask(where.position_of_token[:, None], where.max_length)
     out = _attention(
         query[:, :, None],
-        where.gather(keys),
-        where.gather(values),
+        keys.read(where.gather, query.dtype),
+        values.read(where.gather, query.dtype),
         attn_mask=mask,
         scale=scale,
     )
@@ -173,8 +185,8 @@ def _decode(
 def _each_request(
     context: RaggedContext,
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     scale: float,
     mask_kind: _MaskKind,
 ) -> Tensor:
@@ -188,10 +200,14 @@ def _each_request(
         if not causal:
             positions = torch.arange(int(start), end, device=query.device)
             mask = mask_kind.mask(positions[None], end)
+
+        def own(stored: Tensor, slot: int = slot, end: int = end) -> Tensor:
+            return stored[slot : slot + 1, :, :end]
+
         attended = _attention(
             query[row : row + count].transpose(0, 1)[None],
-            keys[slot : slot + 1, :, :end],
-            values[slot : slot + 1, :, :end],
+            keys.read(own, query.dtype),
+            values.read(own, query.dtype),
             attn_mask=mask,
             is_causal=causal,
             scale=scale,

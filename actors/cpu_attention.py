@@ -8,29 +8,23 @@ length, keys and values are read once where they lie, and sums are float32.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kv_cache import SlotRows
+from actors.kv_cache import SCALE_DTYPE, SlotRows, Stored
 from actors.messages import MicroBatch
+from quant.compiled import compiled_loop, has_numba, torch_threads, widening
 
 _LEAST_EXPONENT = -87.0
 """Smaller powers of e are not normal float32 numbers; as shares of attention they are nothing."""
 
-FAST_SUMS = {"reassoc", "contract", "nsz"}
-"""Sums in any order; NaN and infinity keep their meaning, for the sampler to see them."""
-
-_one_at_a_time = threading.Lock()
-"""Numba's own thread pool may not be entered by two threads."""
+_NO_SCALE = np.zeros((), np.uint16)
 
 
 @dataclass(frozen=True)
@@ -53,50 +47,40 @@ def can_attend(stored: Tensor) -> bool:
     """Whether `attend_in_place` takes a cache like `stored` here."""
     return (
         stored.device.type == "cpu"
-        and stored.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and _has_numba()
+        and stored.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8)
+        and has_numba()
     )
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile the loop for a cache of `dtype` now, not at the first token."""
-    stored = torch.zeros(1, 1, 1, 1, dtype=dtype)
-    if can_attend(stored):
+    """Compile the loop for a cache of `dtype` now, not at the first token; int8: for codes."""
+    stored = Stored.empty((1, 1, 1, 1), dtype, torch.device("cpu"))
+    if can_attend(stored.numbers):
         one = np.ones(1, dtype=np.int64)
         batch = MicroBatch(np.zeros_like(one), np.zeros_like(one), one)
-        where = SlotRows.of(batch, stored.device)
-        attend_in_place(DecodeQuery(stored[0], where, 1.0), stored, stored)
+        where = SlotRows.of(batch, stored.numbers.device)
+        attend_in_place(DecodeQuery(torch.zeros(1, 1, 1), where, 1.0), stored, stored)
 
 
-@cache
-def _has_numba() -> bool:
-    found = find_spec("numba") is not None
-    if not found:
-        logging.getLogger(__name__).warning(
-            "decoding on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
-        )
-    return found
+def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
+    """Attention of each request over its slot of `keys` and `values`; returns `[requests, heads,
+    head_dim]` in the query's type.
 
-
-def attend_in_place(query: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention of each request over its slot of `keys` and `values`.
-
-    Both `[slots, kv_heads, max_tokens, head_dim]`; returns `[requests, heads, head_dim]` in the
-    query's type.
+    Codes are not restored: a key's scale multiplies its score, a value's scale its share.
     """
     lengths = query.where.lengths.numpy()
     starts = np.zeros_like(lengths) if query.window is None else lengths - query.window
     heads = query.query.shape[1]
     slopes = torch.zeros(heads) if query.alibi_slopes is None else query.alibi_slopes.float()
     out = np.empty(query.query.shape, np.float32)
-    threads = torch.get_num_threads()
-    compiled = _kernel(keys.dtype, threads > 1)
-    with _one_at_a_time:
-        _set_threads(threads)
+    compiled = _kernel(keys.numbers.dtype, torch.get_num_threads() > 1)
+    with torch_threads():
         compiled(
             (query.query.float() * query.scale).contiguous().numpy(),
-            _numbers(keys),
-            _numbers(values),
+            _numbers(keys.numbers),
+            _scales(keys),
+            _numbers(values.numbers),
+            _scales(values),
             query.where.slots.numpy(),
             np.maximum(starts, 0),
             lengths,
@@ -111,11 +95,11 @@ def _numbers(stored: Tensor) -> Any:
     return (stored.view(torch.uint16) if stored.element_size() == 2 else stored).numpy()
 
 
-def _set_threads(count: int) -> None:
-    import numba
-
-    settings: Any = numba.config
-    numba.set_num_threads(min(count, settings.NUMBA_NUM_THREADS))
+def _scales(stored: Stored) -> Any:
+    """Scales as bits; numbers that have none get a view of one zero, which is never read."""
+    if stored.scales is None:
+        return np.broadcast_to(_NO_SCALE, stored.numbers.shape[:-1])
+    return _numbers(stored.scales)
 
 
 @cache
@@ -123,15 +107,14 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
     """The compiled loop for a cache of `dtype`; the first call takes 1.3 s, 3.6 if `parallel`."""
     import numba
 
-    settings: Any = numba.config
-    settings.THREADING_LAYER = "workqueue"  # idle threads sleep
-    widen, power = _widen(dtype), _power_of_e()
+    widen, power, scale_of = widening(dtype), _power_of_e(), _scale_of(dtype)
 
-    @numba.njit(parallel=parallel, fastmath=FAST_SUMS, nogil=True)
     def decode(
         query: Any,
         keys: Any,
+        key_scales: Any,
         values: Any,
+        value_scales: Any,
         slots: Any,
         starts: Any,
         ends: Any,
@@ -145,28 +128,29 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
             # Requests within heads: threads then share long requests evenly.
             kv_head, request = task // requests, task % requests
             first, last = starts[request], ends[request]
-            own_keys, own_values = keys[slots[request], kv_head], values[slots[request], kv_head]
+            slot = slots[request]
             own_queries = query[request, kv_head * group : (kv_head + 1) * group]
             scores = np.empty((group, last - first), np.float32)
             sums = np.zeros((group, head_dim), np.float32)
             for token in range(first, last):
-                key = own_keys[token]
+                key, scale = keys[slot, kv_head, token], scale_of(key_scales[slot, kv_head], token)
                 for member in range(group):
                     asked = own_queries[member]
                     product = np.float32(0)
                     for i in range(head_dim):
                         product += asked[i] * widen(key[i])
                     bias = slopes[kv_head * group + member] * np.float32(token)
-                    scores[member, token - first] = product + bias
+                    scores[member, token - first] = product * scale + bias
             for member in range(group):
                 row = scores[member]
                 largest = row.max()
                 for i in range(last - first):
                     row[i] = power(row[i] - largest)
             for token in range(first, last):
-                value = own_values[token]
+                value = values[slot, kv_head, token]
+                scale = scale_of(value_scales[slot, kv_head], token)
                 for member in range(group):
-                    share, weighted = scores[member, token - first], sums[member]
+                    share, weighted = scores[member, token - first] * scale, sums[member]
                     for i in range(head_dim):
                         weighted[i] += share * widen(value[i])
             for member in range(group):
@@ -174,28 +158,18 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
                 for i in range(head_dim):
                     result[i] = sums[member, i] / total
 
-    compiled: Callable[..., None] = decode
+    compiled: Callable[..., None] = compiled_loop(decode, parallel)
     return compiled
 
 
-def _widen(dtype: torch.dtype) -> Any:
-    """What makes a float32 of a stored element, within compiled code."""
+def _scale_of(dtype: torch.dtype) -> Any:
+    """What takes a token's scale from those of its head, within compiled code."""
     import numba
-    from llvmlite import ir
-    from numba.core import types
-    from numba.extending import intrinsic
 
-    if dtype == torch.float32:
-        return numba.njit(lambda number: number, inline="always")
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        (bits,) = arguments
-        if dtype == torch.float16:
-            return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
-        word = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(word, ir.FloatType())  # bfloat16: the upper half of a float32
-
-    return intrinsic(lambda context, bits: (types.float32(types.uint16), code))
+    if dtype != torch.int8:
+        return numba.njit(lambda scales, token: np.float32(1), inline="always")
+    widen = widening(SCALE_DTYPE)
+    return numba.njit(lambda scales, token: widen(scales[token]), inline="always")
 
 
 def _power_of_e() -> Any:

@@ -4,20 +4,87 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch
+from planner.memory import FULL_BITS
+
+SCALE_DTYPE = torch.bfloat16
+"""Of int8 codes: the range of float32, and codes are made with the scale as it is stored."""
+
+_LARGEST_CODE = 127  # even of a scale rounded down by 2^-9: 127.25 is rounded to it
+_LEAST_SCALE = 2.0**-100  # its inverse is finite; numbers below are nothing beside any other
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys or values of one layer: `numbers` `[slots, kv_heads, max_tokens, head_dim]`.
+
+    At 8 bits they are int8 codes, to be multiplied by `scales` `[slots, kv_heads, max_tokens]`.
+    """
+
+    numbers: Tensor
+    scales: Tensor | None = None
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Stored:
+        """Zeros, with scales if `dtype` is int8. Not just reserved: a masked position that holds
+        NaN would still poison the attention's weighted sum.
+        """
+        coded = dtype == torch.int8
+        scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if coded else None
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Make zero what `slots` hold; codes are finite, so that a scale of zero is enough."""
+        (self.numbers if self.scales is None else self.scales)[list(slots)] = 0
+
+    def write(self, where: SlotRows, new: Tensor) -> None:
+        """Store `new` `[sum(counts), kv_heads, head_dim]`, in codes if that is what is held."""
+        if self.scales is None:
+            where.write(self.numbers, new)
+            return
+        codes, scales = quantized(new)
+        where.write(self.numbers, codes)
+        where.write(self.scales, scales)
+
+    def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        """What `pick` takes of a tensor `[slots, kv_heads, max_tokens, ...]`; codes are restored
+        in `dtype`, plain numbers are a view if what `pick` makes is one.
+        """
+        numbers = pick(self.numbers)
+        if self.scales is None:
+            return numbers
+        return numbers * pick(self.scales).to(dtype)[..., None]
+
+
+def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """`numbers` `[..., head_dim]` as int8 codes and one scale `[...]` for each row of them.
+
+    No number is off by more than half its row's scale. Where one is not finite its row's scale is
+    not either, so that the row restores to nothing finite.
+    """
+    wide = numbers.float()
+    largest = wide.abs().amax(-1)
+    scales = (largest / _LARGEST_CODE).clamp(min=_LEAST_SCALE).to(SCALE_DTYPE)
+    return (wide / scales.float()[..., None]).round_().to(torch.int8), scales
 
 
 class KVCache:
     """Slots for `slots` requests of up to `max_tokens` tokens in each of the stage's `layers`.
 
-    Storage per layer: keys and values `[slots, kv_heads, max_tokens, head_dim]`. It is zeroed, not
-    just reserved: a masked position that holds NaN would still poison the attention's weighted sum.
+    `kv_bits` 16 holds keys and values in `dtype`, 8 in codes. Whatever attends reads them from
+    here, also within a prompt: what a token sees of another does not depend on whether the two
+    came in one pass, so that a request replayed from its tokens goes on as it would have.
     """
 
     def __init__(
@@ -29,39 +96,34 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_bits: int = FULL_BITS,
     ) -> None:
         self.max_tokens = max_tokens
         shape = (slots, kv_heads, max_tokens, head_dim)
-        self._keys = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
-        self._values = {i: torch.zeros(shape, dtype=dtype, device=device) for i in layers}
+        self.held_dtype = dtype if kv_bits == FULL_BITS else torch.int8
+        self._keys = {i: Stored.empty(shape, self.held_dtype, device) for i in layers}
+        self._values = {i: Stored.empty(shape, self.held_dtype, device) for i in layers}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+        return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
 
     def clear(self, slots: Sequence[int]) -> None:
         """Forget what requests left in `slots`; they may have left values that are not finite."""
-        rows = list(slots)
         for stored in (*self._keys.values(), *self._values.values()):
-            stored[rows] = 0
+            stored.clear(slots)
 
     def append(
         self, layer: int, where: SlotRows, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Stored, Stored]:
         """Write the batch's new keys and values; return the layer's whole keys and values.
 
         `key`, `value`: `[sum(counts), kv_heads, head_dim]`.
         """
         keys, values = self._keys[layer], self._values[layer]
-        if where.block is not None:  # a tenth of the time of single addresses
-            slots, positions = where.block
-            shape = (slots.stop - slots.start, positions.stop - positions.start, *key.shape[1:])
-            keys[slots, :, positions] = key.view(shape).transpose(1, 2)
-            values[slots, :, positions] = value.view(shape).transpose(1, 2)
-            return keys, values
-        keys[where.slot_of_token, :, where.position_of_token] = key
-        values[where.slot_of_token, :, where.position_of_token] = value
+        keys.write(where, key)
+        values.write(where, value)
         return keys, values
 
 
@@ -105,6 +167,17 @@ class SlotRows:
             if contiguous and alike
             else None,
         )
+
+    def write(self, stored: Tensor, new: Tensor) -> None:
+        """Put `new` `[sum(counts), kv_heads, ...]` where the new tokens belong in `stored` `[slots,
+        kv_heads, max_tokens, ...]`.
+        """
+        if self.block is None:
+            stored[self.slot_of_token, :, self.position_of_token] = new
+            return
+        slots, positions = self.block  # a tenth of the time of single addresses
+        shape = (slots.stop - slots.start, positions.stop - positions.start, *new.shape[1:])
+        stored[slots, :, positions] = new.view(shape).transpose(1, 2)
 
     def gather(self, stored: Tensor) -> Tensor:
         """The batch's slots of `stored` up to the longest request: a view when the slots lie in a

@@ -6,7 +6,6 @@ beside its layers is spread as in a stage.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from actors.architectures import PassThrough, architecture_of, empty_model, keep_stage
-from actors.attention import RaggedContext
 from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch
-from actors.stage import make_cache, run_decoder
+from actors.stage import make_cache, run_in_passes
 from planner.profile_design import LayerWorkload
 from quant.cache.layer import LayerForm, put_submodule
 from quant.linear import quantize_linear
@@ -45,22 +43,18 @@ class PreparedWorkload:
 
 
 class TimedLayers:
-    """Copies of the decoder layer of the model of `config` in one form.
-
-    `load_s`: seconds to quantize one from 16-bit weights in memory and place it on the device, the
-    median of the copies; it holds `weight_bytes`.
-    """
+    """Copies of the decoder layer of the model of `config` in one form; one has `weight_bytes`."""
 
     def __init__(self, config: PretrainedConfig, form: LayerForm, seed: int = 0) -> None:
         self._form = form
         self._generator = torch.Generator().manual_seed(seed)
         self._model, self._layers = self._empty_layers(config)
-        seconds = [self._fill(self._layers[0])]
+        self._fill(self._layers[0])
         self.weight_bytes = module_nbytes(self._layers[0])
         if self.weight_bytes > _LARGE_LAYER_BYTES:
             del self._layers[_PREFILL_COPIES:]
-        seconds += [self._fill(layer) for layer in self._layers[1:]]
-        self.load_s = float(np.median(seconds[1:]))  # the first one warms up
+        for layer in self._layers[1:]:
+            self._fill(layer)
 
     @torch.inference_mode()
     def prepare(self, workload: LayerWorkload) -> PreparedWorkload:
@@ -82,9 +76,7 @@ class TimedLayers:
     def pass_through(self, prepared: PreparedWorkload) -> None:
         """One pass through `prepared.copies` layers, as a stage makes it."""
         self._use(prepared.copies)
-        where = SlotRows.of(prepared.batch, self._form.device)
-        context = RaggedContext(prepared.cache, prepared.batch, where)
-        run_decoder(self._model, context, prepared.inputs)
+        run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs)
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
         """What `prepare` will take for keys and values."""
@@ -96,10 +88,7 @@ class TimedLayers:
 
     def _empty_layers(self, config: PretrainedConfig) -> tuple[PreTrainedModel, list[nn.Module]]:
         """A middle stage of as many layers as may be wanted, without memory."""
-        values = config.to_dict() | {"num_hidden_layers": _DECODE_COPIES}
-        if values.get("layer_types"):  # one for each layer: sliding windows or not
-            values["layer_types"] = (values["layer_types"] * _DECODE_COPIES)[:_DECODE_COPIES]
-        model = empty_model(type(config).from_dict(values))
+        model = empty_model(with_layers(config, _DECODE_COPIES))
         keep_stage(model, range(_DECODE_COPIES), is_first=False, is_last=False, has_head=False)
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
         if rotary is not None:
@@ -110,29 +99,23 @@ class TimedLayers:
     def _stack(model: PreTrainedModel) -> Any:
         return getattr(model.get_decoder(), architecture_of(model.config).layers)
 
-    def _fill(self, layer: nn.Module) -> float:
-        """Give `layer` random weights in the form; seconds of all but making them up."""
+    def _fill(self, layer: nn.Module) -> None:
+        """Give `layer` random weights in the form."""
         form = self._form
-        seconds = 0.0
         for name, linear in list(layer.named_modules()):
             if isinstance(linear, nn.Linear):
                 weight = self._random(linear.weight.shape).to(torch.bfloat16)
                 bias = None if linear.bias is None else self._random(linear.bias.shape)
-                began = time.perf_counter()
                 filled = quantize_linear(
                     weight, bias, form.bits, form.processor, form.dtype, form.device, form.backend
                 )
-                self._synchronize()
-                seconds += time.perf_counter() - began
                 put_submodule(layer, name, filled)
         for owner in layer.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.is_meta:  # norms
                     ones = torch.ones(parameter.shape, dtype=form.dtype, device=form.device)
                     setattr(owner, name, nn.Parameter(ones, requires_grad=False))
-        began = time.perf_counter()
         prepack_linears(layer, form.processor)
-        return seconds + time.perf_counter() - began
 
     def _random(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=self._generator) * _WEIGHT_SCALE
@@ -161,16 +144,20 @@ class TimedLayers:
                 cache.append(layer, where, made, made)
         return cache
 
-    def _synchronize(self) -> None:
-        if self._form.device.type == "cuda":
-            torch.cuda.synchronize(self._form.device)
-
 
 def library_config(values: Mapping[str, Any]) -> PretrainedConfig:
     """The library's configuration of a parsed `config.json`, without how its weights are stored."""
     kept = {k: v for k, v in values.items() if k not in ("quantization_config", "names")}
     model_type = str(kept.pop("model_type"))
     return AutoConfig.for_model(model_type, **kept)
+
+
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """The configuration of a model of so many layers."""
+    values = config.to_dict() | {"num_hidden_layers": layers}
+    if values.get("layer_types"):  # one for each layer: sliding windows or not
+        values["layer_types"] = (values["layer_types"] * layers)[:layers]
+    return type(config).from_dict(values)
 
 
 def _kv_shape(config: PretrainedConfig) -> tuple[int, int]:

@@ -59,12 +59,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One tokenized prompt; `max_new_tokens` is already settled."""
+    """One tokenized prompt; `max_new_tokens` is already settled.
+
+    `generated`: its first new tokens, computed before and counted by `max_new_tokens`, where it
+    goes on after a fault.
+    """
 
     custom_id: str
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the last stage must know of a request that takes a slot."""
+    """What the last stage must know of a request that takes a slot; `generated` as in `Request`."""
 
     slot: int
     custom_id: str
     max_new_tokens: int
     sampling: Sampling
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,15 @@ class MicroBatch:
 
     `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the
     requests' new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the
-    requests that begin with this micro-batch (prefill).
+    requests that begin with this micro-batch (prefill). `ready_at_s`: when emulated links bring
+    it, by a clock that all processes of the machine share.
     """
 
     slots: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
+    ready_at_s: float = 0.0
 
     @property
     def is_decode(self) -> bool:
@@ -114,6 +122,22 @@ class MicroBatch:
         positions: TokenIds = np.arange(int(self.counts.sum()), dtype=np.int64) + first
         return positions
 
+    def passes(self, tokens_at_once: int) -> list[MicroBatch]:
+        """Its requests in order, without admissions, in parts of at most so many new tokens; a part
+        has at least one request.
+        """
+        parts: list[MicroBatch] = []
+        first = tokens = 0
+        for row, count in enumerate(self.counts.tolist()):
+            if tokens and tokens + count > tokens_at_once:
+                parts.append(self._rows(slice(first, row)))
+                first, tokens = row, 0
+            tokens += count
+        return [*parts, self._rows(slice(first, None))]
+
+    def _rows(self, rows: slice) -> MicroBatch:
+        return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows])
+
     @property
     def last_token_rows(self) -> TokenIds:
         """Row of each request's last new token in the flattened batch, `[requests]`."""
@@ -124,25 +148,63 @@ class MicroBatch:
 class Sampled:
     """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did.
 
-    `error`: its logits were not finite; the token means nothing then.
+    `error`: its logits were not finite; the token means nothing then. `ready_at_s` as in
+    `MicroBatch`.
     """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]
+    ready_at_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has all its tokens (EOS included, prompt not)."""
+    """A request that has all its tokens (EOS included, prompt not); `error` says what went wrong
+    where that is not the logits.
+    """
 
     custom_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """What a stage has computed of one phase; the last three count full micro-batches only.
+
+    Those have at least nine tenths of the planned size; `full_sizes` is the sum of their shares of
+    it, so that `full_s / full_sizes` is seconds of a planned micro-batch.
+    """
+
+    micro_batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    full_micro_batches: int = 0
+    full_s: float = 0.0
+    full_sizes: float = 0.0
+
+
+@dataclass(frozen=True)
+class QueueDepth:
+    """What the first stage's scheduler holds: requests that wait and those in KV slots, and
+    micro-batches on their way through the pipeline.
+    """
+
+    waiting: int
+    in_slots: int
+    slots: int
+    micro_batches: int
 
 
 @dataclass(frozen=True)
 class StageStats:
-    """What a stage has done so far."""
+    """What a stage has done so far.
+
+    `busy_s` counts the micro-batch that is being computed, up to now; `prefill` and `decode` count
+    those that are done. `queue` is the first stage's.
+    """
 
     busy_s: float
     prefill_tokens: int
@@ -150,3 +212,6 @@ class StageStats:
     micro_batches: int
     weight_bytes: int
     kv_cache_bytes: int
+    prefill: PhaseWork = PhaseWork()
+    decode: PhaseWork = PhaseWork()
+    queue: QueueDepth | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -63,18 +64,33 @@ class PipelineDriver:
         self._pipeline = pipeline
         self._limit = UNDER_WAY_PER_STAGE * pipeline.stages
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
+        self._lock = Lock()  # around changes that `so_far` must not see halfway
+
+    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+        """By slot, the requests that have one, and their tokens; for any thread."""
+        with self._lock:
+            return self._scheduler.so_far()
+
+    @property
+    def under_way(self) -> int:
+        """Micro-batches that were submitted and have not come back."""
+        return len(self._under_way)
 
     def run(self) -> Iterator[tuple[Finished, ...]]:
         """Until the scheduler wants more requests or all have ended; yields those that end."""
         while not self._scheduler.wants_requests:
             room = len(self._under_way) < self._limit
-            following = self._scheduler.next_batch() if room else None
+            with self._lock:
+                following = self._scheduler.next_batch() if room else None
             if following is not None:
                 batch, token_ids = following
                 self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
             elif self._under_way:
                 batch, handle = self._under_way.popleft()
-                yield self._scheduler.complete(batch, self._pipeline.result(handle))
+                sampled = self._pipeline.result(handle)
+                with self._lock:
+                    finished = self._scheduler.complete(batch, sampled)
+                yield finished
             else:
                 return
 

@@ -1,4 +1,4 @@
-"""Measuring a design of layer workloads on one device, in this process or in a Ray task."""
+"""Measuring a design of layer workloads on one device, in a Ray task started as stages are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from actors.environment import stage_environment
 from actors.layer_timing import PreparedWorkload, TimedLayers, library_config
 from actors.pace import Pace
 from actors.placement import place
@@ -70,15 +71,6 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
-class LoadedLayer:
-    """Seconds to quantize and place a layer at `bits`, and the bytes it then holds."""
-
-    bits: int
-    seconds: float
-    weight_bytes: int
-
-
-@dataclass(frozen=True)
 class ProfileState:
     """All that a task has found so far; `left` workloads are not measured yet.
 
@@ -87,7 +79,6 @@ class ProfileState:
     """
 
     measured: tuple[MeasuredLayer, ...]
-    loaded: tuple[LoadedLayer, ...]
     left: int
     too_large: int
     usual_pace_s: Mapping[Phase, float]
@@ -132,7 +123,6 @@ class _Profiler:
         self._pace = Pace(self._device)
         self._random = random.Random(task.seed)
         self._passes: list[_Passes] = []
-        self._loaded: list[LoadedLayer] = []
         self._too_large = 0
 
     def run(self) -> Iterator[ProfileState]:
@@ -151,9 +141,7 @@ class _Profiler:
     def _layers(self, bits: int) -> TimedLayers:
         task = self._task
         form = LayerForm(bits, self._processor, getattr(torch, task.dtype), self._device)
-        layers = TimedLayers(library_config(task.config), form, task.seed)
-        self._loaded.append(LoadedLayer(bits, layers.load_s, layers.weight_bytes))
-        return layers
+        return TimedLayers(library_config(task.config), form, task.seed)
 
     def _groups(
         self, layers: TimedLayers, workloads: Sequence[LayerWorkload]
@@ -210,7 +198,6 @@ class _Profiler:
             measured=tuple(
                 passes.measured(usual[passes.workload.phase]) for passes in self._passes
             ),
-            loaded=tuple(self._loaded),
             left=planned - len(self._passes) - self._too_large,
             too_large=self._too_large,
             usual_pace_s=usual,
@@ -224,17 +211,19 @@ def measure(task: ProfileTask) -> Iterator[ProfileState]:
     """Measure on this process's device; yields all that is known after every group of workloads.
 
     Times are put right by the machine's pace: they are those of its median pace during the task.
+    They are a stage's where the process was started as one (`actors.environment`).
     """
     yield from _Profiler(task).run()
 
 
 def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileState]:
-    """The same as a Ray task on a node that has `device`; needs an initialised Ray.
+    """The same as a Ray task on a node that has `device`, in a process that was started as a
+    stage's; needs an initialised Ray.
 
     Raises `DeviceError` where no node offers the device.
     """
-    (placement,) = place([_Wanted.of(device)], ray.cluster_resources())
-    environment = {"env_vars": {"OMP_NUM_THREADS": str(placement.threads)}}
+    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
+    environment = {"env_vars": stage_environment(placement.threads)}
     remote: Any = ray.remote(_measure_there).options(
         num_cpus=placement.num_cpus,
         num_gpus=placement.num_gpus,
@@ -262,7 +251,7 @@ def _measure_there(task: ProfileTask, accelerator: str) -> Iterator[ProfileState
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """A device as placement asks for it."""
 
     index: int
@@ -272,7 +261,8 @@ class _Wanted:
     custom_resource: str | None
 
     @classmethod
-    def of(cls, device: Device) -> _Wanted:
+    def of(cls, device: Device) -> Wanted:
+        """What a stage on `device` asks for."""
         return cls(
             0, device.accelerator.name, device.emulated, device.threads or 1, device.custom_resource
         )

@@ -60,7 +60,7 @@ class Sampler:
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each request of `batch`; `logits`: `[requests, vocabulary]`."""
         for admission in batch.admitted:
-            self._running[admission.slot] = _Running(admission)
+            self._running[admission.slot] = _Running(admission, list(admission.generated))
         running = [self._running[int(slot)] for slot in batch.slots]
         finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
         if not finite.all():
@@ -106,7 +106,7 @@ class Sampler:
 
     def _decoder(self) -> Decoder:
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._folder)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         return self._tokenizer
 
 
@@ -137,7 +137,7 @@ def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[
     """Next tokens `[requests]` for `logits` `[requests, vocabulary]`, by inverse transform of
     `draws`.
     """
-    tokens = logits.argmax(-1)
+    tokens = logits.max(-1).indices  # of bfloat16 on a CPU six times as fast as argmax
     random_rows = [i for i, s in enumerate(sampling) if s.temperature > 0]
     if random_rows:
         rows = torch.tensor(random_rows, device=logits.device)

@@ -44,6 +44,9 @@ class Scheduler(Protocol):
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns the requests that ended with it."""
 
+    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+        """By slot, the requests that have one, and their tokens."""
+
 
 @dataclass(eq=False)
 class _Group:
@@ -89,6 +92,7 @@ class QueueScheduler:
         self._requests: dict[int, Request] = {}
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
         self._given = np.zeros(slots, dtype=np.int64)  # tokens of each slot's request so far
+        self._decodes = np.zeros(slots, dtype=np.bool_)  # slots whose request is prefilled
         self._prompt = np.zeros(slots, dtype=np.int64)  # length of its prompt
         self._groups = [
             _Group(first, end, end - first)
@@ -106,6 +110,23 @@ class QueueScheduler:
         missing = longest - self._tokens.shape[1]
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._waiting)
+
+    @property
+    def in_slots(self) -> int:
+        """Requests that have one."""
+        return len(self._requests)
+
+    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+        """By slot, the requests that have one, and their tokens."""
+        return {
+            slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
+            for slot, request in self._requests.items()
+        }
 
     @property
     def wants_requests(self) -> bool:
@@ -153,20 +174,23 @@ class QueueScheduler:
             group.free -= 1
             group.prefilling += 1
         admitted = tuple(
-            Admission(slot, r.custom_id, r.max_new_tokens, r.sampling)
+            Admission(slot, r.custom_id, r.max_new_tokens, r.sampling, r.generated)
             for slot, r in zip(slots, requests, strict=True)
         )
-        counts = np.array([len(r.prompt_ids) for r in requests], dtype=np.int64)
-        tokens = np.concatenate([np.array(r.prompt_ids, dtype=np.int64) for r in requests])
+        texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
+        counts = np.array([len(text) for text in texts], dtype=np.int64)
+        tokens = np.concatenate(texts)
         slot_array = np.array(slots, dtype=np.int64)
-        self._given[slot_array] = 0
-        self._prompt[slot_array] = counts
+        self._given[slot_array] = [len(r.generated) for r in requests]
+        self._prompt[slot_array] = counts - self._given[slot_array]
+        for slot, request in zip(slots, requests, strict=True):
+            self._tokens[slot, : len(request.generated)] = request.generated
         return MicroBatch(slot_array, np.zeros_like(slot_array), counts, admitted), tokens
 
     def _decode(self, group: _Group) -> tuple[MicroBatch, TokenIds]:
         self._ready.remove(group)
         group.under_way, group.fills = True, False
-        slots = group.first + np.flatnonzero(self._given[group.first : group.end])
+        slots = group.first + np.flatnonzero(self._decodes[group.first : group.end])
         given = self._given[slots]
         tokens: TokenIds = self._tokens[slots, given - 1]
         starts = self._prompt[slots] + given - 1
@@ -177,6 +201,7 @@ class QueueScheduler:
         slots = batch.slots
         self._tokens[slots, self._given[slots]] = sampled.token_ids
         self._given[slots] += 1
+        self._decodes[slots] = True
         touched = self._take_back(batch)
         finished = tuple(
             self._finish(slot, reason)
@@ -208,7 +233,7 @@ class QueueScheduler:
         group = self._group_of(slot)
         group.decoding -= 1
         group.free += 1
-        self._given[slot] = 0
+        self._decodes[slot] = False
         self._free.append(slot)
         self._refills |= len(self._free) >= self._refill_from
         return Finished(request.custom_id, token_ids, reason)

@@ -23,11 +23,14 @@ from actors.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.sampler import Sampler
 from actors.stage_spec import StageSpec
+from planner.device import CPU_TOKENS_AT_ONCE
+from planner.memory import FULL_BITS
 from quant.cache.folder import ShardCache, open_cache
 from quant.cache.layer import LayerForm
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint import Checkpoint
 from quant.errors import DeviceError
+from quant.linear import warm_up_codes
 from quant.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
 from quant.prepacked import prepack, prepack_linears
 from quant.scheme import Processor
@@ -52,16 +55,17 @@ class Stage:
         self.spec = spec
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        config = AutoConfig.from_pretrained(checkpoint)
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
         self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
         self._model = _load_shard(
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
         self._cache = make_cache(
-            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device
+            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device, spec.kv_bits
         )
         if device.type == "cpu":
-            warm_up(self.dtype)
+            warm_up(self._cache.held_dtype)
+            warm_up_codes(self._model)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0
@@ -78,6 +82,11 @@ class Stage:
                 f"{limit} bytes; plan again with this version of llmpq"
             )
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between stages."""
+        return int(self._model.config.hidden_size)
+
     @torch.inference_mode()
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
         """Compute one micro-batch.
@@ -90,8 +99,7 @@ class Stage:
         began = time.perf_counter()
         if batch.admitted:
             self._cache.clear([admission.slot for admission in batch.admitted])
-        where = SlotRows.of(batch, self.device)
-        hidden = self._forward(RaggedContext(self._cache, batch, where), inputs.to(self.device))
+        hidden = self._forward(batch, inputs.to(self.device, non_blocking=True))
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
             result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
@@ -118,13 +126,13 @@ class Stage:
             raise ValueError(f"stage {self.spec.index} has no LM head")
         return self._sampler.sample(batch, self._model.get_output_embeddings()(last_hidden))
 
-    def _forward(self, context: RaggedContext, inputs: Tensor) -> Tensor:
+    def _forward(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
         """Hidden states after the stage's layers, on the last stage after the final norm:
         `[tokens, hidden_size]`.
         """
         if not self.spec.is_first:
             inputs = inputs.to(self.dtype)
-        return run_decoder(self._model, context, inputs)
+        return run_in_passes(self._model, self._cache, batch, inputs)
 
     def _count(self, batch: MicroBatch, seconds: float) -> None:
         self._busy_s += seconds
@@ -153,6 +161,22 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
 
 
+def run_in_passes(
+    model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
+) -> Tensor:
+    """`run_decoder` over a whole micro-batch, on a CPU in parts of `CPU_TOKENS_AT_ONCE`."""
+    device = inputs.device
+
+    def one(part: MicroBatch, tokens: Tensor) -> Tensor:
+        return run_decoder(model, RaggedContext(cache, part, SlotRows.of(part, device)), tokens)
+
+    if device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
+        return one(batch, inputs)
+    passes = batch.passes(CPU_TOKENS_AT_ONCE)
+    tokens = inputs.split([int(part.counts.sum()) for part in passes])
+    return torch.cat([one(*each) for each in zip(passes, tokens, strict=True)])
+
+
 def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
     """Pass a flattened batch through what `keep_stage` left of the decoder.
 
@@ -177,12 +201,13 @@ def make_cache(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    kv_bits: int = FULL_BITS,
 ) -> KVCache:
     """An empty KV cache for some decoder layers of the model of `config`."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device)
+    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device, kv_bits)
 
 
 def _load_shard(

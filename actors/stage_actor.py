@@ -11,16 +11,21 @@ import torch
 from ray.actor import ActorHandle
 
 from actors.device import local_device
-from actors.messages import Chunk, Finished, MicroBatch, Sampled, StageStats
+from actors.emulation import Hold, Pace, warm_up
+from actors.health import Health, Pulse, Settled, SoFar
+from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
+from actors.metrics import MetricsPublisher
 from actors.pipeline import Pipeline, PipelineDriver
 from actors.scheduler import QueueScheduler
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
+from actors.telemetry import Spans, StageMeter, TelemetryOptions
 from actors.transport.chains import LinkChain, RayChain, serve
 from actors.transport.links import Links, Meeting, MeetingPlace
 from actors.transport.packed import PackedTensor, pack, unpack
 from quant.cache.settings import CacheSettings
 from quant.checkpoint import resolve
+from quant.errors import StageLostError
 from quant.processor import local_processor
 
 CONTROL = "control"  # a thread of its own for calls that must not wait for the pipeline
@@ -35,66 +40,85 @@ class QueueSizes:
     decode_micro_batch: int
 
 
-@dataclass(frozen=True)
-class Hold:
-    """Modelled seconds of an emulated device's full micro-batch, already scaled; 0: compute at own
-    pace.
-    """
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-    def wait(self, batch: MicroBatch, began: float) -> float:
-        """Sleep until the modelled time since `began` has passed; seconds slept."""
-        modelled = self.decode_s if batch.is_decode else self.prefill_s
-        computed = time.perf_counter()
-        time.sleep(max(0.0, began + modelled - computed))
-        return time.perf_counter() - computed
-
-
 class StageActor:
     """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is
     held.
     """
 
     def __init__(
-        self, spec: StageSpec, checkpoint: str, threads: int, hold: Hold, cache: CacheSettings
+        self,
+        spec: StageSpec,
+        checkpoint: str,
+        threads: int,
+        hold: Hold,
+        cache: CacheSettings,
+        telemetry: TelemetryOptions = TelemetryOptions(),  # noqa: B008  (frozen)
     ) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
         self._checkpoint = checkpoint
         self._hold = hold
+        self._pace = Pace(hold, spec.index)
+        self.ready_at_s = 0.0  # when an emulated link has brought on what was computed last
         self._cache = cache
-        self._held_s = 0.0
+        self._meter = StageMeter(telemetry)
         self._stage: Stage | None = None
         self._meeting_place: MeetingPlace | None = None
         self._links: Links | None = None
         self._leader: _Leader | None = None
+        self._health = Health()
+        self._epoch: int | None = 0  # of what the other stages' calls belong to
 
     def load(self) -> StageStats:
         """Read, quantize and keep the stage's shard, or take it from this node's cache; raises what
         `Stage` raises.
         """
-        device = local_device(self._spec)
+        device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
         self._stage = Stage(self._spec, folder, device, local_processor(device), self._cache)
+        warm_up(self._stage, self._hold)
+        self._publish()
         return self._stage.stats()
+
+    def _publish(self) -> None:
+        tags = {
+            "stage": str(self._spec.index),
+            "device": self._spec.device_name,
+            "job": self._meter.options.job,
+        }
+        MetricsPublisher(self._meter, self._figures, tags, self._spec.has_head).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
         """As `Stage.step`, within the modelled time where the device is emulated."""
-        began = time.perf_counter()
-        result = self._loaded().step(batch, inputs)
-        self._held_s += self._hold.wait(batch, began)
+        self._pace.begin(batch)
+        with self._health.computing(batch), self._meter.computing(batch):
+            result = self._loaded().step(batch, inputs)
+            self.ready_at_s = self._pace.end(batch)
         return result
+
+    def wait_for(self, ready_at_s: float) -> None:
+        """Until an emulated link has brought what is `ready_at_s`."""
+        self._pace.wait_for(ready_at_s)
 
     def finish(self, batch: MicroBatch, last_hidden: torch.Tensor) -> Sampled:
         """LM head and sampling, of what came back from the last stage."""
-        return self._loaded().finish(batch, last_hidden)
+        with self._health.computing(batch), self._meter.sampling():
+            return self._loaded().finish(batch, last_hidden)
 
-    def step(self, batch: MicroBatch, inputs: PackedTensor) -> PackedTensor | Sampled:
+    def sent(self) -> None:
+        """What was computed last was passed on."""
+        self._meter.sent()
+
+    def step(self, batch: MicroBatch, inputs: PackedTensor, epoch: int) -> PackedTensor | Sampled:
         """Compute a micro-batch that Ray brought from the stage before."""
+        if epoch != self._epoch:
+            raise StageLostError(f"a micro-batch of epoch {epoch} came in epoch {self._epoch}")
+        batch = replace(batch, ready_at_s=inputs.ready_at_s)
         result = self.compute(batch, unpack(inputs))
-        return result if isinstance(result, Sampled) else pack(result)
+        self.sent()
+        if isinstance(result, Sampled):
+            return replace(result, ready_at_s=self.ready_at_s)
+        return pack(result, self.ready_at_s)
 
     def open_meeting(self, timeout_s: float) -> Meeting:
         """First stage only: listen for the others."""
@@ -111,9 +135,23 @@ class StageActor:
         """All but the first stage: compute what comes over the links, until one of them breaks."""
         serve(self, self._linked())
 
+    def settle(self) -> Settled:
+        """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
+        so_far = None if self._leader is None else self._leader.so_far()
+        self._leader = self._links = self._meeting_place = self._epoch = None
+        return Settled(self._health.take_failure(), so_far)
+
+    def begin(self, epoch: int) -> None:
+        """All stages are about to be linked again, in the same `epoch`."""
+        self._epoch = epoch
+
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
         """First stage only: what `generate` schedules, over `following` by Ray or over links."""
-        chain = LinkChain(self, self._linked()) if following is None else RayChain(self, following)
+        chain: Pipeline
+        if following is None:
+            chain = LinkChain(self, self._linked())
+        else:
+            chain = RayChain(self, following, self._epoch or 0)
         self._leader = _Leader(sizes, chain)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
@@ -133,8 +171,44 @@ class StageActor:
 
         An emulated device is busy for its modelled time.
         """
-        own = self._loaded().stats()
-        return replace(own, busy_s=own.busy_s + self._held_s)
+        return self._figures()
+
+    def _figures(self) -> StageStats:
+        leader = self._leader
+        prefill, decode = self._meter.work("prefill"), self._meter.work("decode")
+        return replace(
+            self._loaded().stats(),
+            busy_s=self._meter.busy_s(),
+            prefill_tokens=prefill.tokens,
+            decode_tokens=decode.tokens,
+            micro_batches=prefill.micro_batches + decode.micro_batches,
+            prefill=prefill,
+            decode=decode,
+            queue=None if leader is None else leader.queue,
+        )
+
+    @ray.method(concurrency_group=CONTROL)
+    def clock_s(self) -> float:
+        """What the clock of `spans` shows now."""
+        return time.perf_counter()
+
+    @ray.method(concurrency_group=CONTROL)
+    def spans(self) -> Spans | None:
+        """When each micro-batch was computed, where that is kept."""
+        return self._meter.spans(self._spec.index)
+
+    @ray.method(concurrency_group=CONTROL)
+    def pulse(self, with_tokens: bool = False) -> Pulse:
+        """A sign of life; the first stage's `with_tokens` of the requests it has in slots."""
+        leader = self._leader
+        return self._health.pulse(leader.so_far() if with_tokens and leader is not None else None)
+
+    @ray.method(concurrency_group=CONTROL)
+    def stop(self) -> None:
+        """Tell the stage after this one that no more comes, so that it can `settle`."""
+        links = self._links
+        if links is not None:
+            links.stop()
 
     def _linked(self) -> Links:
         if self._links is None:
@@ -158,6 +232,20 @@ class _Leader:
         self._driver: PipelineDriver
         self._failed = False
 
+    @property
+    def queue(self) -> QueueDepth | None:
+        """What waits and what is under way; None before the first run."""
+        if self._run is None:
+            return None
+        scheduler, slots = self._scheduler, self._sizes.slots
+        under_way = self._driver.under_way
+        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
+
+    def so_far(self) -> SoFar:
+        """Requests in slots, and their tokens; for any thread."""
+        run = self._run
+        return SoFar(run, {} if run is None else self._driver.so_far())
+
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """As `StageActor.generate`."""
         if chunk.run != self._run:
@@ -174,7 +262,6 @@ class _Leader:
     def _begin(self, run: int) -> None:
         if self._run is not None and not self._failed:
             self._driver.drop()
-        self._run = run
         self._scheduler = QueueScheduler(
             self._sizes.slots,
             self._sizes.prefill_micro_batch,
@@ -182,3 +269,4 @@ class _Leader:
             self._pipeline.stages,
         )
         self._driver = PipelineDriver(self._scheduler, self._pipeline)
+        self._run = run  # last: `queue` looks at what comes before

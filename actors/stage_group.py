@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.emulation import check_planned_memory, hold_of, stand_in_spec
+from actors.environment import stage_environment
+from actors.generation import Generation
+from actors.ledger import Ledger
+from actors.mending import bring_up
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
+from actors.observing import Observer
 from actors.placement import Placement, place
-from actors.stage_actor import CONTROL, Hold, QueueSizes, StageActor
+from actors.recovery import OnEvent, Recovery, ignore_event
+from actors.stage_actor import CONTROL, QueueSizes, StageActor
 from actors.stage_spec import StageSpec
+from actors.telemetry import TelemetryOptions
+from actors.watch import Watch, get_watched
 from planner.accelerators import find_accelerator
+from planner.model_shape import model_shape
 from planner.plan import Plan, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.errors import DeviceError, LlmpqError, StageLostError
 
-OPENMP_SPINS = "10000"
-"""Some microseconds in which torch's idle threads wait awake: longer, and they take the core from
-the threads of the decode attention (62 ms a step of a 170M model on two cores, 49 with this)."""
-
-CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there
+MEETING_AGAIN_S = 10.0  # at most, when stages that have met before are linked again
 NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, and reported
-LEAST_CHUNK_REQUESTS = 64  # a call takes about a millisecond: spread over this many requests
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,13 @@ class StageGroup:
     where each node keeps packed layers; `transport` takes hidden states from stage to stage: "gloo"
     (torch.distributed), "ray", or "auto", which is gloo where the stages can be connected by it.
 
+    `recovery` says how `generate` goes on after faults, which `on_event` is told of.
+
     Raises `DeviceError` when devices are missing, `CheckpointError` and the like from the stages'
-    loading, `StageLostError` when an actor dies.
+    loading, `StageLostError` when an actor dies meanwhile, or there is no point in going on.
     """
+
+    actor_class = StageActor
 
     def __init__(
         self,
@@ -63,8 +71,18 @@ class StageGroup:
         timeouts: Timeouts | None = None,
         cache: CacheSettings = NO_CACHE,
         transport: Transport = "auto",
+        telemetry: TelemetryOptions = TelemetryOptions(),  # noqa: B008  (frozen)
+        recovery: Recovery = Recovery(),  # noqa: B008  (frozen)
+        on_event: OnEvent = ignore_event,
     ) -> None:
         self._plan = plan
+        sizes = plan.micro_batches
+        self._telemetry = replace(
+            telemetry,
+            prefill_tokens=sizes.prefill * plan.workload.prompt_length,
+            decode_requests=sizes.decode,
+        )
+        self.observer = Observer(lambda: tuple(self._actors))
         self._transport = transport
         self._cache = cache
         self._checkpoint = checkpoint
@@ -72,7 +90,13 @@ class StageGroup:
         self._actors: list[ActorHandle[StageActor]] = []
         self._groups: list[PlacementGroup] = []
         self._serving: list[Any] = []
-        self._runs = 0
+        self._runs = self._epoch = 0
+        self._placements: Sequence[Placement] = ()
+        self._strategies: Sequence[Mapping[str, Any]] = ()
+        self.sizes = QueueSizes(plan.workload.global_batch, sizes.prefill, sizes.decode)
+        self._recovery = recovery
+        self._on_event = on_event
+        self._ledger: Ledger | None = None
 
     def __enter__(self) -> StageGroup:
         """Place and load all stages; on any error nothing stays behind."""
@@ -93,20 +117,14 @@ class StageGroup:
         self._release()
 
     def _start(self) -> None:
-        placements = place(self._plan.stages, ray.cluster_resources())
-        strategies = self._reserve(placements)
+        check_planned_memory(self._plan)
+        self._placements = place(self._plan.stages, ray.cluster_resources())
+        self._strategies = self._reserve(self._placements)
         for stage, placement, strategy in zip(
-            self._plan.stages, placements, strategies, strict=True
+            self._plan.stages, self._placements, self._strategies, strict=True
         ):
             self._actors.append(self._start_actor(stage, placement, strategy))
-        self._get([actor.load.remote() for actor in self._actors], self._timeouts.load_s)
-        linked = self._link()
-        sizes = self._plan.micro_batches
-        queue = QueueSizes(self._plan.workload.global_batch, sizes.prefill, sizes.decode)
-        first: Any = self._actors[0]
-        following: list[Any] = self._actors[1:]
-        self._get(first.lead.remote(queue, None if linked else following))
-        self._serving = [actor.serve.remote() for actor in following] if linked else []
+        bring_up(self, self._recovery, self._timeouts.load_s, self._on_event)
 
     def _link(self) -> bool:
         """Connect the stages by gloo; where that fails and may, warn and leave it to Ray."""
@@ -126,8 +144,16 @@ class StageGroup:
     def _meet(self) -> None:
         first: Any = self._actors[0]
         timeout_s = self._timeouts.meeting_s
-        meeting = self._get(first.open_meeting.remote(timeout_s), timeout_s)
-        self._get([actor.connect.remote(meeting) for actor in self._actors], 2 * timeout_s)
+        if self._epoch > 1:  # all are there and have met before
+            timeout_s = min(timeout_s, MEETING_AGAIN_S)
+        (meeting,) = self._get_watched([first.open_meeting.remote(timeout_s)], timeout_s)
+        # The first to fail is the one to blame: the others wait for it.
+        self._get_watched([a.connect.remote(meeting) for a in self._actors], 2 * timeout_s)
+
+    def _get_watched(self, references: Sequence[Any], limit_s: float) -> list[Any]:
+        """As `get`; a stage that gives no sign of life meanwhile raises too."""
+        watch = Watch(self._actors, self._recovery.hang_s, self.get, needs_progress=False)
+        return get_watched(references, watch, limit_s)
 
     def _reserve(self, placements: Sequence[Placement]) -> list[Mapping[str, Any]]:
         """One placement group for the stages that need resources, so that two jobs cannot halve a
@@ -153,29 +179,32 @@ class StageGroup:
             bundle_index += bool(placement.bundle)
         return options
 
+    def _spec(self, stage: StagePlan) -> StageSpec:
+        spec = stage_spec(self._plan, stage)
+        if self._plan.stand_in is None:
+            return spec
+        return stand_in_spec(spec, model_shape(self._checkpoint))
+
     def _start_actor(
         self, stage: StagePlan, placement: Placement, strategy: Mapping[str, Any]
     ) -> Any:
         plan = self._plan
-        hold = Hold(stage.prefill_s * plan.time_scale, stage.decode_s * plan.time_scale)
-        count = str(placement.threads)
-        threads = {"OMP_NUM_THREADS": count, "NUMBA_NUM_THREADS": count}
-        threads |= {"GOMP_SPINCOUNT": OPENMP_SPINS, "TOKENIZERS_PARALLELISM": "false"}
         make_remote: Any = ray.remote  # its annotations lack concurrency groups
-        remote: Any = make_remote(concurrency_groups={CONTROL: 1})(StageActor).options(
+        remote: Any = make_remote(concurrency_groups={CONTROL: 1})(self.actor_class).options(
             num_cpus=placement.num_cpus,
             num_gpus=placement.num_gpus,
             resources=dict(placement.resources),
-            runtime_env={"env_vars": threads},
+            runtime_env={"env_vars": stage_environment(placement.threads)},
             max_restarts=0,
             **strategy,
         )
         return remote.remote(
-            stage_spec(plan, stage),
+            self._spec(stage),
             self._checkpoint,
             placement.threads,
-            hold if stage.emulated else Hold(),
+            hold_of(plan, stage),
             self._cache,
+            self._telemetry,
         )
 
     def generate(self, requests: Iterable[Request]) -> Iterator[tuple[Finished, ...]]:
@@ -184,44 +213,76 @@ class StageGroup:
         Two chunks at most are on the first stage or before it, so that the next one is there when
         one is used up. An iterable that is slower than the pipeline makes the pipeline wait.
         """
+        self._ledger = Ledger(requests, self._recovery.retries, self._recovery.restarts)
+        return Generation(self, self._ledger, self._recovery, self._on_event).results()
+
+    def unfinished(self) -> tuple[Request, ...]:
+        """Of the last `generate`: requests that were taken from its iterable and not given out,
+        with the tokens they have, for another group to go on with.
+        """
+        return () if self._ledger is None else self._ledger.unfinished
+
+    @property
+    def actors(self) -> list[Any]:
+        """Of all stages, in their order."""
+        return self._actors
+
+    @property
+    def serving(self) -> list[Any]:
+        """What ends when a stage leaves the run."""
+        return self._serving
+
+    def next_run(self) -> int:
+        """A number that no run had before."""
         self._runs += 1
-        streams: deque[Any] = deque()
-        for chunk in self._chunks(requests):
-            streams.append(self._generate(chunk))
-            if len(streams) == CHUNKS_AHEAD:
-                yield from self._finished(streams.popleft())
-        for stream in streams:
-            yield from self._finished(stream)
+        return self._runs
 
-    def _chunks(self, requests: Iterable[Request]) -> Iterator[Chunk]:
-        """The first one fills all slots."""
-        rest = iter(requests)
-        size = max(self._plan.workload.global_batch, LEAST_CHUNK_REQUESTS)
-        last = False
-        while not last:
-            taken = tuple(islice(rest, size))
-            last = len(taken) < size
-            yield Chunk(self._runs, taken, last)
+    def name(self, stage: int) -> str:
+        """Of the stage and its device, for messages."""
+        return f"stage {stage} ({self.device(stage)})"
 
-    def _generate(self, chunk: Chunk) -> Any:
+    def device(self, stage: int) -> str:
+        """Name of its device."""
+        return self._plan.stages[stage].device
+
+    def has_device(self, stage: int) -> bool:
+        """Whether the cluster has what the stage needs, free or not."""
+        offered = ray.cluster_resources()
+        wanted: Counter[str] = Counter()  # by all stages: the others keep what they have
+        for placement in self._placements:
+            wanted.update(placement.bundle)
+        mine = self._placements[stage].bundle
+        return all(offered.get(name, 0.0) >= wanted[name] - 1e-9 for name in mine)
+
+    def generate_chunk(self, chunk: Chunk) -> Any:
+        """The stream of what finishes."""
         first: Any = self._actors[0]
         return first.generate.options(num_returns="streaming").remote(chunk)
 
-    def _finished(self, stream: Any) -> Iterator[tuple[Finished, ...]]:
-        """What the calls yields; raises as soon as any stage fails that it may be waiting for."""
-        while True:
-            done, _ = ray.wait([stream, *self._serving], num_returns=1, fetch_local=False)
-            if stream not in done:
-                self._raise_failure()
-            try:
-                finished = self._get(next(stream))
-            except StopIteration:
-                return
-            except StageLostError as error:
-                self._raise_failure(error)
-            yield finished
+    def start_again(self, stage: int) -> None:
+        """Put a new actor in the place of a dead one, as soon as its place has a device again."""
+        ray.kill(self._actors[stage])
+        self._actors[stage] = self._start_actor(
+            self._plan.stages[stage], self._placements[stage], self._strategies[stage]
+        )
 
-    def _raise_failure(self, *noticed: Exception) -> NoReturn:
+    def load(self, stages: Iterable[int]) -> list[Any]:
+        """Begin to load the shards of `stages`; what is returned ends within `load_s`."""
+        return [self._actors[i].load.remote() for i in stages]
+
+    def link(self) -> None:
+        """Connect all stages, which are at rest, and let the first one lead."""
+        self._epoch += 1
+        limit_s = max(self._timeouts.meeting_s, self._recovery.hang_s)
+        self._get_watched([actor.begin.remote(self._epoch) for actor in self._actors], limit_s)
+        linked = self._link()
+        first: Any = self._actors[0]
+        following: list[Any] = self._actors[1:]
+        led = first.lead.remote(self.sizes, None if linked else following)
+        self._get_watched([led], limit_s)
+        self._serving = [actor.serve.remote() for actor in following] if linked else []
+
+    def raise_failure(self, *noticed: Exception) -> NoReturn:
         """Of stages that no longer serve: a death is the cause of what its neighbours `noticed`."""
         failed = self._serving
         if failed:
@@ -229,16 +290,17 @@ class StageGroup:
         errors = list(noticed)
         for reference in failed:
             try:
-                self._get(reference)
+                self.get(reference)
             except (StageLostError, RayTaskError, LlmpqError) as error:
                 errors.append(error)
         raise next((e for e in errors if isinstance(e.__cause__, RayActorError)), errors[0])
 
     def stats(self) -> tuple[StageStats, ...]:
         """Figures of every stage."""
-        return tuple(self._get([actor.stats.remote() for actor in self._actors]))
+        return tuple(self.get([actor.stats.remote() for actor in self._actors]))
 
-    def _get(self, references: Any, timeout_s: float | None = None) -> Any:
+    def get(self, references: Any, timeout_s: float | None = None) -> Any:
+        """`ray.get` with errors that name stages."""
         try:
             return ray.get(references, timeout=timeout_s)
         except RayTaskError as error:
@@ -246,6 +308,8 @@ class StageGroup:
             raise cause from cause.__cause__
         except RayActorError as error:
             raise self._lost(error) from error
+        except ObjectLostError as error:
+            raise StageLostError(f"a stage's results were lost with its node: {error}") from error
         except GetTimeoutError as error:
             raise DeviceError(f"stages were not ready within {timeout_s:g} s") from error
 
@@ -293,4 +357,5 @@ def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
         accelerator=None if on_host else stage.accelerator,
         head_on_first=plan.head_on_first,
         rounding=plan.rounding,
+        kv_bits=plan.kv_bits,
     )

@@ -17,7 +17,7 @@ class StageSpec:
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
-    `rounding` is a way of `quant.rounding`.
+    `rounding` is a way of `quant.rounding`; with `kv_bits` 8 keys and values are held in codes.
     """
 
     index: int
@@ -33,6 +33,7 @@ class StageSpec:
     accelerator: str | None = None
     head_on_first: bool = False
     rounding: str = "nearest"
+    kv_bits: int = 16
 
     @property
     def is_first(self) -> bool:

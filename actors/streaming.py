@@ -61,7 +61,7 @@ class LayerStream:
         self.compute = compute
         self._tokens_at_once = tokens_at_once
         self._checkpoint = Checkpoint(checkpoint)
-        self.config = AutoConfig.from_pretrained(self._checkpoint.folder)
+        self.config = AutoConfig.from_pretrained(self._checkpoint.folder, trust_remote_code=False)
         architecture = architecture_of(self.config)
         self.layers: int = self.config.num_hidden_layers
         self._middle = self._part(_MIDDLE, range(self.layers), compute)
@@ -129,7 +129,8 @@ class LayerStream:
             self.compute,
         )
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
-        return StreamedLayer(self, index, module, hidden, dtype, represented)
+        kv_bits = (scheme or LayerScheme()).kv_bits
+        return StreamedLayer(self, index, module, hidden, dtype, represented, kv_bits)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
         """Final norm and LM head, held in `dtype` (None: in the compute type)."""
@@ -141,7 +142,7 @@ class LayerStream:
         length, device = layer.hidden.shape[1], self.compute.device
         slots = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        cache = make_cache(self.config, own, slots, length, layer.dtype, device)
+        cache = make_cache(self.config, own, slots, length, layer.dtype, device, layer.kv_bits)
         self._stack[layer.index] = layer.module
         try:
             for rows in self._rows(layer.hidden):
@@ -200,8 +201,9 @@ class StreamedLayer:
     """One loaded decoder layer and the hidden states that it is for.
 
     `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
-    the host, goes into the layer, which computes in `dtype`; `advance` overwrites it by what comes
-    out. `represented` names the backends of another device that plain products stand for.
+    the host, goes into the layer, which computes in `dtype` and holds keys and values in `kv_bits`;
+    `advance` overwrites it by what comes out. `represented` names the backends of another device
+    that plain products stand for.
     """
 
     def __init__(
@@ -212,12 +214,14 @@ class StreamedLayer:
         hidden: Tensor,
         dtype: torch.dtype,
         represented: frozenset[str],
+        kv_bits: int,
     ) -> None:
         self.index = index
         self.module = module
         self.hidden = hidden
         self.dtype = dtype
         self.represented = represented
+        self.kv_bits = kv_bits
         self.advanced = False
         self._stream = stream
 

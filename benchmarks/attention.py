@@ -2,9 +2,10 @@
 
     python -m benchmarks.attention [--threads 1 2]
 
-bfloat16, one new token a request; the three in turn with emptied caches between, medians. GB/s are
-of keys and values read, beside those of summing as many bytes. The error is that of the output
-against float64, relative to the largest output.
+bfloat16, one new token a request; the ways in turn with emptied caches between, medians. GB/s are
+of keys and values read, beside those of summing as many bytes; codes of 8 bit are half of the bytes
+that are counted for them. The error is that of the output against float64, relative to the largest
+output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.cpu_attention import DecodeQuery, attend_in_place
-from actors.kv_cache import SlotRows
+from actors.kv_cache import SlotRows, Stored, quantized
 from actors.messages import MicroBatch
 from benchmarks.machine import processor_name
 
@@ -29,6 +30,8 @@ SHAPES = {
     "170M LLaMA, 32 x 160": (32, 16, 16, 64, 160),
     "the same, 4 key heads": (32, 16, 4, 64, 160),
     "LLaMA-3-8B, 8 x 1000": (8, 32, 8, 128, 1000),
+    "the same, 8 x 160": (8, 32, 8, 128, 160),
+    "the same, 2 x 4000": (2, 32, 8, 128, 4000),
     "OPT-13b, 4 x 600": (4, 40, 40, 128, 600),
 }
 """Requests, heads, key heads, head size, tokens."""
@@ -64,10 +67,12 @@ def ways(
         return (shares @ values[:, :, :tokens]).reshape(query.shape)
 
     question = DecodeQuery(query, where, scale)
+    codes = [Stored(*quantized(stored)) for stored in (keys, values)]
     return {
         "flash kernel": flash,
         "batched products": products,
-        "compiled": lambda: attend_in_place(question, keys, values),
+        "compiled": lambda: attend_in_place(question, Stored(keys), Stored(values)),
+        "compiled, 8 bit": lambda: attend_in_place(question, *codes),
     }
 
 

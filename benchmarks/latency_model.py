@@ -20,6 +20,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +31,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen2Config
 from transformers.utils import logging
 
-from actors.profiling import ProfileState, ProfileTask, measure
+from actors.profiling import ProfileState, ProfileTask, measure_on_cluster
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from benchmarks.machine import processor_name
+from llmpq.session import ray_session
 from planner.architectures import shape_from_config
 from planner.cluster import ClusterSpec
 from planner.device import Device
@@ -170,8 +172,8 @@ def measured_pair(
 
 
 def _measured(task: ProfileTask) -> ProfileState:
-    """All that a task finds."""
-    return list(measure(task))[-1]
+    """All that a task finds in a process started as a stage's."""
+    return list(measure_on_cluster(task, this_cpu(1)))[-1]
 
 
 def unseen_error(
@@ -316,9 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "gpus": lambda: gpu_table(options.helix),
         "memory": lambda: memory_table(options.plans, options.seed),
     }
-    for line in tables[options.what]():
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+    with ray_session("local") if options.what == "cpu" else nullcontext():
+        for line in tables[options.what]():
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

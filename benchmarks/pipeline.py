@@ -67,6 +67,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
                 bitwidths=(16,) * len(layers),
                 prefill_s=PREFILL_S * share,
                 decode_s=DECODE_S * share,
+                modelled=None,
             )
         )
     sizes = MicroBatches(prefill=4, decode=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.plan import Plan
@@ -54,6 +55,7 @@ class Cluster:
         """
         shape, chosen = model_shape(model), PlanOptions.of(options)
         data = find_plan(self.spec, shape, str(model), workload, chosen)
+        chosen = replace(chosen, kv_bits=data.kv_bits)
         costs, _ = planning_costs(self.spec, shape, workload, chosen)
         return Plan(data, costs)
 

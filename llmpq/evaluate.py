@@ -48,7 +48,13 @@ def plan_subject(plan: Plan, name: str, device: torch.device, dtype: str) -> Sub
     kept = [_type_here(stage.dtype if dtype == AUTO else dtype, device) for stage in plan.stages]
     layers = [
         LayerScheme(
-            bits, stage.backends.get(bits), computed, _processor(stage), stage.dtype, plan.rounding
+            bits,
+            stage.backends.get(bits),
+            computed,
+            _processor(stage),
+            stage.dtype,
+            plan.rounding,
+            plan.kv_bits,
         )
         for stage, computed in zip(plan.stages, kept, strict=True)
         for bits in stage.bitwidths

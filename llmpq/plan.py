@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from actors.messages import Sampling, Transport
+from actors.recovery import OnDeviceLoss, OnEvent, Recovery, ignore_event
+from llmpq.jobs.stream import Results
 from llmpq.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.report import write_report
-from llmpq.results import Result
 from llmpq.rows import RowInput, rows_of
 from llmpq.text import Document
 from planner.costs import CostModel
@@ -119,15 +121,27 @@ class Plan:
         cache_limit_gib: float | None = None,
         no_cache: bool = False,
         transport: Transport = "auto",
-    ) -> Iterator[Result]:
-        """Generate for every row; yields results in the order they finish, bad rows first.
+        trace: str | Path | None = None,
+        on_device_loss: OnDeviceLoss = "replan",
+        retries: int = Recovery.retries,
+        hang_s: float = Recovery.hang_s,
+        replace_s: float = Recovery.replace_s,
+        on_event: OnEvent = ignore_event,
+    ) -> Results:
+        """Generate for every row; yields results in the order they finish.
 
-        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line. `model` names
+        `rows`: strings, lists of token ids, or dictionaries as in a JSONL line, from any iterable,
+        which is read as slots become free. What is returned can be iterated, with `async for` too;
+        as a context manager it frees the actors however it is left. `model` names
         another place of the same weights. Joins a running Ray (initialised, `address` or
         RAY_ADDRESS) or starts a local one. Each node keeps its packed layers in `cache_dir` (its
         user's cache folder) for the next start, `cache_limit_gib` at most (100, or half of the free
         space), unless `no_cache`. `transport` between stages: "gloo", "ray", or "auto", which is
-        gloo where it connects. Raises what `llmpq.errors` lists before anything is started.
+        gloo where it connects. `trace`: where to write every micro-batch's times for Perfetto,
+        beside the simulated batch. When a device is gone for `replace_s`, `on_device_loss` is
+        "replan" for what is left, "wait" or "fail"; a stage without progress for `hang_s` is
+        started again; a row in flight at `retries` faults is run apart from the others. `on_event`
+        is told of every fault. Raises what `llmpq.errors` lists before anything is started.
         """
         from llmpq.run import Run, RunOptions
 
@@ -137,8 +151,41 @@ class Plan:
             address=address,
             cache=cache_settings(cache_dir, cache_limit_gib, no_cache),
             transport=transport,
+            trace=None if trace is None else Path(trace),
+            recovery=Recovery(
+                retries=retries, hang_s=hang_s, replace_s=replace_s, on_device_loss=on_device_loss
+            ),
+            on_event=on_event,
         )
-        return Run(self.data, rows_of(rows), options).results()
+        return Results(Run(self.data, options), rows_of(rows))
+
+    def run_dataset(
+        self,
+        dataset: Any,
+        sampling: Sampling | None = None,
+        model: str | None = None,
+        cache_dir: str | Path | None = None,
+        no_cache: bool = False,
+        transport: Transport = "auto",
+    ) -> Any:
+        """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
+
+        Columns are named as the fields of a JSONL line and of a `Result`; rows without `custom_id`
+        get one that is made from their content. The rows stream through this process, the results
+        lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
+        pyarrow. Raises as `run`.
+        """
+        from llmpq.jobs.dataset import dataset_of, rows_in
+        from llmpq.run import Run, RunOptions
+
+        options = RunOptions(
+            model=model,
+            sampling=sampling or Sampling(),
+            cache=cache_settings(cache_dir, None, no_cache),
+            transport=transport,
+        )
+        with Results(Run(self.data, options), rows_in(dataset)) as results:
+            return dataset_of(results)
 
     def evaluate(
         self,

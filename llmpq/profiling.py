@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.profiling import ProfileState, ProfileTask, measure, measure_on_cluster
+from actors.profiling import ProfileState, ProfileTask, measure_on_cluster
 from planner.cluster import ClusterSpec
 from planner.device import Device
 from planner.model_shape import ModelShape
@@ -82,8 +82,8 @@ class Profile:
             self._rows = read_profiles(path, torn_end=True)
         write_profiles(path, self._rows)  # a path that cannot be written is found out now
 
-    def measure(self, device: Device, on_cluster: bool, report: Report) -> DeviceProfile:
-        """Measure what the file lacks of the design on `device`, writing as it goes."""
+    def measure(self, device: Device, report: Report) -> DeviceProfile:
+        """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray."""
         dtype = device.compute_dtype(self._options.dtype)
         todo = self._todo(device, dtype)
         count = sum(map(len, todo.values()))
@@ -99,16 +99,12 @@ class Profile:
             seed=self._options.seed,
         )
         before = self._rows
-        for state in self._states(task, device, on_cluster):
+        for state in measure_on_cluster(task, device):
             self._rows = before + tuple(self._new_rows(device, dtype, state))
             write_profiles(self._path, self._rows)
             report(f"{device.accelerator.name}: {len(state.measured)} of {count} measured")
         kept = tuple(row for row in self._rows if self._is_ours(row, device, dtype))
         return DeviceProfile(device, dtype, kept, state)
-
-    @staticmethod
-    def _states(task: ProfileTask, device: Device, on_cluster: bool) -> Iterator[ProfileState]:
-        return measure_on_cluster(task, device) if on_cluster else measure(task)
 
     def _todo(self, device: Device, dtype: str) -> dict[int, tuple[LayerWorkload, ...]]:
         """The design of every bitwidth but what the file has."""

@@ -1,20 +1,22 @@
-"""The prompts of a batch: JSONL lines, dictionaries, strings or token lists, checked row by row.
+"""The prompts of a batch: JSON lines, dictionaries, strings or token lists, checked row by row.
 
 A row that cannot be understood becomes an error row; what makes the whole batch ambiguous (no rows,
-an id twice) is an `InputError`.
+an id twice) is an `InputError`. Files of them: `llmpq.jobs.inputs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from actors.messages import Sampling
-from quant.errors import InputError, LlmpqError
+from llmpq.jobs.ledger import Ledger
+from llmpq.row_ids import Occurrences
+from quant.errors import MESSAGE_CHARACTERS, InputError, LlmpqError
+from quant.printable import printable
 
 Messages = tuple[Mapping[str, Any], ...]
 RowInput = str | Sequence[int] | Mapping[str, Any]
@@ -24,6 +26,7 @@ _SPELLINGS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_
 # Fields of an OpenAI Batch body that do not change what is generated here.
 _IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "stream"})
 _LARGEST = 2**53  # whole numbers up to here are exact in every format
+_DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
 _PROMPT_FIELDS = ("prompt", "messages")
 
 
@@ -36,6 +39,14 @@ class Row:
     token_ids: tuple[int, ...] | None = None
     messages: Messages | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The prompt and the row's own sampling, without its id."""
+        given = {"text": self.text, "token_ids": self.token_ids, "messages": self.messages}
+        return {name: value for name, value in given.items() if value is not None} | {
+            "sampling": self.sampling
+        }
 
 
 @dataclass(frozen=True)
@@ -50,74 +61,76 @@ class _RowError(Exception):
     """What is wrong with one row."""
 
 
-def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
-    """Rows of a JSONL file; raises `InputError` when it is missing, empty or names an id twice."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise InputError(f"cannot read input {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"input {path} is not UTF-8 (byte {error.start})") from error
-    rows = [
-        _from_line(line, number)
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-    return _checked(rows, str(path))
+def rows_of(items: Iterable[RowInput]) -> Iterator[Row | BadRow]:
+    """Rows from Python as they are asked for: strings, token lists or dictionaries as in a JSONL
+    line; those without an id are named by their place, `row-0` and so on.
 
-
-def rows_of(items: Iterable[RowInput]) -> tuple[Row | BadRow, ...]:
-    """Rows from Python: strings, token lists or dictionaries as in a JSONL line.
-
-    Raises `InputError` for a single string, whose characters nobody means as prompts.
+    Raises `InputError` for a single string, whose characters nobody means as prompts, and where an
+    id comes twice or there are no rows: at once if `items` is a list, else when it is met.
     """
     if isinstance(items, str | bytes):
         raise InputError("rows is one string; pass a list of prompts")
-    return _checked([_from_item(item, n) for n, item in enumerate(items)], "rows")
+    if isinstance(items, Sequence):
+        for _ in _from_items(items, None):
+            pass
+    return _from_items(items, None)
 
 
-def _checked(rows: list[Row | BadRow], source: str) -> tuple[Row | BadRow, ...]:
-    if not rows:
-        raise InputError(f"{source}: no prompts; give one JSON object per line with a prompt")
-    first_seen: dict[str, int] = {}
-    for number, row in enumerate(rows, start=1):
-        if row.custom_id in first_seen:
+def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | BadRow]:
+    """As `rows_of`, of dictionaries that come in no settled order: what has no id gets one that is
+    made from its content.
+    """
+    return _from_items(items, Occurrences())
+
+
+def _from_items(
+    items: Iterable[RowInput], occurrences: Occurrences | None
+) -> Iterator[Row | BadRow]:
+    ledger = Ledger()
+    number = -1
+    for number, item in enumerate(items):
+        place = f"row-{number}"
+        row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
+        if not row.custom_id and isinstance(row, Row):
+            made = place if occurrences is None else occurrences.custom_id(row.content)
+            row = dataclasses.replace(row, custom_id=made)
+        earlier = ledger.want(row.custom_id, "", number)
+        if earlier is not None:
             raise InputError(
-                f"{source}: custom_id {row.custom_id!r} of row {number} stands in row "
-                f"{first_seen[row.custom_id]} already; results could not be told apart"
+                f"custom_id {row.custom_id!r} of row {number} stands in row {earlier} already; "
+                "results could not be told apart"
             )
-        first_seen[row.custom_id] = number
-    return tuple(rows)
+        yield row
+    if number < 0:
+        raise InputError("rows: no prompts; give at least one")
 
 
-def _from_line(line: str, number: int) -> Row | BadRow:
-    fallback_id = f"line-{number}"
+def row_from_line(line: bytes, place: str) -> Row | BadRow:
+    """The row of one JSON line, without an id where the line gives none; a bad one is named by its
+    `place` then.
+    """
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(place, f"not UTF-8 (byte {error.start} of the line)")
     except (ValueError, RecursionError) as error:
-        return BadRow(fallback_id, f"line {number} is not JSON: {error}")
+        return BadRow(place, f"not JSON: {error}")
     if not isinstance(content, Mapping):
-        return BadRow(fallback_id, f"line {number} is not a JSON object")
-    return _from_mapping(content, fallback_id)
+        return BadRow(place, "not a JSON object")
+    return row_from_mapping(content, place)
 
 
-def _from_item(item: RowInput, number: int) -> Row | BadRow:
-    row_id = f"row-{number}"
-    return _from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, row_id)
-
-
-def _from_mapping(content: Mapping[str, Any], fallback_id: str) -> Row | BadRow:
-    custom_id = content.get("custom_id", fallback_id)
-    if not isinstance(custom_id, str) or not custom_id:
-        return BadRow(fallback_id, f"custom_id is {custom_id!r}; it must be a non-empty string")
-    if not _is_text(custom_id):
-        return BadRow(
-            fallback_id, "custom_id holds half a surrogate pair, which UTF-8 cannot write"
-        )
+def row_from_mapping(content: Mapping[str, Any], place: str) -> Row | BadRow:
+    """As `row_from_line`, of what the line holds."""
+    custom_id = content.get("custom_id")
+    if "custom_id" in content and (not isinstance(custom_id, str) or not custom_id):
+        return BadRow(place, f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
+    if custom_id is not None and not _is_text(custom_id):
+        return BadRow(place, "custom_id holds half a surrogate pair, which UTF-8 cannot write")
     try:
-        return _parse(content, custom_id)
+        return _parse(content, custom_id or "")
     except (_RowError, LlmpqError) as error:
-        return BadRow(custom_id, str(error))
+        return BadRow(custom_id or place, printable(str(error), MESSAGE_CHARACTERS))
 
 
 def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
@@ -155,7 +168,8 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
     if unknown:
         raise _RowError(f"unknown field {unknown[0]!r}; known: {', '.join(_SAMPLING_FIELDS)}")
-    merge_sampling(Sampling(), overrides)
+    if overrides:
+        merge_sampling(Sampling(), overrides)
     return overrides
 
 
@@ -163,6 +177,8 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
     """`base` with a row's own fields; raises `SpecError` for a value out of range or of a wrong
     type.
     """
+    if not overrides:
+        return base
     changes = dict(overrides)
     if isinstance(changes.get("stop"), str):
         changes["stop"] = (changes["stop"],)
@@ -189,13 +205,32 @@ def _typed(name: str, value: Any) -> Any:
 
 def _is_text(value: str) -> bool:
     """Whether UTF-8 can write it: JSON lets halves of surrogate pairs through."""
-    return not any("\ud800" <= character <= "\udfff" for character in value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
         raise _RowError("messages must be a non-empty list of objects with role and content")
+    if not _is_writable(value):
+        raise _RowError(
+            f"messages hold half a surrogate pair, or nest deeper than {_DEEPEST} levels"
+        )
     return tuple(value)
+
+
+def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
+    """Whether texts in `value` are texts, and the depth such that Python can write it again."""
+    if isinstance(value, str):
+        return _is_text(value)
+    if isinstance(value, Mapping):
+        value = (*value.keys(), *value.values())
+    if not isinstance(value, list | tuple):
+        return True
+    return levels > 0 and all(_is_writable(each, levels - 1) for each in value)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.messages import Finished, Request, Sampling, StageStats, Transport
+from actors.recovery import OnEvent, Recovery, RecoveryEvent, ignore_event
+from llmpq.jobs.identity import model_digest
+from llmpq.jobs.manifest import JobIdentity
+from llmpq.monitor import RunMeter, RunState
+from llmpq.replan import replan_for_rest, replanned_text
 from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from llmpq.session import ray_session
 from llmpq.tokenize import RequestMaker, load_tokenizer
 from planner.model_shape import ModelShape, model_shape
 from planner.plan import Plan
+from planner.run_trace import check_trace_path
 from quant.cache.settings import CacheSettings
-from quant.errors import PlanMismatchError, SpecError
+from quant.errors import DeviceLostError, PlanMismatchError, SpecError
+
+if TYPE_CHECKING:
+    from actors.stage_group import StageGroup
 
 NOT_FINITE = (
     "the model's logits are not finite: its values overflow the compute type on some stage; plan "
@@ -26,7 +37,10 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did; `seconds` of generating, without loading; `stages` in stage order."""
+    """What a run did; `seconds` of generating, without loading; `stages` in stage order.
+
+    `resumed`: rows that an earlier run had done, which `prompts` does not count.
+    """
 
     prompts: int
     errors: int
@@ -34,6 +48,7 @@ class RunSummary:
     load_s: float
     seconds: float
     stages: tuple[StageStats, ...]
+    resumed: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -45,7 +60,8 @@ class RunSummary:
 class RunOptions:
     """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`:
     Ray's; `cache`: where each node keeps packed layers for the next start; `transport` between
-    stages.
+    stages; `trace`: where to write every micro-batch's times; `job` names the run in Ray's metrics;
+    `recovery`: how it goes on after faults, of which `on_event` is told.
     """
 
     model: str | None = None
@@ -53,87 +69,199 @@ class RunOptions:
     address: str | None = None
     cache: CacheSettings = CacheSettings()  # noqa: RUF009  (frozen)
     transport: Transport = "auto"
+    trace: Path | None = None
+    job: str = "llmpq"
+    recovery: Recovery = Recovery()  # noqa: RUF009  (frozen)
+    on_event: OnEvent = ignore_event
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """What a run will do, where that is known: rows, tokens at most, and rows done `resumed`."""
+
+    prompts: int
+    max_tokens: int
+    resumed: int = 0
 
 
 class Run:
-    """One run over `rows` as they finish; afterwards `summary` holds the figures.
+    """Runs a plan over rows; afterwards `summary` holds the figures.
 
-    Bad rows come first, as results with `error`; `errors` holds what failed so far. Leaving the
-    iteration early frees the actors.
+    When devices are lost, another plan takes its place: `plan` is the present one, and `follow` is
+    told. `tell` hears of faults. `errors` counts what failed so far, `first_error` is the first.
     """
 
-    def __init__(self, plan: Plan, rows: Sequence[Row | BadRow], options: RunOptions) -> None:
+    def __init__(self, plan: Plan, options: RunOptions) -> None:
         from quant.checkpoint import Checkpoint, resolve
 
-        self._plan = plan
+        if options.trace is not None:
+            check_trace_path(options.trace)
+        self.plan = plan
+        self.follow: list[Callable[[Plan], None]] = []
+        self.tell: list[OnEvent] = [options.on_event]
         self._options = options
-        self._checkpoint = checkpoint_reference(plan, options.model)
+        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
         self._maker = self._request_maker()
         if str(self._folder) == self._checkpoint:
             Checkpoint(self._folder).check_files()
-        made = [self._maker.request(row) if isinstance(row, Row) else row for row in rows]
-        self.errors = [m for m in made if isinstance(m, BadRow)]
-        self._bad_rows = tuple(self.errors)
-        self.requests = tuple(m for m in made if isinstance(m, Request))
+        self.meter = RunMeter(None, None)
+        self.show: list[Callable[[RunState], None]] = []
+        self.rows = self.errors = 0
+        self.first_error: Result | None = None
+        self._under_way: dict[str, Request] = {}
+        self._tokens = 0
+        self._loaded_s: float | None = None
         self.summary: RunSummary | None = None
 
+    def identity(self) -> JobIdentity:
+        """What all rows of a job with these options share."""
+        sampling = self._options.sampling
+        most = sampling.max_new_tokens or self.plan.workload.new_tokens
+        return JobIdentity(
+            model_digest(self._folder, self._checkpoint),
+            self.plan.model.name,
+            replace(sampling, max_new_tokens=most),
+        )
+
     def _request_maker(self) -> RequestMaker:
-        plan, sampling = self._plan, self._options.sampling
+        plan, sampling = self.plan, self._options.sampling
         if (sampling.max_new_tokens or 0) > plan.workload.new_tokens:
             raise SpecError(
                 f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
                 f"{plan.workload.new_tokens}; plan with a larger --n"
             )
-        shape = shape_for_plan(plan, self._folder)
+        shape = model_shape(str(self._folder))
+        if plan.stand_in is None:
+            shape = shape_for_plan(plan, self._folder)
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
-    def results(self) -> Generator[Result]:
-        """Yield every row's result once."""
-        for bad in self._bad_rows:
-            yield Result(bad.custom_id, None, (), None, bad.error)
-        if not self.requests:
-            self.summary = RunSummary(len(self.errors), len(self.errors), 0, 0.0, 0.0, ())
-            return
-        yield from self._generate()
+    def results(
+        self, rows: Iterable[Row | BadRow], size: RunSize | None = None
+    ) -> Generator[Result]:
+        """Yield every row's result once, as they finish; rows are taken in as they are needed.
 
-    def _generate(self) -> Generator[Result]:
-        from actors.stage_group import StageGroup
+        Leaving the iteration early frees the actors. Where no row can run, none are started.
+        """
+        self.meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
+        resumed = size.resumed if size else 0
+        made = (self._maker.request(row) if isinstance(row, Row) else row for row in rows)
+        for item in made:
+            if isinstance(item, Request):
+                yield from self._generate(chain((item,), made), resumed)
+                return
+            self.meter.leave_out()
+            yield self._failed(item.custom_id, item.error)
+        self.summary = RunSummary(self.rows, self.errors, 0, 0.0, 0.0, (), resumed)
 
-        stop_of = {r.custom_id: r.sampling.stop for r in self.requests}
-        tokens = 0
-        with ExitStack() as stack:
-            stack.enter_context(ray_session(self._options.address))
+    def _generate(self, items: Iterator[Request | BadRow], resumed: int) -> Generator[Result]:
+        bad_rows: deque[BadRow] = deque()
+        requests = self._requests(items, bad_rows)
+        with ray_session(self._options.address):
             began = time.perf_counter()
-            group = stack.enter_context(
-                StageGroup(
-                    self._plan,
-                    self._checkpoint,
-                    cache=self._options.cache,
-                    transport=self._options.transport,
-                )
-            )
-            loaded = time.perf_counter()
-            for finished in group.generate(self.requests):
+            while True:
+                group = self._group()
+                try:
+                    yield from self._generate_in(group, requests, bad_rows, began, resumed)
+                    return
+                except DeviceLostError as error:
+                    if self._options.recovery.on_device_loss != "replan":
+                        raise
+                    self._plan_again(error)
+                requests = chain(group.unfinished(), requests)
+
+    def _group(self) -> StageGroup:
+        from actors.stage_group import StageGroup
+        from actors.telemetry import TelemetryOptions
+
+        options = self._options
+        return StageGroup(
+            self.plan,
+            self._checkpoint,
+            cache=options.cache,
+            transport=options.transport,
+            telemetry=TelemetryOptions(options.job, trace=options.trace is not None),
+            recovery=options.recovery,
+            on_event=self._tell,
+        )
+
+    def _generate_in(
+        self,
+        group: StageGroup,
+        requests: Iterator[Request],
+        bad_rows: deque[BadRow],
+        began: float,
+        resumed: int,
+    ) -> Generator[Result]:
+        """All of `requests` in one group; raises `DeviceLostError` when it cannot go on."""
+        from llmpq.watching import watching
+
+        with group, watching(group, self.plan, self.meter, self.show, self._options.trace):
+            self._loaded_s = self._loaded_s or time.perf_counter()
+            for finished in group.generate(requests):
+                yield from self._bad_results(bad_rows)
                 for request in finished:
-                    tokens += len(request.token_ids)
-                    yield self._result(request, stop_of[request.custom_id])
-            ended = time.perf_counter()
+                    self._tokens += len(request.token_ids)
+                    yield self._result(request)
+            yield from self._bad_results(bad_rows)
             self.summary = RunSummary(
-                prompts=len(self.requests) + len(self._bad_rows),
-                errors=len(self.errors),
-                generated_tokens=tokens,
-                load_s=loaded - began,
-                seconds=ended - loaded,
-                stages=group.stats(),
+                prompts=self.rows,
+                errors=self.errors,
+                generated_tokens=self._tokens,
+                load_s=self._loaded_s - began,
+                seconds=time.perf_counter() - self._loaded_s,
+                stages=group.observer.figures() or (),
+                resumed=resumed,
             )
 
-    def _result(self, finished: Finished, stop: tuple[str, ...]) -> Result:
+    def _plan_again(self, lost: DeviceLostError) -> None:
+        """Take the best plan for what is left; raises `DeviceLostError` where there is none."""
+        began = time.perf_counter()
+        stand_in = self.plan.stand_in is not None
+        self.plan = replan_for_rest(self.plan, lost, None if stand_in else str(self._folder))
+        lost_s = time.perf_counter() - began
+        text = replanned_text(self.plan)
+        for follow in self.follow:
+            follow(self.plan)
+        self._tell(RecoveryEvent(time.time(), "replanned", None, lost_s, text))
+
+    def _tell(self, event: RecoveryEvent) -> None:
+        for tell in self.tell:
+            tell(event)
+
+    def _requests(
+        self, items: Iterator[Request | BadRow], bad_rows: deque[BadRow]
+    ) -> Iterator[Request]:
+        """The requests among `items`; bad rows are put aside."""
+        for item in items:
+            if isinstance(item, Request):
+                self._under_way[item.custom_id] = item
+                yield item
+            else:
+                bad_rows.append(item)
+
+    def _bad_results(self, bad_rows: deque[BadRow]) -> Iterator[Result]:
+        while bad_rows:
+            bad = bad_rows.popleft()
+            self.meter.leave_out()
+            yield self._failed(bad.custom_id, bad.error)
+
+    def _result(self, finished: Finished) -> Result:
+        request = self._under_way.pop(finished.custom_id)
+        self.meter.end(len(finished.token_ids), request.max_new_tokens)
         if finished.finish_reason == "error":
-            self.errors.append(BadRow(finished.custom_id, NOT_FINITE))
-            return Result(finished.custom_id, None, finished.token_ids, None, NOT_FINITE)
-        text = self._maker.text(finished.token_ids, stop)
+            error = finished.error or NOT_FINITE
+            return self._failed(finished.custom_id, error, finished.token_ids)
+        self.rows += 1
+        text = self._maker.text(finished.token_ids, request.sampling.stop)
         return Result(finished.custom_id, text, finished.token_ids, finished.finish_reason)
+
+    def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
+        result = Result(custom_id, None, token_ids, None, error)
+        self.rows += 1
+        self.errors += 1
+        self.first_error = self.first_error or result
+        return result
 
 
 def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:

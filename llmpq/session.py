@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import environ
@@ -26,6 +28,7 @@ def ray_session(address: str | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    handler = signal.getsignal(signal.SIGTERM)
     target = address or environ.get("RAY_ADDRESS") or "local"
     _check_answers(target)
     try:
@@ -40,6 +43,8 @@ def ray_session(address: str | None = None) -> Iterator[None]:
             f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`, or "
             "if it asks for a token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
     try:
         yield
     finally:

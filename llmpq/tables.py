@@ -10,10 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from actors.messages import StageStats
 from llmpq.run import RunSummary
+from llmpq.slow_stages import PHASES, measured_s, slow_stages, work_of
 from planner.explain import StageLimits
 from planner.front import FrontPoint
 from planner.plan import Baseline, PerplexityForecast, Plan, StagePlan
+from planner.plan_simulation import planned_s
+from planner.static_schedule import Phase
 
 GIB = 2**30
 MIB = 2**20
@@ -155,9 +159,15 @@ def front_table(points: Sequence[FrontPoint]) -> RenderableType:
 
 
 def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
-    """Throughput of a run and the busy share of every stage."""
+    """Throughput of a run, the busy share of every stage, and its times beside the planned ones.
+
+    A stage that is clearly slower than planned has a line of its own.
+    """
     table = Table(title="stages", title_justify="left", title_style="bold")
-    for name in ("stage", "device", "busy", "share", "micro-batches", "weights", "KV cache"):
+    for name in (
+        "stage", "device", "busy", "share", "micro-batches", "prefill", "planned", "decode step",
+        "planned", "weights", "KV cache",
+    ):  # fmt: skip
         table.add_column(name, justify="left" if name == "device" else "right")
     for stage, stats in zip(plan.stages, summary.stages, strict=False):
         table.add_row(
@@ -166,15 +176,39 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
             _seconds(stats.busy_s),
             f"{stats.busy_s / summary.seconds:.0%}" if summary.seconds else "",
             str(stats.micro_batches),
+            *(
+                text
+                for phase in PHASES
+                for text in _measured_and_planned(plan, stats, stage, phase)
+            ),
             size_text(stats.weight_bytes),
             size_text(stats.kv_cache_bytes),
         )
-    line = (
+    answered = summary.prompts - summary.errors
+    rate = f", {answered / summary.seconds:.3g} prompts/s" if summary.seconds else ""
+    lines = [
         f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
-        f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s "
-        f"(loading {summary.load_s:.1f} s)"
-    )
-    return Group(table, Text(line)) if summary.stages else Text(line)
+        f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s{rate} "
+        f"(loading {summary.load_s:.1f} s)",
+        *map(str, slow_stages(plan, summary.stages)),
+    ]
+    text = Text("\n".join(lines))
+    return Group(table, text) if summary.stages else text
+
+
+def _measured_and_planned(
+    plan: Plan, stats: StageStats, stage: StagePlan, phase: Phase
+) -> tuple[str, str]:
+    """Of a micro-batch: the mean of full ones, or of all (~) where none was full; the planned time
+    is left out where the run does not follow it.
+    """
+    work, planned = work_of(stats, phase), planned_s(plan, stage, phase)
+    full_s = measured_s(work)
+    if full_s is not None:
+        text = _seconds(full_s)
+    else:
+        text = f"~{_seconds(work.seconds / work.micro_batches)}" if work.micro_batches else ""
+    return text, _seconds(planned) if planned else ""
 
 
 def size_text(count: int) -> str:

@@ -92,6 +92,6 @@ def load_tokenizer(folder: Path) -> Any:
     if not any((folder / name).is_file() for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, LookupError, AttributeError, TypeError) as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {error}") from error

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actors.messages import Sampling
-from llmpq.rows import Row, read_rows
+from llmpq.jobs.inputs import read_rows
+from llmpq.rows import Row
 from llmpq.tokenize import RequestMaker, load_tokenizer
 from planner.workload import MAX_TOKENS, Workload
 from quant.errors import CheckpointError, InputError, SpecError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.candidates import orders_of, searched_sizes
@@ -13,10 +13,11 @@ from planner.micro_batches import MicroBatches
 from planner.offloading import estimate_offloading
 from planner.optimiser.adabits import solve_adabits
 from planner.optimiser.pipeedge import solve_pipeedge
-from planner.optimiser.problem import stage_times
+from planner.optimiser.problem import Assignment, AssignmentProblem, stage_times
 from planner.optimiser.solve_options import SolveOptions
-from planner.optimiser.uniform import uniform_candidate
+from planner.optimiser.uniform import solve_uniform, uniform_candidate
 from planner.plan import Baseline
+from planner.plan_builder import Solution
 from planner.simulation import simulate_assignment
 from quant.errors import InfeasibleError
 
@@ -35,10 +36,32 @@ def baselines(costs: CostModel) -> tuple[Baseline, ...]:
         for name, bits in OFFLOADED.items()
         if bits in costs.options.bits
     ]
-    return (_uniform(costs), _pipeedge(costs), _adabits(costs), *offloading)
+    found = [(name, find(costs)) for name, find in _FINDERS.items()]
+    return (*(_simulated(costs, name, each) for name, each in found), *offloading)
 
 
-def _uniform(costs: CostModel) -> Baseline:
+def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
+    """The plan of the baseline that `costs.options.method` names, to be run like any other.
+
+    The LM head is on the last stage, layers are decided one by one; returned with the costs changed
+    so. The lower bound is that of the baseline's own order and sizes. Raises InfeasibleError where
+    it does not fit.
+    """
+    name = costs.options.method
+    costs = replace(costs, head_on_first=False, options=replace(costs.options, group=1))
+    found = _FINDERS[name](costs)
+    if found is None:
+        raise InfeasibleError(
+            f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order "
+            "of the devices; use method auto, allow fewer bits, or lower the batch"
+        )
+    assignment = RUNNABLE[name](costs.problem(found.devices, found.sizes))
+    return costs, Solution(
+        tuple(found.devices), found.sizes, assignment, assignment.bound, 1, 1, 0.0
+    )
+
+
+def _uniform(costs: CostModel) -> _Found | None:
     """One bitwidth, layers spread evenly, the best order and micro-batches."""
     best: _Found | None = None
     for devices in orders_of(costs, all_orders=False):
@@ -51,10 +74,10 @@ def _uniform(costs: CostModel) -> Baseline:
             times = stage_times(problem, found.first_layer, found.bitwidth)
             if best is None or times.latency_s < best.rank[0]:
                 best = _Found((times.latency_s,), devices, sizes, found.first_layer, found.bitwidth)
-    return _simulated(costs, "uniform", best)
+    return best
 
 
-def _pipeedge(costs: CostModel) -> Baseline:
+def _pipeedge(costs: CostModel) -> _Found | None:
     """One bitwidth, partitioned for the prefill, the batch over the stages in both phases.
 
     Of all orders that keep equal devices together the one with the fastest prefill stage.
@@ -72,10 +95,10 @@ def _pipeedge(costs: CostModel) -> Baseline:
         rank = (-problem.bitwidths[found.bitwidth[0]], slowest_s)
         if best is None or rank < best.rank:
             best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
-    return _simulated(costs, "pipeedge", best)
+    return best
 
 
-def _adabits(costs: CostModel) -> Baseline:
+def _adabits(costs: CostModel) -> _Found | None:
     """The best quality that memory allows, the batch over the stages in both phases (section 6.9).
 
     Of all orders that keep equal devices together the fastest.
@@ -92,7 +115,7 @@ def _adabits(costs: CostModel) -> Baseline:
         rank = (times.quality, times.latency_s)
         if best is None or rank < best.rank:
             best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
-    return _simulated(costs, "adabits", best)
+    return best
 
 
 @dataclass(frozen=True)
@@ -133,6 +156,18 @@ def _offloading(costs: CostModel, name: str, bits: int) -> Baseline:
     except InfeasibleError:
         return Baseline(name, None, None, None, None)
     return _baseline(costs, name, bits, found.latency_s)
+
+
+_FINDERS: dict[str, Callable[[CostModel], _Found | None]] = {
+    "uniform": _uniform,
+    "pipeedge": _pipeedge,
+    "adabits": _adabits,
+}
+RUNNABLE: dict[str, Callable[[AssignmentProblem], Assignment]] = {
+    "uniform": solve_uniform,
+    "pipeedge": solve_pipeedge,
+}
+"""Baselines that a plan can be made of by their names as method."""
 
 
 def _even_share(costs: CostModel, devices: Sequence[Device]) -> MicroBatches:

@@ -16,6 +16,7 @@ import yaml
 from planner.accelerators import GIB, Accelerator, find_accelerator
 from planner.cluster_file import NodeEntry, Source, parse_cluster, read_yaml
 from planner.device import Device
+from planner.profile_links import MeasuredLink
 from quant.errors import SpecError
 
 __all__ = ["ClusterSpec", "Device", "Emulation"]
@@ -41,12 +42,16 @@ class Emulation:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes."""
+    """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
+
+    `measured_links` count more than what the file says; they are no part of it.
+    """
 
     name: str
     devices: tuple[Device, ...]
     internode_bytes_per_s: float
     emulate: Emulation | None = None
+    measured_links: tuple[MeasuredLink, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse an empty cluster and two devices of the same name."""
@@ -102,6 +107,9 @@ class ClusterSpec:
         """Rate between two devices; infinite from a device to itself."""
         if sender == receiver:
             return float("inf")
+        measured = self._measured_link(sender, receiver)
+        if measured is not None:
+            return measured.bytes_per_s
         if sender.node == receiver.node:
             return min(sender.link_bytes_per_s, receiver.link_bytes_per_s)
         return self.internode_bytes_per_s
@@ -110,7 +118,23 @@ class ClusterSpec:
         """Seconds a message takes besides its bytes; none from a device to itself."""
         if sender == receiver:
             return 0.0
+        measured = self._measured_link(sender, receiver)
+        if measured is not None:
+            return measured.latency_s
         return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
+
+    def link_provenance(self, sender: Device, receiver: Device) -> str | None:
+        """By what a hop's time was measured; None where the cluster file and datasheets say it."""
+        if sender == receiver:
+            return None
+        found = self._measured_link(sender, receiver)
+        if found is None:
+            return None
+        where = "of its node" if found.place == "node" else "of another node"
+        return f"hop to {receiver.accelerator.name} {where} measured ({found.way}, {found.source})"
+
+    def _measured_link(self, sender: Device, receiver: Device) -> MeasuredLink | None:
+        return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
     def fingerprint(self) -> str:
         """Digest of what a plan depends on: devices, budgets, links; not the cluster's name."""
@@ -121,10 +145,15 @@ class ClusterSpec:
                 device.link_bytes_per_s,
                 device.threads,
                 device.emulated,
+                *(["stand-in"] if device.stand_in else []),
             ]
             for device in self.devices
         ]
-        text = json.dumps([devices, self.internode_bytes_per_s])
+        links = [
+            [link.one, link.other, link.place, link.latency_s, link.bytes_per_s]
+            for link in self.measured_links
+        ]
+        text = json.dumps([devices, self.internode_bytes_per_s, *([links] if links else [])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
@@ -166,14 +195,14 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
         devices=tuple(
             device
             for name, node in zip(names, entry.nodes, strict=True)
-            for device in _node_devices(name, node, emulate is not None)
+            for device in _node_devices(name, node, emulate)
         ),
         internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
         emulate=emulate,
     )
 
 
-def _node_devices(name: str, node: NodeEntry, emulated: bool) -> Iterator[Device]:
+def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iterator[Device]:
     """Every device of one node; Ray names only the first GPU type of a node that mixes several."""
     kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
@@ -182,7 +211,8 @@ def _node_devices(name: str, node: NodeEntry, emulated: bool) -> Iterator[Device
         link = accelerator.link_bytes_per_s
         if node.link_gbyte_per_s is not None:
             link = float(round(node.link_gbyte_per_s * 1e9))
-        real_gpu = not accelerator.is_cpu and not emulated
+        stand_in = emulate is not None and emulate.stand_in is not None
+        real_gpu = not accelerator.is_cpu and emulate is None
         unnamed = real_gpu and (mixed or accelerator.ray_type is None)
         for index in range(count):
             yield Device(
@@ -193,8 +223,9 @@ def _node_devices(name: str, node: NodeEntry, emulated: bool) -> Iterator[Device
                 link_bytes_per_s=link,
                 threads=(node.threads or 1) if accelerator.is_cpu else None,
                 custom_resource=accelerator.name if unnamed else None,
-                emulated=emulated and not accelerator.is_cpu,
+                emulated=stand_in or (emulate is not None and not accelerator.is_cpu),
                 host_memory_bytes=host,
+                stand_in=stand_in,
             )
 
 

@@ -17,9 +17,18 @@ from quant.errors import SpecError
 MAX_DEVICES = 256
 """Most devices of a cluster: eight times as many as the search for device orders is made for."""
 
-Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
+"""What the library raises for a number, date or truth value that says it is one and is none."""
+
+_MOST_BYTES = 1 << 18
+"""A thousand for each device. More would be read for minutes before it is refused."""
+
+LEAST, MOST = 1e-6, 1e6
+"""Of sizes in GiB and rates: from a kilobyte, as tests have it, to a petabyte."""
+
+Count = Annotated[int, Field(ge=1, le=2**16)]
+Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -101,12 +110,17 @@ class Source:
 def read_yaml(path: Path) -> tuple[object, Source]:
     """The parsed file and its source; SpecError when it is unreadable or repeats a key."""
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SpecError(
+                f"cluster file {path} has {path.stat().st_size} bytes; {MAX_DEVICES} devices take "
+                f"less than {_MOST_BYTES}"
+            )
         text = path.read_text(encoding="utf-8")
         document = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cluster file {path} cannot be read: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible number or date
+    except (yaml.YAMLError, *_IMPOSSIBLE) as error:
         raise SpecError(f"cluster file {path} is not valid YAML: {error}") from error
     except RecursionError as error:
         raise SpecError(

@@ -23,11 +23,9 @@ from planner.memory import (
 from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
 from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
-from planner.options import PlanOptions
+from planner.options import PlanOptions, kv_bits_of
 from planner.workload import Workload
 from quant.errors import SpecError
-
-KV_BITS = 16  # the runtime's caches hold the compute type
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,14 @@ class CostModel:
         """Compute type on `device`."""
         return device.compute_dtype(self.options.dtype)
 
+    @property
+    def kv_bits(self) -> int:
+        """Bits of keys and values."""
+        return kv_bits_of(self.options)
+
     def kv_bytes_per_layer(self, device: Device) -> int:
         """KV cache of one layer on `device` for the whole batch."""
-        return kv_cache_bytes_per_layer(self.shape, self.workload, KV_BITS, self.dtype(device))
+        return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
@@ -73,6 +76,7 @@ class CostModel:
             on_last=stage == len(devices) - 1,
             quantized=min(self.options.bits) < 16,
             has_head=stage == self.head_stage(len(devices)),
+            kv_bits=self.kv_bits,
         )
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:

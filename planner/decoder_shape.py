@@ -10,6 +10,10 @@ from quant.errors import SpecError
 from quant.gptq.config import WHOLE_ROW, GptqConfig
 from quant.scheme import LinearShape, group_size
 
+MAX_LAYERS = 2**12
+MAX_SIZE = 2**24
+"""Far beyond any model: larger numbers are slips of the hand, and lists of such lengths no plan."""
+
 _NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})
 _POSITIVE = (
     "layers",
@@ -66,8 +70,15 @@ class ModelShape:
     def __post_init__(self) -> None:
         """Check sizes; SpecError names the one that is impossible."""
         for name in _POSITIVE:
-            if getattr(self, name) < 1:
-                raise SpecError(f"model {self.name}: {name} is {getattr(self, name)}; at least 1")
+            most = MAX_LAYERS if name == "layers" else MAX_SIZE
+            if not 1 <= getattr(self, name) <= most:
+                raise SpecError(
+                    f"model {self.name}: {name} is {getattr(self, name)!r:.40}; 1 to {most} can be"
+                )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise SpecError(
+                f"model {self.name}: sliding_window is {self.sliding_window}; at least 1, or null"
+            )
         if self.heads % self.kv_heads:
             raise SpecError(
                 f"model {self.name}: {self.heads} attention heads cannot share "

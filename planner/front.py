@@ -11,9 +11,9 @@ from pathlib import Path
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape
 from planner.optimiser.pareto import front
-from planner.options import PlanOptions
+from planner.options import AUTO, PlanOptions
 from planner.plan_builder import simulate_solution
-from planner.search import planning_costs, theta_solver
+from planner.search import planning_costs, theta_solver, with_fitting_cache
 from planner.workload import Workload
 from quant.errors import SpecError
 
@@ -45,6 +45,11 @@ def trace_front(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[FrontPoint, ...]:
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
+    if options.kv_bits == AUTO:
+        return with_fitting_cache(
+            options,
+            lambda chosen: trace_front(cluster, shape, workload, chosen, most_points, clock),
+        )
     costs, _ = planning_costs(cluster, shape, workload, options)
     points = []
     for point in front(theta_solver(costs, clock), most_points):

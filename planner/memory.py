@@ -15,7 +15,9 @@ from quant.errors import SpecError
 from quant.scheme import DTYPE_BYTES, layer_rule
 
 FULL_BITS = 16  # stands for the compute type, whatever its width
-KV_BITWIDTHS = (4, 8, FULL_BITS)
+KV_BITWIDTHS = (8, FULL_BITS)
+KV_SCALE_BYTES = 2
+"""Beside the 8-bit codes of a token's key or value in one head: one scale."""
 
 # PyTorch's caching allocator rounds large blocks up to 2 MiB and cannot join blocks of different
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
@@ -82,9 +84,15 @@ def kv_cache_bytes_per_layer(
     """Keys and values of all requests at full length in a layer; 16 bits: the compute type."""
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
-    elements = 2 * workload.global_batch * workload.total_length * shape.kv_width
-    bits = 8 * DTYPE_BYTES[dtype] if kv_bits == FULL_BITS else kv_bits
-    return elements * bits // 8
+    tokens = workload.global_batch * workload.total_length
+    return 2 * tokens * kv_token_bytes(shape, kv_bits, dtype)
+
+
+def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
+    """One token's keys, or its values, in one layer: elements of `dtype`, or codes and scales."""
+    if kv_bits == FULL_BITS:
+        return shape.kv_width * DTYPE_BYTES[dtype]
+    return shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES)
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
@@ -117,6 +125,7 @@ def temporary_bytes(
     on_first: bool,
     has_head: bool,
     quantized: bool = True,
+    kv_bits: int = FULL_BITS,
 ) -> int:
     """Peak of the activations: a decoder layer in either phase, embedding, or logits.
 
@@ -128,10 +137,10 @@ def temporary_bytes(
     prefill_tokens = prefill_micro_batch * workload.prompt_length
     most_tokens = max(prefill_tokens, decode_micro_batch)
     peaks = [
-        _attention_bytes(shape, prefill_tokens, prefill_tokens, element)
+        _attention_bytes(shape, prefill_tokens, prefill_tokens, element, kv_bits)
         + _bias_bytes(shape, workload.prompt_length, element),
         _attention_bytes(
-            shape, decode_micro_batch, decode_micro_batch * workload.total_length, element
+            shape, decode_micro_batch, decode_micro_batch * workload.total_length, element, kv_bits
         ),
         _mlp_bytes(shape, most_tokens, element, quantized),
     ]
@@ -163,6 +172,7 @@ def fixed_stage_memory(
     on_last: bool,
     quantized: bool = True,
     has_head: bool | None = None,
+    kv_bits: int = FULL_BITS,
 ) -> StageMemory:
     """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0.
 
@@ -185,6 +195,7 @@ def fixed_stage_memory(
             on_first,
             has_head,
             quantized,
+            kv_bits,
         ),
         runtime=runtime_bytes(device),
     )
@@ -215,18 +226,34 @@ def stage_memory(
     )
 
 
-def _attention_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -> int:
+def _attention_bytes(
+    shape: ModelShape, tokens: int, key_tokens: int, element: int, kv_bits: int
+) -> int:
     """Residual, norm, projections with their rotated copies, keys and values repeated, result.
 
     Decoding may copy the keys and values of slots that lie apart, and kernels that do not know
-    grouped heads repeat them; `key_tokens` are the tokens attended to.
+    grouped heads repeat them; `key_tokens` are the tokens attended to. Codes of `kv_bits` 8 are
+    restored before; the loop on a CPU that reads them as they lie needs less.
     """
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
     per_token += shape.query_width
     keys = shape.kv_width if shape.heads == shape.kv_heads else shape.query_width
     norm = _NORM_BUFFERS * _FLOAT32_BYTES * shape.hidden_size
     attended = tokens * per_token * element + 2 * key_tokens * keys * element
+    if kv_bits != FULL_BITS:
+        attended += _code_bytes(shape, tokens, key_tokens, element)
     return max(attended, tokens * (2 * shape.hidden_size * element + norm))
+
+
+def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -> int:
+    """What 8-bit keys and values need beyond 16-bit ones: while new ones become codes, a float32
+    copy, two results and codes; while codes are restored, a copy of one tensor's, and where heads
+    are then repeated what they are repeated from.
+    """
+    made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
+    repeated_from = 0 if shape.heads == shape.kv_heads else 2 * shape.kv_width * element
+    copied = kv_token_bytes(shape, KV_BITWIDTHS[0], "")
+    return max(made, key_tokens * (repeated_from + copied + element * shape.kv_heads))
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:

@@ -9,9 +9,11 @@ with the line that converts it.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from tokenize import TokenError  # of a header that numpy takes for one of Python 2
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ def _read_npy(path: Path) -> npt.NDArray[Any]:
     """Mapped, so that a header that promises too much allocates nothing."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError, SyntaxError) as error:
+    except (ValueError, TypeError, OSError, EOFError, SyntaxError, TokenError) as error:
         raise SpecError(
             f"omega file {path} cannot be read as an array of numbers: {error}"
         ) from error
@@ -67,8 +69,9 @@ def _read_npy(path: Path) -> npt.NDArray[Any]:
 def _refusal(path: Path) -> str:
     return (
         f"omega file {path} is a pickle or an archive, which can run code when it is read; where "
-        'you trust it, convert it: python -c "import json, pickle; '
-        f"print(json.dumps(pickle.load(open('{path.name}', 'rb')).tolist()))\" > omega.json"
+        'you trust it, convert it: python -c "import json, pickle, sys; '
+        "print(json.dumps(pickle.load(open(sys.argv[1], 'rb')).tolist()))\" "
+        f"{shlex.quote(path.name)} > omega.json"
     )
 
 

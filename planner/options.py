@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planner.memory import FULL_BITS, KV_BITWIDTHS
 from planner.optimiser.problem import Objective
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS
 
 HEADS = ("auto", "first", "last")
+AUTO = "auto"
+KV_CHOICES = (*KV_BITWIDTHS, AUTO)
 PROFILE_USES = ("fit", "measured")
 
 
@@ -32,6 +35,8 @@ class PlanOptions:
     perplexity over 16 bit, a `max_omega` by the points measured in the omega file.
     `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the optimum.
     `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
+    `kv_bits`: bits of keys and values, 16 for those of the compute type, 8 for codes with a scale a
+    token and head; `auto` is 16 if that fits, else 8.
     """
 
     theta: float = 1.0
@@ -55,6 +60,7 @@ class PlanOptions:
     ilp_time_limit: float = 60.0
     relative_gap: float = 1e-4
     rounding: str = ROUNDINGS[0]
+    kv_bits: int | str = FULL_BITS
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -79,6 +85,7 @@ class PlanOptions:
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
             "rounding": (self.rounding in ROUNDINGS, f"one of {list(ROUNDINGS)}"),
+            "kv_bits": (self.kv_bits in KV_CHOICES, f"one of {list(KV_CHOICES)}"),
             "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),
             "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
             "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),
@@ -99,3 +106,8 @@ class PlanOptions:
         if unknown:
             raise SpecError(f"unknown planning option {unknown[0]!r}; known: {', '.join(known)}")
         return cls(**options)
+
+
+def kv_bits_of(options: PlanOptions) -> int:
+    """Bits of keys and values; `auto` is 16 until that has been seen not to fit."""
+    return FULL_BITS if options.kv_bits == AUTO else int(options.kv_bits)

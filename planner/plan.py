@@ -5,9 +5,7 @@ why.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import astuple, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,11 +21,14 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from planner.memory import StageMemory
+from planner.memory import FULL_BITS, KV_BITWIDTHS, StageMemory
 from planner.micro_batches import MicroBatches
+from planner.modelled_times import ModelledTimes
+from planner.origin import PlanOrigin
 from planner.workload import Workload
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, KERNEL_RULES, ROUNDINGS
+from quant.whole_file import write_whole
 
 PLAN_VERSION = 1
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
@@ -35,8 +36,6 @@ _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan
 _MAX_BYTES = 2**60
 """An exbibyte: a stage of more is a slip of the hand."""
 _MAX_LAYERS = 2**16
-_KV_BITS = (16,)
-"""Bits of keys and values that the runtime can hold: those of the compute type."""
 
 
 def _as_range(value: Any) -> Any:
@@ -79,6 +78,7 @@ def _no_negative_part(memory: StageMemory) -> StageMemory:
 Bits = Annotated[int, _one_of(BITWIDTHS)]
 Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES)]
 Seconds = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
 LayerRange = Annotated[
     range,
     BeforeValidator(_as_range),
@@ -103,7 +103,7 @@ class StagePlan:
 
     `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of
     one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
-    back).
+    back). `modelled` has the seconds of any micro-batch, to which an emulated device is held.
     """
 
     index: int
@@ -119,12 +119,13 @@ class StagePlan:
     backends: Annotated[dict[int, str], AfterValidator(_known_backends)]
     memory: Annotated[StageMemory, AfterValidator(_no_negative_part)]
     memory_bytes: Bytes
-    memory_limit_bytes: Bytes
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=_MAX_BYTES)]
     prefill_s: Seconds
     decode_s: Seconds
     prefill_comm_s: Seconds
     decode_comm_s: Seconds
     provenance: str
+    modelled: ModelledTimes | None = None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -137,10 +138,10 @@ class Prediction:
     ranked.
     """
 
-    latency_s: float
-    prefill_s: float
-    decode_s: float
-    tokens_per_s: float
+    latency_s: Positive
+    prefill_s: Seconds
+    decode_s: Seconds
+    tokens_per_s: Positive
     prefill_bottleneck: int
     decode_bottleneck: int
     busy_share: tuple[float, ...]
@@ -194,9 +195,17 @@ class Baseline:
 
     name: str
     bitwidth: int | None
-    latency_s: float | None
-    tokens_per_s: float | None
+    latency_s: Positive | None
+    tokens_per_s: Positive | None
     sensitivity: float | None
+
+    def __post_init__(self) -> None:
+        """ValueError, which names the field in a plan, where only some figures are None."""
+        if (
+            len({each is None for each in (self.latency_s, self.tokens_per_s, self.sensitivity)})
+            > 1
+        ):
+            raise ValueError("give latency_s, tokens_per_s and sensitivity, or null for all three")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -204,7 +213,9 @@ class Plan:
     """Everything `llmpq-dist` needs, as versioned JSON with these very names.
 
     With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
-    is how stages round weights while they load.
+    is how stages round weights while they load. `stand_in`: the small model that computes in place
+    of the planned one on emulated devices. `origin`: what the plan was made from, to make it again
+    when devices are lost.
     """
 
     version: int
@@ -213,7 +224,6 @@ class Plan:
     cluster: str
     cluster_fingerprint: str
     time_scale: Annotated[float, Field(ge=0)]
-    kv_bits: Annotated[int, _one_of(_KV_BITS)]
     micro_batches: MicroBatches
     head_on_first: bool
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
@@ -224,6 +234,9 @@ class Plan:
     baselines: tuple[Baseline, ...] = field(default_factory=tuple)
     perplexity: PerplexityForecast | None = None
     rounding: Annotated[str, _one_of(ROUNDINGS)] = ROUNDINGS[0]
+    kv_bits: Annotated[int, _one_of(KV_BITWIDTHS)] = FULL_BITS
+    stand_in: Annotated[str, Field(min_length=1)] | None = None
+    origin: PlanOrigin | None = None
 
     def to_json(self) -> str:
         """The plan as indented JSON."""
@@ -234,13 +247,9 @@ class Plan:
         target = Path(path)
         if not target.name:
             raise SpecError(f"cannot write the plan to {str(path)!r}: no file name; name a file")
-        aside = target.with_name(target.name + ".part")
         try:
-            aside.write_text(self.to_json(), encoding="utf-8")
-            os.replace(aside, target)
+            write_whole(target, self.to_json())
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            with suppress(OSError, ValueError):
-                aside.unlink()
             raise SpecError(f"cannot write the plan to {target}: {error}") from error
 
     @classmethod
@@ -257,6 +266,7 @@ class Plan:
         """The plan in `text`; raises `SpecError` naming `source` and the field."""
         try:
             content = json.loads(text)
+            json.dumps(content, ensure_ascii=False).encode()  # no half of a surrogate pair
         except json.JSONDecodeError as error:
             raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
@@ -288,6 +298,10 @@ class Plan:
                 f"{source}: field micro_batches: {sizes.prefill} and {sizes.decode} requests of a "
                 f"batch of {batch}; give 1 to {batch}"
             )
+        predicted, count = self.predicted, len(self.stages)
+        slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)
+        if len(predicted.busy_share) != count or not all(0 <= each < count for each in slowest):
+            raise SpecError(f"{source}: field predicted: not of {count} stages; plan again")
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.index != position:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.costs import KV_BITS, CostModel, expanded
+from planner.costs import CostModel, expanded
 from planner.device import Device
 from planner.memory import stage_memory
 from planner.micro_batches import MicroBatches
+from planner.modelled_times import ModelledTimes, modelled_times
 from planner.optimiser.problem import Assignment, stage_times
 from planner.optimiser.solvers import DEFAULT_SOLVER
 from planner.plan import (
@@ -20,7 +21,13 @@ from planner.plan import (
     SolverRecord,
     StagePlan,
 )
-from planner.simulation import Simulated, occupied_stages, simulate_assignment
+from planner.simulation import (
+    OccupiedStages,
+    Simulated,
+    assignment_timing,
+    occupied_stages,
+    simulate_assignment,
+)
 from quant.scheme import backend_name
 
 
@@ -63,16 +70,17 @@ def build_plan(
         cluster=cluster.name,
         cluster_fingerprint=cluster.fingerprint(),
         time_scale=cluster.emulate.time_scale if cluster.emulate else 0.0,
-        kv_bits=KV_BITS,
+        kv_bits=costs.kv_bits,
         micro_batches=solution.sizes,
         head_on_first=solution.head_on_first,
-        stages=_stages(costs, solution.sizes, devices, bounds, bitwidth),
+        stages=_stages(costs, solution.sizes, occupied, bitwidth),
         unused_devices=tuple(d.name for d in cluster.devices if d not in devices),
         predicted=_prediction(simulate_solution(costs, solution), times.latency_s),
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
         baselines=baselines,
         rounding=costs.options.rounding,
+        stand_in=cluster.emulate.stand_in if cluster.emulate else None,
     )
 
 
@@ -123,10 +131,11 @@ def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecor
 def _stages(
     costs: CostModel,
     sizes: MicroBatches,
-    devices: Sequence[Device],
-    bounds: Sequence[int],
+    occupied: OccupiedStages,
     bitwidth: Sequence[int],
 ) -> tuple[StagePlan, ...]:
+    devices, bounds = occupied.devices, occupied.first_layer
+    modelled = _modelled(costs, sizes, occupied, bitwidth)
     problem = costs.problem(devices, sizes)
     times = stage_times(problem, bounds, bitwidth)
     bits = [costs.options.bits[choice] for choice in bitwidth]
@@ -164,7 +173,27 @@ def _stages(
                 decode_s=float(times.decode_s[j]),
                 prefill_comm_s=float(problem.prefill_comm_s[j]),
                 decode_comm_s=float(problem.decode_comm_s[j]),
-                provenance=f"{device.accelerator.name} {costs.latency.provenance(device)}",
+                provenance=_provenance(costs, device, devices[(j + 1) % len(devices)]),
+                modelled=modelled[j],
             )
         )
     return tuple(stages)
+
+
+def _provenance(costs: CostModel, device: Device, following: Device) -> str:
+    """Where the times of a stage and of its hop come from."""
+    hop = costs.cluster.link_provenance(device, following)
+    text = f"{device.accelerator.name} {costs.latency.provenance(device)}"
+    return text if hop is None else f"{text}; {hop}"
+
+
+def _modelled(
+    costs: CostModel, sizes: MicroBatches, occupied: OccupiedStages, bitwidth: Sequence[int]
+) -> tuple[ModelledTimes | None, ...]:
+    """What each stage [N] is held to; None where its device is real, or kept to no time."""
+    devices, emulate = occupied.devices, costs.cluster.emulate
+    if emulate is None or not emulate.time_scale:
+        return (None,) * len(devices)
+    timing = assignment_timing(costs, occupied, bitwidth)
+    times = modelled_times(costs, devices, sizes, timing.compute_s)
+    return tuple(t if d.emulated else None for d, t in zip(devices, times, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite
@@ -14,6 +15,7 @@ from planner.device import Device
 from planner.model_shape import ModelShape
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, backend_name
+from quant.whole_file import write_whole
 
 REQUIRED_COLUMNS = (
     "device",
@@ -40,6 +42,9 @@ OPTIONAL_COLUMNS = (
 )
 
 Phase = Literal["prefill", "decode"]
+
+_MOST_DIGITS = 15
+"""Of a whole number: all of them are exact as floating point numbers."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +140,12 @@ def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
     InputError where the file cannot be written.
     """
     path = Path(path)
-    aside = path.with_name(f"{path.name}.part")
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+    writer.writeheader()
+    writer.writerows(map(_values, rows))
     try:
-        with aside.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
-            writer.writeheader()
-            writer.writerows(map(_values, rows))
-        aside.replace(path)
+        write_whole(path, stream.getvalue())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
@@ -220,7 +224,7 @@ class _Line:
 
     def integer(self, name: str, least: int = 1) -> int:
         text = self.text(name) or ""
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < least:
             raise self.error(
                 f"has {name} {text!r}; a whole number of at least {least} belongs there"
             )

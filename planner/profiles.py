@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from planner.device import Device
+from planner.device import CPU_TOKENS_AT_ONCE, Device
 from planner.latency import LatencyModel
 from planner.model_shape import ModelShape
 from planner.profile_correction import NO_CORRECTION, Correction, fit_correction
@@ -52,32 +53,44 @@ _PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
 _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 
 
-def layer_features(phase: Phase, layer: LayerTerms, batch_size: int, length: int) -> Vector:
+def layer_features(
+    phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
+) -> Vector:
     """The terms of one layer's time, each scaled by what it counts: float64 [terms].
 
     Prefill on v, s, vs, vs^2 and a constant: hidden states, lengths, products with weights,
     attention, weights read; on the rows up to those at which kernels change their ways, and on
-    those whose hidden states outgrow caches. Decode on v, v(t+s), t+s and a constant: products,
-    keys and values read, lengths, weights read.
+    those whose hidden states outgrow caches; all of it in as many passes as `tokens_at_once` asks
+    for. Decode on v, v(t+s), t+s and a constant: products, keys and values read, lengths, weights
+    read.
     """
-    v, s = float(batch_size), float(length)
-    if phase == "prefill":
-        terms = [
-            v * layer.hidden_size,
-            s * layer.hidden_size,
-            v * s * layer.linear_parameters,
-            v * s * s * layer.query_width,
-            float(layer.linear_parameters),
-            *(min(v * s, rows) * layer.linear_parameters for rows in _KERNEL_ROWS),
-            max(0.0, v * s - _CACHED_ELEMENTS / layer.hidden_size) * layer.linear_parameters,
-        ]
-    else:
+    if phase == "decode":
+        v, s = float(batch_size), float(length)
         terms = [
             v * layer.linear_parameters,
             v * s * layer.kv_width,
             s * layer.hidden_size,
             float(layer.linear_parameters),
         ]
+        return np.array(terms)
+    together = int(min(max(tokens_at_once // length, 1), batch_size))
+    full, rest = divmod(batch_size, together)
+    terms_of_full = full * _pass_features(layer, together, length)
+    return terms_of_full + (_pass_features(layer, rest, length) if rest else 0.0)
+
+
+def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
+    """The terms of one pass of prefill."""
+    v, s = float(batch_size), float(length)
+    terms = [
+        v * layer.hidden_size,
+        s * layer.hidden_size,
+        v * s * layer.linear_parameters,
+        v * s * s * layer.query_width,
+        float(layer.linear_parameters),
+        *(min(v * s, rows) * layer.linear_parameters for rows in _KERNEL_ROWS),
+        max(0.0, v * s - _CACHED_ELEMENTS / layer.hidden_size) * layer.linear_parameters,
+    ]
     return np.array(terms)
 
 
@@ -88,10 +101,11 @@ class LayerFit:
     phase: Phase
     coefficients: Vector
     correction: Correction
+    tokens_at_once: float = inf
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
         """Of one pass through `layer`."""
-        terms = layer_features(self.phase, layer, batch_size, length)
+        terms = layer_features(self.phase, layer, batch_size, length, self.tokens_at_once)
         return float(self.coefficients @ terms) * self.correction.factor(batch_size, length)
 
 
@@ -153,8 +167,9 @@ class FittedLatency:
             self._fits[key] = None
             if rows:
                 prior = _proportions(self.fallback, device, bits, dtype, phase)
-                coefficients = fit_rows(same or rows, phase, prior)
-                plain = LayerFit(phase, coefficients, NO_CORRECTION)
+                at_once = _tokens_at_once(device)
+                coefficients = fit_rows(same or rows, phase, prior, at_once)
+                plain = LayerFit(phase, coefficients, NO_CORRECTION, at_once)
                 self._fits[key] = replace(plain, correction=_correction(plain, layer, same))
         return self._fits[key]
 
@@ -247,14 +262,19 @@ def row_length(row: ProfileRow) -> int:
     return row.prompt_length if row.phase == "prefill" else row.context_length
 
 
-def fit_rows(rows: Sequence[ProfileRow], phase: Phase, prior: Vector) -> Vector:
+def fit_rows(
+    rows: Sequence[ProfileRow], phase: Phase, prior: Vector, tokens_at_once: float = inf
+) -> Vector:
     """Coefficients [terms] of `layer_features` of least squared relative error, none negative.
 
     `prior` [terms]: proportions to keep where the rows leave a direction open.
     """
     seconds = np.array([row.seconds for row in rows])
     features = np.stack(
-        [layer_features(phase, row.layer, row.batch_size, row_length(row)) for row in rows]
+        [
+            layer_features(phase, row.layer, row.batch_size, row_length(row), tokens_at_once)
+            for row in rows
+        ]
     )
     scaled_prior = prior * np.median(seconds / (features @ prior))
     relative = features / seconds[:, None]
@@ -264,6 +284,11 @@ def fit_rows(rows: Sequence[ProfileRow], phase: Phase, prior: Vector) -> Vector:
     target = np.concatenate([np.ones(len(rows)), weight * scaled_prior / units])
     coefficients, _ = nnls(matrix, target)
     return np.asarray(coefficients * units)
+
+
+def _tokens_at_once(device: Device) -> float:
+    """Of prefill, as the runtime passes them through the layers of a stage."""
+    return CPU_TOKENS_AT_ONCE if device.accelerator.is_cpu else inf
 
 
 def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) -> Correction:
@@ -308,7 +333,8 @@ def _proportions(
     points = [(batch, length) for batch in _PRIOR_BATCHES for length in _PRIOR_LENGTHS]
     layer = LayerTerms.of(model.shape)
     seconds = np.array([time(device, bits, batch, length, dtype) for batch, length in points])
-    features = np.stack([layer_features(phase, layer, *point) for point in points])
+    at_once = _tokens_at_once(device)
+    features = np.stack([layer_features(phase, layer, *point, at_once) for point in points])
     relative = features / seconds[:, None]
     units = _units(relative)
     coefficients, _ = nnls(relative * units, np.ones(len(points)))

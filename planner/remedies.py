@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from planner.costs import CostModel
 from planner.device import Device
+from planner.memory import KV_BITWIDTHS
 from planner.micro_batches import MicroBatches
 from planner.optimiser.capacity import is_feasible
 from quant.scheme import BITWIDTHS
@@ -20,6 +21,7 @@ def remedies(costs: CostModel, devices: Sequence[Device]) -> str:
     found = [
         text
         for text in (
+            _smaller_cache(costs, devices),
             _smaller_batch(costs, devices),
             _fewer_bits(costs, devices),
             _more_devices(costs, devices),
@@ -33,6 +35,15 @@ def remedies(costs: CostModel, devices: Sequence[Device]) -> str:
 
 def _fits(costs: CostModel, devices: Sequence[Device]) -> bool:
     return is_feasible(costs.problem(devices, SMALLEST_SIZES))
+
+
+def _smaller_cache(costs: CostModel, devices: Sequence[Device]) -> str:
+    """Keys and values in the fewest bits."""
+    fewest = min(KV_BITWIDTHS)
+    options = replace(costs.options, kv_bits=fewest)
+    if costs.kv_bits > fewest and _fits(replace(costs, options=options), devices):
+        return f"keys and values in {fewest} bit (--kv_bits {fewest})"
+    return ""
 
 
 def _smaller_batch(costs: CostModel, devices: Sequence[Device]) -> str:

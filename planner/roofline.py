@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from planner.accelerators import Accelerator
 from planner.device import Device
+from planner.memory import FULL_BITS, kv_token_bytes
 from planner.model_shape import ModelShape
 from quant.scheme import DTYPE_BYTES, LinearShape, rule_for
 
@@ -101,13 +102,21 @@ _KERNEL_COSTS = {
     "torch_3bit": KernelCost(passes=28.0),
 }
 _CPU_RESTORE_SHARE = 0.3
+# Widened to float32, magnitude, maximum, divided, rounded, narrowed. One core takes 0.5 to 1 ns.
+_BYTES_PER_CODE_MADE = 39
+# The loop that reads codes spends its time on arithmetic: 0.9 of that for bf16, whose 2 bytes are
+# what the bandwidth above stands for (benchmarks.attention, one core: 0.63 to 0.99).
+_CPU_CODE_BYTES = 1.8
 
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """A `LatencyModel` that needs no measurement; `shape` is the model it times."""
+    """A `LatencyModel` that needs no measurement; `shape` is the model it times, `kv_bits` those of
+    its keys and values.
+    """
 
     shape: ModelShape
+    kv_bits: int = FULL_BITS
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
@@ -152,13 +161,27 @@ class RooflineLatency:
         """`pairs`: query-key pairs attended over; `kv_tokens`: tokens whose keys are read."""
         shape = self.shape
         linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
-        attention = max(
-            machine.compute_s(4 * pairs * shape.query_width) / _ATTENTION_SHARE,
-            machine.move_s(2 * kv_tokens * shape.kv_width * machine.element_bytes),
+        read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
+        attention = made_s + max(
+            machine.compute_s(4 * pairs * shape.query_width) / _ATTENTION_SHARE, read_s
         )
         widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
         element_wise = machine.move_s(tokens * widths * machine.element_bytes)
         return machine.overhead_s + linears + attention + element_wise
+
+    def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
+        """Seconds to read the keys and values of `kv_tokens`, and to make codes of new `tokens`.
+
+        In decoding a CPU's loop reads codes as they lie; else they are restored, and read again.
+        """
+        shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
+        if self.kv_bits == FULL_BITS:
+            return machine.move_s(2 * kv_tokens * plain), 0.0
+        each = float(2 * plain + kv_token_bytes(shape, self.kv_bits, machine.dtype))
+        if machine.accelerator.is_cpu and kv_tokens != tokens:
+            each = _CPU_CODE_BYTES * shape.kv_width
+        made = 2 * tokens * shape.kv_width * _BYTES_PER_CODE_MADE
+        return machine.move_s(2 * kv_tokens * each), machine.move_s(machine.cached(made))
 
     def _projection_s(self, machine: _Machine, tokens: int) -> float:
         wide, narrow = self.shape.hidden_size, self.shape.word_embedding_size
@@ -193,11 +216,12 @@ class _Machine:
         accelerator, reached = device.accelerator, roofline_efficiency(device.accelerator)
         cores = device.threads or 1
         wide = dtype == "float32"
+        hosted = device.emulated and not device.stand_in
         rate = accelerator.fp32_flops if wide else accelerator.fp16_flops
         integer = accelerator.int8_ops
         return cls(
             accelerator=accelerator,
-            dtype=dtype if wide or not device.emulated else accelerator.default_dtype,
+            dtype=accelerator.default_dtype if hosted and not wide else dtype,
             flops=rate * cores * reached.arithmetic,
             fp32_flops=accelerator.fp32_flops * cores,
             int8_ops=None if integer is None else integer * cores * reached.arithmetic,
@@ -215,6 +239,10 @@ class _Machine:
     def move_s(self, moved_bytes: float) -> float:
         return moved_bytes / self.bytes_per_s
 
+    def cached(self, moved_bytes: float) -> float:
+        """What goes to memory of bytes that successive element-wise passes move."""
+        return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
+
     def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
         """The product of `rows` tokens with a packed weight, restored first if the kernel does."""
         rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
@@ -227,6 +255,5 @@ class _Machine:
         activations = rows * (linear.in_features + linear.out_features) * self.element_bytes
         moved = self.move_s(rule.nbytes(linear, self.dtype) + activations)
         passes = cost.passes if rows >= cost.restores_from else cost.few_passes
-        share = _CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0
-        restored = self.move_s(share * passes * linear.parameters)
+        restored = self.move_s(self.cached(passes * linear.parameters))
         return max(compute, moved) + restored + cost.overhead_s

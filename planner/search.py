@@ -11,16 +11,19 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from planner.assignment import solve
-from planner.baselines import baselines
+from planner.baselines import RUNNABLE, baseline_solution, baselines
 from planner.candidates import SearchCandidate, list_candidates
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.device import Device
+from planner.kv_latency import EightBitCacheLatency
 from planner.latency import LatencyModel
+from planner.memory import FULL_BITS, KV_BITWIDTHS
 from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
 from planner.optimiser.adabits import solve_adabits
@@ -31,16 +34,20 @@ from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.solvers import DEFAULT_SOLVER, SolverUnavailableError
 from planner.optimiser.transfer import solve_by_transfer
-from planner.options import PlanOptions
+from planner.options import AUTO, PlanOptions, kv_bits_of
+from planner.origin import origin_of
 from planner.perplexity_fit import omega_bound, perplexity_forecast
 from planner.plan import Plan
 from planner.plan_builder import Solution, build_plan, solution_quality
+from planner.profile_links import links_beside
 from planner.profiles import latency_from_profiles
 from planner.roofline import RooflineLatency
 from planner.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
+
+_Found = TypeVar("_Found")
 
 SHARING_METHODS = {
     "auto": solve_automatically,
@@ -200,15 +207,15 @@ def find_plan(
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
     """
-    if cluster.emulate is not None and cluster.emulate.stand_in is not None:
-        raise SpecError(
-            f"cluster {cluster.name}: emulate.stand_in is not run yet, the planned model computes "
-            "itself; leave stand_in out"
+    if options.kv_bits == AUTO:
+        found = with_fitting_cache(
+            options, lambda chosen: find_plan(cluster, shape, source, workload, chosen, clock)
         )
+        return replace(found, origin=origin_of(cluster, options))
     costs, omega = planning_costs(cluster, shape, workload, options)
     began = clock()
     try:
-        costs, solution = within_bounds(costs, clock)
+        costs, solution = _solution(costs, clock)
     except InfeasibleError as error:
         if options.max_ppl_delta is None:
             raise
@@ -219,7 +226,29 @@ def find_plan(
     solution = replace(solution, seconds=clock() - began)
     plan = build_plan(costs, source, solution, omega.source, baselines(costs))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
-    return replace(plan, perplexity=forecast)
+    return replace(plan, perplexity=forecast, origin=origin_of(cluster, options))
+
+
+def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
+    """What `find` makes of the options with the most bits of keys and values that fit."""
+    fewest, *more = KV_BITWIDTHS
+    for bits in reversed(more):
+        with suppress(InfeasibleError):
+            return find(replace(options, kv_bits=bits))
+    return find(replace(options, kv_bits=fewest))
+
+
+def _solution(costs: CostModel, clock: Callable[[], float]) -> tuple[CostModel, Solution]:
+    """The best one, or with the method of a baseline the paper's own plan of that name."""
+    options = costs.options
+    if options.method not in RUNNABLE:
+        return within_bounds(costs, clock)
+    if options.max_omega is not None or options.max_latency_s is not None:
+        raise SpecError(
+            f"method {options.method} makes one plan, without regard to max_omega, max_ppl_delta "
+            "or max_latency_s; leave them out"
+        )
+    return baseline_solution(costs)
 
 
 def planning_costs(
@@ -324,14 +353,18 @@ def cost_model(
             f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions; "
             "lower --s or --n"
         )
+    if options.profiles is not None:
+        cluster = replace(cluster, measured_links=links_beside(options.profiles))
     return CostModel(cluster, shape, workload, options, _latency_model(shape, options), sensitivity)
 
 
 def _latency_model(shape: ModelShape, options: PlanOptions) -> LatencyModel:
-    roofline = RooflineLatency(shape)
+    kv_bits = kv_bits_of(options)
     if options.profiles is None:
-        return roofline
-    return latency_from_profiles(options.profiles, roofline, options.profile_use == "measured")
+        return RooflineLatency(shape, kv_bits)
+    measured = options.profile_use == "measured"
+    latency = latency_from_profiles(options.profiles, RooflineLatency(shape), measured)
+    return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
 
 
 def _omega(shape: ModelShape, options: PlanOptions) -> Omega:

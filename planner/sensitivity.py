@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from planner.omega_file import (
     read_content,
 )
 from quant.errors import SpecError
+from quant.whole_file import write_whole
 
 REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
 FULL_BITS = 16
@@ -150,13 +149,9 @@ def save_omega(path: str | Path, content: OmegaContent) -> None:
     if not target.name:
         raise SpecError(f"cannot write sensitivities to {str(path)!r}: name a file")
     text = json.dumps(asdict(content) | {"matrix": content.matrix.tolist()}, indent=1)
-    aside = target.with_name(target.name + ".part")
     try:
-        aside.write_text(text + "\n", encoding="utf-8")
-        os.replace(aside, target)
+        write_whole(target, text + "\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        with suppress(OSError, ValueError):
-            aside.unlink()
         raise SpecError(f"cannot write sensitivities to {target}: {error}") from error
 
 

@@ -175,28 +175,41 @@ def simulate_assignment(
             f"{layers} and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
         )
     stages = occupied_stages(devices, first_layer)
-    bits = [costs.options.bits[choice] for choice in bitwidth]
-    bounds = stages.first_layer
-    counts = tuple(Counter(bits[bounds[j] : bounds[j + 1]]) for j in range(len(stages.devices)))
-    timing = _AssignmentTiming(costs, stages.devices, counts)
+    timing = assignment_timing(costs, stages, bitwidth)
     return simulate(costs.workload, sizes, len(stages.devices), timing.seconds)
 
 
+def assignment_timing(
+    costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]
+) -> AssignmentTiming:
+    """The latency model's seconds on these stages; `bitwidth` [L] as in `simulate_assignment`."""
+    bits = [costs.options.bits[choice] for choice in bitwidth]
+    bounds = stages.first_layer
+    counts = tuple(Counter(bits[bounds[j] : bounds[j + 1]]) for j in range(len(stages.devices)))
+    return AssignmentTiming(costs, stages.devices, counts)
+
+
 @dataclass(frozen=True)
-class _AssignmentTiming:
+class AssignmentTiming:
     """Seconds of passes from a latency model; `counts`: layers of each bitwidth, per stage [N]."""
 
     costs: CostModel
     devices: tuple[Device, ...]
     counts: tuple[Counter[int], ...]
-    _passes: dict[tuple[Phase, int, int], PassSeconds] = field(default_factory=dict)
+    _passes: dict[tuple[Phase, int, int, int], PassSeconds] = field(default_factory=dict)
     _layers: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def seconds(self, each: Pass) -> PassSeconds:
-        key = (each.phase, each.requests, each.context_length)
+        """Of one pass; equal passes are asked once."""
+        key = (each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._passes:
             self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
         return self._passes[key]
+
+    def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
+        """Every stage [N], of a micro-batch with prompts, or in decoding a context, of `length`."""
+        tokens, context = (length, 0) if phase == "prefill" else (1, length)
+        return self._compute(Pass(phase, 0, 0, requests, tokens, context, 0))
 
     def _compute(self, each: Pass) -> tuple[float, ...]:
         latency, first = self.costs.latency, self.devices[0]
@@ -215,7 +228,7 @@ class _AssignmentTiming:
     def _layer_s(self, device: Device, bits: int, each: Pass) -> float:
         """One layer; equal devices are asked once."""
         kind = (device.accelerator.name, device.threads, device.emulated)
-        key = (*kind, bits, each.phase, each.requests, each.context_length)
+        key = (*kind, bits, each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._layers:
             latency, dtype = self.costs.latency, self.costs.dtype(device)
             if each.phase == "prefill":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from xml.sax.saxutils import escape
 from planner.simulation import Simulated
 from planner.static_schedule import Pass
 from quant.errors import InputError, SpecError
+from quant.whole_file import write_whole
 
 MICROSECONDS = 1e6  # Chrome's trace format counts in them
 STAGES_PROCESS, LINKS_PROCESS = 0, 1
@@ -67,13 +67,23 @@ def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
     stage.
     """
     _check_labels(simulated, labels)
-    events = [*_thread_names(labels), *_complete_events(simulated)]
+    events = simulated_events(simulated, labels)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+
+
+def simulated_events(
+    simulated: Simulated, labels: Sequence[str], title: str = "", first_process: int = 0
+) -> list[dict[str, object]]:
+    """Chrome's events of a simulated batch; `title` comes before the names of its two processes,
+    which are numbered from `first_process`.
+    """
+    names = _thread_names(labels, title, first_process)
+    return [*names, *_complete_events(simulated, first_process)]
 
 
 def write_chrome_trace(path: str | Path, simulated: Simulated, labels: Sequence[str]) -> None:
     """Write `chrome_trace` to `path`; raises InputError where that is not possible."""
-    _write(Path(path), chrome_trace(simulated, labels))
+    write_text(Path(path), chrome_trace(simulated, labels))
 
 
 def gantt_svg(
@@ -112,21 +122,28 @@ def write_gantt(
     options: GanttOptions | None = None,
 ) -> None:
     """Write `gantt_svg` to `path`; raises InputError where that is not possible."""
-    _write(Path(path), gantt_svg(simulated, labels, options))
+    write_text(Path(path), gantt_svg(simulated, labels, options))
 
 
-def _thread_names(labels: Sequence[str]) -> Iterator[dict[str, object]]:
-    for process, name in ((STAGES_PROCESS, "stages"), (LINKS_PROCESS, "links")):
-        yield {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
-        for stage, label in enumerate(labels):
-            onward = labels[(stage + 1) % len(labels)]
-            text = label if process == STAGES_PROCESS else f"{label} to {onward}"
-            where: dict[str, object] = {"ph": "M", "pid": process, "tid": stage}
-            yield {"name": "thread_name", **where, "args": {"name": f"{stage}: {text}"}}
-            yield {"name": "thread_sort_index", **where, "args": {"sort_index": stage}}
+def _thread_names(
+    labels: Sequence[str], title: str, first_process: int
+) -> Iterator[dict[str, object]]:
+    hops = [f"{label} to {labels[(j + 1) % len(labels)]}" for j, label in enumerate(labels)]
+    yield from named_tracks(first_process + STAGES_PROCESS, f"{title} stages".strip(), labels)
+    yield from named_tracks(first_process + LINKS_PROCESS, f"{title} links".strip(), hops)
 
 
-def _complete_events(simulated: Simulated) -> Iterator[dict[str, object]]:
+def named_tracks(process: int, name: str, labels: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Chrome's events that name a process and, in this order, its threads."""
+    yield {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}}
+    for thread, label in enumerate(labels):
+        where: dict[str, object] = {"ph": "M", "pid": process, "tid": thread}
+        yield {"name": "thread_name", **where, "args": {"name": f"{thread}: {label}"}}
+        yield {"name": "thread_sort_index", **where, "args": {"sort_index": thread}}
+
+
+def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[str, object]]:
     """Every computation, and every transfer that takes time."""
     spans = (
         (STAGES_PROCESS, simulated.stage_start_s.tolist(), simulated.stage_end_s.tolist()),
@@ -140,7 +157,7 @@ def _complete_events(simulated: Simulated) -> Iterator[dict[str, object]]:
                         "name": f"{each.phase} {each.index}",
                         "cat": each.phase,
                         "ph": "X",
-                        "pid": process,
+                        "pid": first_process + process,
                         "tid": stage,
                         "ts": start_s * MICROSECONDS,
                         "dur": (end_s - start_s) * MICROSECONDS,
@@ -235,12 +252,9 @@ def _check_labels(simulated: Simulated, labels: Sequence[str]) -> None:
         )
 
 
-def _write(path: Path, text: str) -> None:
-    """An existing file is replaced whole or not at all."""
-    aside = path.with_name(path.name + ".part")
+def write_text(path: Path, text: str) -> None:
+    """Write `text` whole or not at all; raises InputError where that is not possible."""
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, text)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise InputError(f"cannot write {path}: {error.strerror}") from error

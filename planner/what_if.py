@@ -174,7 +174,11 @@ def _changed(
         device = devices[question.stage]
         changed[device] = replace(device, memory_bytes=device.memory_bytes + round(amount))
     elif question.kind == "links":
-        cluster = replace(cluster, internode_bytes_per_s=cluster.internode_bytes_per_s * amount)
+        cluster = replace(
+            cluster,
+            internode_bytes_per_s=cluster.internode_bytes_per_s * amount,
+            measured_links=tuple(link.faster(amount) for link in cluster.measured_links),
+        )
         changed = {
             device: replace(device, link_bytes_per_s=device.link_bytes_per_s * amount)
             for device in costs.cluster.devices

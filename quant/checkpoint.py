@@ -101,7 +101,7 @@ class Checkpoint:
             if self._ahead is not None:
                 self._ahead.wait_for(self.range_of(name))
             tensor: torch.Tensor = handle.get_tensor(name)
-        except (SafetensorError, RuntimeError, OSError) as error:
+        except (SafetensorError, RuntimeError, TypeError, OSError) as error:  # TypeError: a shape
             raise self._unreadable(self._file_of[name], error) from error
         return tensor
 
@@ -230,7 +230,7 @@ class Checkpoint:
 
     def _path(self, file: str) -> Path:
         path = self.folder / file
-        if not path.is_file():
+        if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long
             raise CheckpointError(
                 f"{self.folder} lacks {file}, which its index names; download the missing shard"
             )

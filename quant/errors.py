@@ -1,8 +1,16 @@
 """The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
 
+from quant.printable import printable
+
+MESSAGE_CHARACTERS = 1500
+"""At most: messages quote what others wrote."""
+
 
 class LlmpqError(Exception):
     """Something the user can mend: the message names the problem, the number and the remedy."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), MESSAGE_CHARACTERS)
 
 
 class SpecError(LlmpqError):
@@ -31,3 +39,14 @@ class DeviceError(LlmpqError):
 
 class StageLostError(Exception):
     """A stage's process died while it was needed: no mistake of the user's, and the run is over."""
+
+
+class DeviceLostError(StageLostError):
+    """Devices are gone and did not come back in time: `stages` of the plan have none, `devices` are
+    their names. What is left may still hold the model with another plan.
+    """
+
+    def __init__(self, message: str, stages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.stages = stages
+        self.devices = devices

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
+from quant.backends.onednn_w8a8 import OneDnnW8A8
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.token_codes import warm_up
 from quant.canonical import CanonicalWeight, dequantize, quantize
 from quant.errors import DeviceError
 from quant.rounding import NEAREST, Rounding
@@ -57,6 +59,13 @@ class QuantizedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, bits={self.bits}, backend={type(self.packed).__name__}"
         )
+
+
+def warm_up_codes(model: nn.Module) -> None:
+    """Compile now what layers of `model` that round their inputs need at the first token."""
+    found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
+    for width in {m.in_features for m in found if isinstance(m.packed, OneDnnW8A8)}:
+        warm_up(width)
 
 
 def quantize_linear(

@@ -34,7 +34,8 @@ class LayerScheme:
     `backend` names a kernel backend of `bits`, None the preferred one; `dtype` is the type to
     compute in where it differs from that of the other layers. With `planned_for` the layer is that
     of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
-    are represented. `rounding` is a way of `quant.rounding`.
+    are represented. `rounding` is a way of `quant.rounding`, `kv_bits` are the bits of keys and
+    values.
     """
 
     bits: int = FULL_BITS
@@ -43,6 +44,7 @@ class LayerScheme:
     planned_for: Processor | None = None
     planned_dtype: str = "float32"
     rounding: str = "nearest"
+    kv_bits: int = FULL_BITS
 
 
 @dataclass(frozen=True)

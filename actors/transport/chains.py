@@ -29,13 +29,24 @@ class Computing(Protocol):
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         """As `actors.stage.Stage.finish`."""
 
+    @property
+    def ready_at_s(self) -> float:
+        """When an emulated link has brought what was computed last to the next stage, else 0."""
+
+    def wait_for(self, ready_at_s: float) -> None:
+        """Until an emulated link has brought what is `ready_at_s`."""
+
+    def sent(self) -> None:
+        """Told when what was computed last was passed on."""
+
 
 class RayChain:
     """Each stage's result is an object of Ray's, which the next actor's call names."""
 
-    def __init__(self, first: Computing, following: Sequence[Any]) -> None:
+    def __init__(self, first: Computing, following: Sequence[Any], epoch: int = 0) -> None:
         self._first = first
         self._following = following
+        self._epoch = epoch  # which the other stages must be in too
         self.stages = 1 + len(following)
 
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
@@ -43,9 +54,12 @@ class RayChain:
         result = self._first.compute(batch, torch.from_numpy(token_ids))
         if not self._following:
             return batch, result
-        passed: Any = result if isinstance(result, Sampled) else pack(result)
+        passed: Any = result
+        if not isinstance(result, Sampled):
+            passed = pack(result, self._first.ready_at_s)
         for actor in self._following:
-            passed = actor.step.remote(batch, passed)
+            passed = actor.step.remote(batch, passed, self._epoch)
+        self._first.sent()
         return batch, passed
 
     def result(self, handle: Any) -> Sampled:
@@ -53,6 +67,7 @@ class RayChain:
         batch, answer = handle
         if isinstance(answer, ray.ObjectRef):
             answer = ray.get(answer)
+            self._first.wait_for(answer.ready_at_s)
             answer = answer if isinstance(answer, Sampled) else unpack(answer)
         return answer if isinstance(answer, Sampled) else self._first.finish(batch, answer)
 
@@ -68,13 +83,20 @@ class LinkChain:
 
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
         """Compute the first stage here and send the result down the chain."""
-        self._down.send(encode(batch, self._first.compute(batch, torch.from_numpy(token_ids))))
+        result = self._first.compute(batch, torch.from_numpy(token_ids))
+        self._down.send(encode(batch, result, self._first.ready_at_s))
+        self._first.sent()
         return batch
 
     def result(self, handle: MicroBatch) -> Sampled:
         """The sampled tokens; the first stage samples them where the LM head lives there."""
         answer = decode(self._back.receive())
-        return answer if isinstance(answer, Sampled) else self._first.finish(handle, answer[1])
+        if isinstance(answer, Sampled):
+            self._first.wait_for(answer.ready_at_s)
+            return answer
+        returned, last_hidden = answer
+        self._first.wait_for(returned.ready_at_s)
+        return self._first.finish(handle, last_hidden)
 
 
 def serve(stage: Computing, links: Links) -> None:
@@ -86,4 +108,6 @@ def serve(stage: Computing, links: Links) -> None:
         if isinstance(message, Sampled):
             raise ValueError("a stage before the last one sampled")
         batch, hidden = message
-        onward.send(encode(batch, stage.compute(batch, hidden)))
+        result = stage.compute(batch, hidden)
+        onward.send(encode(batch, result, stage.ready_at_s))
+        stage.sent()

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor
 
-from actors.transport.wire import message_bytes
+from actors.transport.wire import host_memory, message_bytes
 from quant.errors import DeviceError, StageLostError
 
 FRAME_BYTES = 4 * 2**20
 """A message goes in frames of at most this size: 512 tokens of 4,096 fp16 values are one frame."""
 
 _FRAMES_AHEAD = 2  # receives that are posted: one message is computed while the next one arrives
+_STOP = torch.zeros(64, dtype=torch.uint8)  # a message of no bytes: there is no other like it
 _FOR_EVER = timedelta(days=365)
 
 
@@ -66,6 +69,7 @@ class Links:
     def __init__(self, meeting: Meeting, index: int, stages: int, address: str) -> None:
         check_available()
         self.index, self.stages = index, stages
+        self._senders: list[Sender] = []
         timeout = timedelta(seconds=meeting.timeout_s)
         distributed: Any = torch.distributed
         gloo = distributed.ProcessGroupGloo
@@ -85,7 +89,13 @@ class Links:
 
     def sender(self, to: int) -> Sender:
         """For messages to stage `to`."""
-        return Sender(self._group, to, self.stages)
+        self._senders.append(Sender(self._group, to, self.stages))
+        return self._senders[-1]
+
+    def stop(self) -> None:
+        """Tell those who receive from here that no more comes; for any thread."""
+        for sender in self._senders:
+            sender.stop()
 
     def receiver(self, source: int, timeout_s: float | None = None) -> Receiver:
         """For messages from stage `source`, each of which may take `timeout_s`."""
@@ -101,6 +111,7 @@ class Sender:
         self._group, self._to = group, to
         self._kept = 2 * stages
         self._sending: deque[list[tuple[Any, Tensor]]] = deque()
+        self._lock = Lock()  # the frames of a message stay together
 
     def send(self, message: Tensor) -> None:
         """Start sending `message` `[bytes]`, which must not change afterwards."""
@@ -108,7 +119,13 @@ class Sender:
             for work, _ in self._sending.popleft():
                 _wait(work, self._to, _FOR_EVER)
         frames = message.split(FRAME_BYTES)
-        self._sending.append([(self._send(frame), frame) for frame in frames])
+        with self._lock:
+            self._sending.append([(self._send(frame), frame) for frame in frames])
+
+    def stop(self) -> None:
+        """Send the end of all messages; one that is lost already knows."""
+        with self._lock, suppress(StageLostError):
+            self._sending.append([(self._send(_STOP), _STOP)])
 
     def _send(self, frame: Tensor) -> Any:
         try:
@@ -126,7 +143,7 @@ class Receiver:
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._in_use: Tensor | None = None
         for _ in range(_FRAMES_AHEAD):
-            self._post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
+            self._post(host_memory(FRAME_BYTES))
 
     def _post(self, buffer: Tensor) -> None:
         try:
@@ -141,10 +158,12 @@ class Receiver:
             self._in_use = None
         first = self._frame()
         size = message_bytes(first)
+        if not size:
+            raise StageLostError(f"stage {self._source} broke the run off")
         if size <= FRAME_BYTES:
             self._in_use = first
             return first[:size]
-        whole = torch.empty(size, dtype=torch.uint8)
+        whole = host_memory(size)
         for index, part in enumerate(whole.split(FRAME_BYTES)):
             frame = self._frame() if index else first
             part.copy_(frame[: len(part)])

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cluster import Cluster
+from llmpq.profile_view import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
 from planner.front import FrontPoint, front_json, write_front
@@ -55,6 +56,9 @@ def _plan(options: argparse.Namespace) -> int:
         sys.stdout.write(plan.data.to_json())
     else:
         console().print(plan_table(plan.data, plan.limits))
+        note = loading_note(plan.data, options.profiles) if "profiles" in options else None
+        if note is not None:
+            console().print(note, highlight=False)
         if options.compare:
             console().print(comparison_table(plan.data))
     return EXIT_DONE
@@ -157,6 +161,11 @@ def _parser() -> Parser:
     return parser
 
 
+def _kv_bits(text: str) -> int | str:
+    """A number where it is one; the options say what else there is."""
+    return int(text) if text.isdigit() else text
+
+
 def _add_planning(add: Any) -> None:
     default = PlanOptions()
     add(
@@ -169,7 +178,7 @@ def _add_planning(add: Any) -> None:
     add("--group", type=int, help="decide this many layers together (1)")
     add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
     add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
-    add("--method", help="how to solve (auto)")
+    add("--method", help="how to solve, or the paper's baselines uniform and pipeedge (auto)")
     add("--solver", help="highs, gurobi or cbc (highs)")
     add(
         "--ilp_time_limit",
@@ -183,12 +192,15 @@ def _add_planning(add: Any) -> None:
         help=f"accepted distance from the optimum ({default.relative_gap:g})",
     )
     add("--all_orders", action="store_const", const=True, help="try every distinct device order")
-    add("--profiles", metavar="FILE", help="CSV of measured layer times")
+    add("--profiles", metavar="FILE",
+        help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
     add("--fit", dest="profile_use", action="store_const", const="fit",
         help="fit the latency model on the profiles (default)")  # fmt: skip
     add("--use_profiler_prediction", dest="profile_use", action="store_const", const="measured",
         help="take profiled times as measured where the workload was measured")  # fmt: skip
     add("--rounding", help=f"of weights while they load: {', '.join(ROUNDINGS)} (nearest)")
+    add("--kv_bits", type=_kv_bits, metavar="BITS",
+        help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add("--head", help="stage of the LM head: auto, first or last (auto)")
     add(
         "--keep_all_devices",

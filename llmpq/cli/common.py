@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from quant.errors import LlmpqError, StageLostError
+from quant.printable import printable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_ERROR_ROWS = 3
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,10 +48,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
 
 
+class _SafeConsole(Console):
+    """Shows the control characters of names and messages instead of sending them."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """As Rich does; its own control codes are in segments of their own."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
 def console(stderr: bool = False) -> Console:
     """A console that keeps tables whole when the output is no terminal, and names as they are."""
-    plain = Console(stderr=stderr, markup=False)
-    return plain if plain.is_terminal else Console(stderr=stderr, markup=False, width=140)
+    plain = _SafeConsole(stderr=stderr, markup=False)
+    return plain if plain.is_terminal else _SafeConsole(stderr=stderr, markup=False, width=140)
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
@@ -61,7 +78,7 @@ def run_command(name: str, command: Callable[[], int]) -> int:
         sys.stderr.write(f"{name}: error: {error}\n")
         return EXIT_BAD_INPUT
     except StageLostError as error:
-        sys.stderr.write(f"{name}: failed: {error}\n")
+        sys.stderr.write(f"{name}: failed: {printable(str(error))}\n")
         return EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted; what was finished is kept\n")

@@ -1,44 +1,77 @@
-"""`llmpq-dist`: run a plan over a file of prompts on Ray."""
+"""`llmpq-dist`: run a plan over files of prompts on Ray; run again, it goes on."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
-from types import FrameType
 
 from actors.messages import TRANSPORTS, Sampling
-from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS, Parser, console, run_command
+from actors.recovery import Recovery
+from llmpq.cli.common import (
+    EXIT_DONE,
+    EXIT_ERROR_ROWS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    Parser,
+    console,
+    run_command,
+)
 from llmpq.cluster import Cluster
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job import Job, JobOptions
+from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.jobs.signals import stop_signals
+from llmpq.jobs.sinks import open_output
 from llmpq.plan import Plan
 from llmpq.progress import RunProgress
-from llmpq.results import ResultFile
-from llmpq.rows import read_rows
-from llmpq.run import Run, RunOptions
+from llmpq.ray_jobs import keep_folder_to_driver
+from llmpq.run import Run, RunOptions, RunSize
+from llmpq.submit import known_job, split_options, submit, submit_parser
 from llmpq.tables import plan_table, summary_table
+from planner.run_trace import check_trace_path
 from quant.cache.settings import cache_settings
-from quant.errors import PlanMismatchError
+from quant.errors import PlanMismatchError, SpecError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "ignore_eos")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    keep_folder_to_driver(os.environ)
+    where, command = split_options(sys.argv[1:] if arguments is None else arguments)
+    if where.follow or where.stop:
+        return run_command("llmpq-dist", lambda: known_job(where))
+    options = _parser().parse_args(command)
+    if where.address is not None:
+        return run_command("llmpq-dist", lambda: submit(where, command, _check(options).data))
     return run_command("llmpq-dist", lambda: _run(options))
 
 
-def _run(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> Plan:
+    """The plan; raises for options that could not be used wherever they were run."""
+    _sampling(options)
+    _output_options(options)
     plan = Plan.load(options.strat_file_name)
     if "cluster" in options:
         _check_cluster(plan, options.cluster)
-    rows = read_rows(Path(options.input))
+    return plan
+
+
+def _run(options: argparse.Namespace) -> int:
+    plan = _check(options)
+    source = JobInput.find(options.input)
+    trace = Path(options.trace) if "trace" in options else None
+    inputs = (*source.files, Path(options.strat_file_name))
+    if trace is not None:
+        check_trace_path(trace, (*inputs, Path(options.output)))
     run = Run(
         plan.data,
-        rows,
         RunOptions(
             model=getattr(options, "model", None),
             sampling=_sampling(options),
@@ -49,22 +82,70 @@ def _run(options: argparse.Namespace) -> int:
                 options.no_cache,
             ),
             transport=options.transport,
+            trace=trace,
+            job=Path(options.output).stem,
+            recovery=Recovery(
+                retries=options.retries,
+                hang_s=options.hang_s,
+                replace_s=options.replace_s,
+                on_device_loss=options.on_device_loss,
+            ),
         ),
     )
-    inputs = (Path(options.input), Path(options.strat_file_name))
-    with ResultFile(Path(options.output), options.overwrite, inputs) as output:
-        if options.show_plan:
-            console(stderr=True).print(plan_table(plan.data))
-        _write_all(run, output, len(rows))
+    output = open_output(options.output, _output_options(options), inputs)
+    fail = options.on_error == "fail"
+    with stop_signals() as seen:
+        try:
+            with output:
+                job = Job(source, output, run.identity(), JobOptions(options.retry_errors, fail))
+                if options.show_plan:
+                    console(stderr=True).print(plan_table(plan.data))
+                return _run_job(run, job, plan, fail, seen)
+        except KeyboardInterrupt:
+            console(stderr=True).print(
+                f"llmpq-dist: interrupted; what was finished is kept{output.kept()}",
+                soft_wrap=True,
+            )
+            return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
+
+
+def _run_job(run: Run, job: Job, plan: Plan, fail: bool, seen: Sequence[int]) -> int:
+    """Do what is left of `job`; the exit code."""
+    tally = job.tally
+    if tally.left:
+        if tally.resumed:
+            _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
+        progress = RunProgress(console(stderr=True), tally.left, plan=plan.data)
+        _write_all(run, job, progress, fail, seen)
+    else:
+        _say(f"all {tally.rows} rows are done")
+    if fail and run.first_error is not None:
+        _say(f"stopped at row {run.first_error.custom_id!r}: {run.first_error.error}")
+        return EXIT_FAILED
+    job.finish()
     if run.summary is not None:
-        console(stderr=True).print(summary_table(plan.data, run.summary))
-    if run.errors:
-        first = run.errors[0]
-        console(stderr=True).print(
-            f"{len(run.errors)} rows have errors, the first {first.custom_id!r}: {first.error}"
+        console(stderr=True).print(summary_table(run.plan, run.summary))
+    errors = run.errors + tally.resumed_errors
+    if run.first_error is not None:
+        first = run.first_error
+        _say(f"{errors} rows have errors, the first {first.custom_id!r}: {first.error}")
+    elif errors:
+        _say(f"{errors} rows have errors; --retry-errors runs them again")
+    return EXIT_ERROR_ROWS if errors else EXIT_DONE
+
+
+def _say(line: str) -> None:
+    console(stderr=True).print(line, soft_wrap=True)
+
+
+def _output_options(options: argparse.Namespace) -> OutputOptions:
+    rows, seconds = options.shard_rows, options.shard_seconds
+    if rows < 1 or not 0 < seconds < float("inf"):
+        raise SpecError(
+            f"--shard-rows is {rows}, --shard-seconds {seconds:g}; give 1 or more rows and more "
+            "than 0 seconds"
         )
-        return EXIT_ERROR_ROWS
-    return EXIT_DONE
+    return OutputOptions(options.overwrite, options.resume, rows, seconds)
 
 
 def _check_cluster(plan: Plan, path: str) -> None:
@@ -76,36 +157,20 @@ def _check_cluster(plan: Plan, path: str) -> None:
         )
 
 
-def _write_all(run: Run, output: ResultFile, total: int) -> None:
-    with (
-        _interrupts() as seen,
-        RunProgress(console(stderr=True), total) as progress,
-        closing(run.results()) as results,
-    ):
+def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
+    run.show.append(progress.show)
+    run.follow.append(progress.follow)
+    run.tell.append(lambda event: progress.note(event.text))
+    tally = job.tally
+    size = RunSize(tally.left, tally.max_tokens, tally.resumed)
+    with progress, closing(run.results(job.todo(), size)) as results:
         for result in results:
-            output.write(result)
+            if fail and result.error is not None:
+                return
+            job.write(result)
             progress.count(result)
             if seen:
                 raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """The interrupts that came: of one that strikes within a destructor nothing else is left."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        signal.default_int_handler(number, frame)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _sampling(options: argparse.Namespace) -> Sampling:
@@ -114,12 +179,32 @@ def _sampling(options: argparse.Namespace) -> Sampling:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="llmpq-dist", description=__doc__)
+    parser = Parser(prog="llmpq-dist", description=__doc__, parents=[submit_parser()])
     add = parser.option
     add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
-    add("--input", required=True, help="prompts, one JSON object per line")
-    add("--output", required=True, help="results, one JSON object per line")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    add(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="prompts: JSONL or Parquet files, folders, globs",
+    )
+    add("--output", required=True, help="results: .jsonl, .parquet or a folder/")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on; there must be something to")
+    how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")
+    parser.add_argument(
+        "--retry-errors", "--retry_errors", action="store_true", help="run error rows again"
+    )
+    parser.add_argument(
+        "--on-error",
+        "--on_error",
+        choices=("continue", "fail"),
+        default="continue",
+        help="what the first row that fails does to the others",
+    )
+    add("--shard_rows", type=int, default=SHARD_ROWS, help="results are kept in so many at once")
+    add("--shard_seconds", type=float, default=SHARD_S, help="and at the latest after so long")
     add("--model", help="folder or hub id of the weights, where not the plan's own")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
@@ -134,6 +219,8 @@ def _parser() -> Parser:
         default="auto",
         help="between stages: gloo, Ray's objects, or gloo where it connects (auto)",
     )
+    _add_recovery(parser)
+    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
     parser.add_argument(
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
     )
@@ -145,6 +232,21 @@ def _parser() -> Parser:
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
     add("--ignore_eos", action="store_const", const=True, help="generate on after end of sequence")
     return parser
+
+
+def _add_recovery(parser: Parser) -> None:
+    default = Recovery()
+    parser.add_argument(
+        "--on-device-loss",
+        "--on_device_loss",
+        choices=("replan", "wait", "fail"),
+        default=default.on_device_loss,
+        help="when a device is gone: plan for what is left, wait for it, or end",
+    )
+    add = parser.option
+    add("--retries", type=int, default=default.retries, help="faults of a row until it is suspect")
+    add("--hang_s", type=float, default=default.hang_s, help="without progress, then a restart")
+    add("--replace_s", type=float, default=default.replace_s, help="a lost device is waited for")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexit
 from llmpq.text import read_documents
 from quant.errors import InputError, SpecError
 from quant.scheme import ROUNDINGS
+from quant.whole_file import write_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,13 +145,9 @@ def _ranges(layers: Sequence[int]) -> str:
 def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
     """Replace `path` whole or not at all."""
     text = json.dumps([result.to_dict() for result in results], indent=1) + "\n"
-    aside = path.with_name(path.name + ".part") if path.name else path
     try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, text)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        with suppress(OSError, ValueError):
-            aside.unlink()
         raise InputError(f"cannot write {path}: {error}") from error
 
 

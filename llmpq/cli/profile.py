@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.profile_view import hop_table, loading_table
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape, model_config, model_shape
 from planner.profile_design import DesignSpace
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    from llmpq.profile_beside import LoadProfile, profile_links
     from llmpq.profiling import Profile, devices_to_profile, left_of
     from llmpq.session import ray_session
 
@@ -41,13 +42,22 @@ def _profile(options: argparse.Namespace) -> int:
     on_cluster = "cluster" in options or "address" in options
     cluster = _cluster(options)
     devices = devices_to_profile(cluster)
-    profile = Profile(target, model_config(options.model), shape, chosen)
+    config = model_config(options.model)
+    profile = Profile(target, config, shape, chosen)
+    loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     screen = console(stderr=True)
-    session = ray_session(getattr(options, "address", None)) if on_cluster else nullcontext()
-    with session:
-        done = [profile.measure(device, on_cluster, screen.print) for device in devices]
+    with ray_session(getattr(options, "address", None) if on_cluster else "local"):
+        done = [profile.measure(device, screen.print) for device in devices]
+        beside = []
+        if not options.layers_only:
+            loaded = [row for device in devices for row in loads.measure(device, screen.print)]
+            hops = profile_links(target, cluster, screen.print)
+            beside = [loading_table(loaded), hop_table(hops)]
     for each in done:
         _print(each, shape)
+    for table in beside:
+        if table.rows:
+            console().print(table)
     left = left_of(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
@@ -93,17 +103,10 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, the loading speed and the machine's pace."""
+    """The fit's error on held-out points, and the machine's pace."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state
-    for loaded in state.loaded:
-        per_gb_s = loaded.seconds / (2e-9 * shape.layer_parameters)
-        console().print(
-            f"loading at {loaded.bits} bit: {per_gb_s:.2f} s for each GB of 16-bit weights, which "
-            f"become {loaded.weight_bytes / (2 * shape.layer_parameters):.2f} GB",
-            highlight=False,
-        )
     if state.measured:
         console().print(
             f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
@@ -143,7 +146,8 @@ def _parser() -> Parser:
     add, space = parser.option, DesignSpace()
     add("--model", required=True, help="folder, config.json, built-in name (opt-30b) or hub id")
     add("-o", "--output", dest="output", required=True, metavar="FILE",
-        help="CSV to write; what it has already is not measured again")  # fmt: skip
+        help="CSV to write, with one of loading and one of links beside it; what they have already "
+        "is not measured again")  # fmt: skip
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=BITWIDTHS, help="bitwidths")
     add("--cluster", metavar="FILE", help="cluster YAML: one Ray task for each kind of device")
     add("--address", help="Ray cluster to measure on; without it this machine is measured")
@@ -160,6 +164,8 @@ def _parser() -> Parser:
     add("--points", type=int, default=16, help="workloads for each bitwidth and phase")
     add("--rounds", type=int, default=40, help="passes of each workload, fewer of long ones")
     add("--budget_s", type=float, default=600.0, help="seconds for each device")
+    parser.add_argument("--layers_only", action="store_true",
+        help="measure neither loading nor hops between stages")  # fmt: skip
     add("--seed", type=int, default=0, help="of the order, the weights and the inputs")
     return parser
 

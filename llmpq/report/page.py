@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +17,7 @@ from planner.explain import Explanation
 from planner.front import FrontPoint
 from planner.plan import Plan
 from quant.errors import InputError
+from quant.whole_file import write_whole
 
 
 def report_page(
@@ -66,12 +66,9 @@ def write_report(
     Raises InputError where it cannot be written.
     """
     target = Path(path)
-    aside = target.with_name(target.name + ".part")
     try:
-        aside.write_text(report_page(plan, explanation, front), encoding="utf-8")
-        os.replace(aside, target)
+        write_whole(target, report_page(plan, explanation, front))
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise InputError(f"cannot write the report to {target}: {error.strerror}") from error
 
 

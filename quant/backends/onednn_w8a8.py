@@ -15,13 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.token_codes import MIDDLE, token_codes
 from quant.canonical import CanonicalWeight
 from quant.scheme import LinearShape
-
-_LIMIT = 127
-_MIDDLE = 128
-_LEAST_MAXIMUM = 1e-30
-"""Taken for the largest magnitude of a token of zeros, whose codes and results then are zeros."""
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
 """The last weight of each shape that came back from a file, as long as somebody holds it."""
@@ -70,9 +66,9 @@ class OneDnnW8A8(CanonicalPacked):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `PackedWeight`."""
-        codes, scale = _quantize_tokens(x.reshape(-1, x.shape[-1]))
+        codes, scale = token_codes(x.reshape(-1, x.shape[-1]))
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            codes, 1.0, _MIDDLE, self.packed, self.scale, self.zero, None,
+            codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
             1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
@@ -104,10 +100,3 @@ def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
         packed = alike.clone()
     _ALIKE[rows, columns] = packed
     return packed
-
-
-def _quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 `[tokens, in]` and scales float32 `[tokens, 1]` of `x` `[tokens, in]`."""
-    values = x.to(torch.float32, copy=True)
-    scale = values.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_MAXIMUM).div_(_LIMIT)
-    return values.div_(scale).add_(_MIDDLE + 0.5).to(torch.uint8), scale  # which rounds down

@@ -83,7 +83,7 @@ def parse_gptq_config(values: Any, place: str) -> GptqConfig:
     if values.get("lm_head") is True:
         raise SpecError(f"{place}: its LM head is quantized, which llmpq does not read; {_REMEDY}")
     bits, group_size = values.get("bits"), values.get("group_size", WHOLE_ROW)
-    if bits not in STORED_BITS or isinstance(bits, bool):
+    if type(bits) is not int or bits not in STORED_BITS:
         raise SpecError(
             f"{place}: its GPTQ weights have {bits!r:.40} bits; there are kernels for "
             f"{', '.join(map(str, STORED_BITS))}: {_REMEDY}"

@@ -93,6 +93,7 @@ def stages_of(
     dtype: str = "float32",
     processor: Processor = Processor(),  # noqa: B008  (frozen)
     head_on_first: bool = False,
+    kv_bits: int = 16,
 ) -> list[Stage]:
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
     spans = [range(a, b) for a, b in pairwise(bounds)]
@@ -108,6 +109,7 @@ def stages_of(
                 slots=slots,
                 max_tokens=max_tokens,
                 head_on_first=head_on_first,
+                kv_bits=kv_bits,
             ),
             folder,
             torch.device("cpu"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from actors.attention import RaggedContext, attend
-from actors.kv_cache import KVCache, SlotRows
+from actors.kv_cache import KVCache, SlotRows, Stored, quantized
 from actors.messages import MicroBatch
 
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
@@ -46,8 +46,19 @@ def written_out(
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_chunks_decodes_and_joins_equal_whole_requests(window: int | None, alibi: bool) -> None:
-    """Requests come in as prefill, chunks and single tokens, in slots out of order."""
+@pytest.mark.parametrize(("kv_bits", "compiled"), [(16, True), (8, True), (8, False)])
+def test_chunks_decodes_and_joins_equal_whole_requests(
+    window: int | None,
+    alibi: bool,
+    kv_bits: int,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests come in as prefill, chunks and single tokens, in slots out of order. At 8 bits every
+    token sees what the codes stand for, also of its own keys, whatever it came in with.
+    """
+    if not compiled:
+        monkeypatch.setattr("actors.attention.can_attend", lambda stored: False)
     torch.manual_seed(0)
     slopes = torch.rand(HEADS) if alibi else None
     lengths = {3: 13, 0: 9, 4: 11}
@@ -59,7 +70,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(window: int | None, alibi
         )
         for slot, n in lengths.items()
     }
-    cache = KVCache(range(2, 3), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU)
+    cache = KVCache(range(2, 3), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU, kv_bits)
     done = dict.fromkeys(lengths, 0)
     got: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
     steps = [
@@ -80,8 +91,11 @@ def test_chunks_decodes_and_joins_equal_whole_requests(window: int | None, alibi
             got[slot].append(piece)
             done[slot] += step[slot]
     assert done == lengths
-    for slot, (query, key, value) in whole.items():
-        expected = written_out(query, key, value, 0.3, window, slopes)
+    for slot, (query, *stored) in whole.items():
+        if kv_bits == 8:
+            codes = [Stored(*quantized(numbers)) for numbers in stored]
+            stored = [each.read(lambda t: t, torch.float32) for each in codes]
+        expected = written_out(query, *stored, 0.3, window, slopes)
         torch.testing.assert_close(torch.cat(got[slot]).double(), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -104,9 +118,9 @@ def test_slots_in_a_row_are_read_without_a_copy() -> None:
         torch.ones(3, KV_HEADS, DIM),
         torch.ones(3, KV_HEADS, DIM),
     )
-    in_a_row = context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where.gather(stored)
-    apart = context(cache, [1, 3], [2, 2], [1, 1]).where.gather(stored)
-    assert in_a_row.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
-    assert apart.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr()
+    in_a_row = context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where.gather(stored.numbers)
+    apart = context(cache, [1, 3], [2, 2], [1, 1]).where.gather(stored.numbers)
+    assert in_a_row.untyped_storage().data_ptr() == stored.numbers.untyped_storage().data_ptr()
+    assert apart.untyped_storage().data_ptr() != stored.numbers.untyped_storage().data_ptr()
     assert in_a_row.shape == (3, KV_HEADS, 3, DIM)
     assert cache.nbytes == 2 * SLOTS * KV_HEADS * LENGTH * DIM * 4

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors import cpu_attention
 from actors.cpu_attention import DecodeQuery, attend_in_place, can_attend, warm_up
-from actors.kv_cache import SlotRows
+from actors.kv_cache import SlotRows, Stored, quantized
 from actors.messages import MicroBatch
+from quant import compiled
 
 CPU = torch.device("cpu")
 SCALE = 0.21
@@ -51,13 +51,14 @@ def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
     return out[:, :, 0]
 
 
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize(("dtype", "kv_bits"), [*((d, 16) for d in ROUNDING), (torch.float32, 8)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 20), (8, 1, 128)])
 @pytest.mark.parametrize("lengths", [[33] * 5, [1, 70, 2, 33, 17], [1]])
 @pytest.mark.parametrize("window", [None, 1, 8])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_against_float64(
     dtype: torch.dtype,
+    kv_bits: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
@@ -70,11 +71,13 @@ def test_against_float64(
     keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     query = torch.randn(len(lengths), heads, head_dim).to(dtype)
     question = asked(query, lengths, window, torch.rand(heads) if alibi else None)
-    out = attend_in_place(question, keys, values)
+    stored = [Stored(numbers) for numbers in (keys, values)]
+    if kv_bits == 8:
+        stored = [Stored(*quantized(numbers)) for numbers in (keys, values)]
+    out = attend_in_place(question, *stored)
     assert out.dtype == dtype
-    torch.testing.assert_close(
-        out.double(), in_double(question, keys, values), atol=ROUNDING[dtype], rtol=ROUNDING[dtype]
-    )
+    exact = in_double(question, *(each.read(lambda t: t, torch.float64) for each in stored))
+    torch.testing.assert_close(out.double(), exact, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
 def test_scores_far_apart_leave_one_token() -> None:
@@ -82,21 +85,26 @@ def test_scores_far_apart_leave_one_token() -> None:
     keys = torch.zeros(1, 1, 3, 8)
     keys[0, 0, 1] = 1e4
     values = torch.arange(24.0).view(1, 1, 3, 8)
-    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), keys, values)
+    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), Stored(keys), Stored(values))
     torch.testing.assert_close(out[0, 0], values[0, 0, 1])
 
 
 def test_what_lies_beyond_a_request_is_not_read() -> None:
     stored = torch.full((1, 1, 4, 8), torch.nan)
     stored[:, :, :2] = 1.0
-    out = attend_in_place(asked(torch.ones(1, 1, 8), [2], None, None), stored, stored)
+    out = attend_in_place(
+        asked(torch.ones(1, 1, 8), [2], None, None), Stored(stored), Stored(stored)
+    )
     torch.testing.assert_close(out, torch.ones(1, 1, 8))
 
 
-def test_values_that_are_not_finite_are_seen() -> None:
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
     """An overflow must reach the sampler, which reports it."""
-    stored = torch.ones(1, 1, 4, 8)
-    stored[0, 0, 1] = torch.inf
+    numbers = torch.ones(1, 1, 4, 8)
+    numbers[0, 0, 1, 1 if kv_bits == 8 else slice(None)] = bad
+    stored = Stored(*quantized(numbers)) if kv_bits == 8 else Stored(numbers)
     out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), stored, stored)
     assert not out.isfinite().any()
 
@@ -104,15 +112,15 @@ def test_values_that_are_not_finite_are_seen() -> None:
 def test_without_numba_one_message_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cpu_attention._has_numba.cache_clear()
-    monkeypatch.setattr(cpu_attention, "find_spec", lambda name: None)
+    compiled.has_numba.cache_clear()
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         warm_up(torch.float32)
         assert not can_attend(torch.zeros(1))
     assert [record.message for record in caplog.records] == [
-        "decoding on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
+        "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
     ]
-    cpu_attention._has_numba.cache_clear()
+    compiled.has_numba.cache_clear()
 
 
 def test_kinds_of_caches_that_it_leaves_to_pytorch() -> None:

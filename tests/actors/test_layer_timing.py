@@ -57,10 +57,11 @@ def test_every_architecture_passes_through_all_its_copies(name: str) -> None:
 def test_what_stands_before_is_filled() -> None:
     """Zeros would be read from one page of memory, and faster than any request's."""
     prepared = timed(CONFIGS["llama"]).prepare(DECODE)
-    for stored in (*prepared.cache._keys.values(), *prepared.cache._values.values()):
+    cache = prepared.cache
+    for stored in (each.numbers for each in (*cache._keys.values(), *cache._values.values())):
         assert stored.shape[0] == 3
         assert bool((stored[:, :, :20] != 0).any(dim=-1).all())
-    assert prepared.cache.nbytes == pytest.approx(timed(CONFIGS["llama"]).kv_bytes(DECODE), rel=0.1)
+    assert cache.nbytes == pytest.approx(timed(CONFIGS["llama"]).kv_bytes(DECODE), rel=0.1)
 
 
 @pytest.mark.parametrize("bits", BITWIDTHS)
@@ -70,7 +71,6 @@ def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
     layers = timed(library_config(TINY), bits)
     planned = layer_weight_bytes(shape_from_config("tiny", TINY), bits, device, "bfloat16")
     assert layers.weight_bytes == planned
-    assert layers.load_s > 0
 
 
 def test_a_slow_moment_is_taken_out() -> None:

@@ -73,18 +73,22 @@ class _Host:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "opt", "opt-post-norm", "bloom", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_held_are_the_planner_rule_to_the_byte(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "kv_bits"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 8)])
+def test_bytes_held_are_the_planner_rule_to_the_byte(
+    name: str, dtype: str, kv_bits: int, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, CONFIGS[name])
     shape = model_shape(tmp_path)
     workload = Workload(SLOTS, MOST_TOKENS - 10, 10)
-    stages = stages_of(tmp_path, (0, 2, LAYERS), SLOTS, MOST_TOKENS, MIXED_BITS, dtype)
+    stages = stages_of(
+        tmp_path, (0, 2, LAYERS), SLOTS, MOST_TOKENS, MIXED_BITS, dtype, kv_bits=kv_bits
+    )
     for j, stage in enumerate(stages):
         stats, layers = stage.stats(), stage.spec.layers
         assert stats.weight_bytes == planned_weight_bytes(
             shape, j, [MIXED_BITS[i] for i in layers], dtype
         )
-        per_layer = kv_cache_bytes_per_layer(shape, workload, 16, dtype)
+        per_layer = kv_cache_bytes_per_layer(shape, workload, kv_bits, dtype)
         assert stats.kv_cache_bytes == len(layers) * per_layer
 
 

@@ -249,9 +249,8 @@ def test_duplicate_ids_and_empty_input(
 ) -> None:
     row = {"custom_id": "same", "prompt": [3]}
     output = tmp_path / "results.jsonl"
-    check_refused(
-        capsys, run_dist(plan_file, prompts_file(tmp_path, row, row), output), "'same'", "row 2"
-    )
+    code = run_dist(plan_file, prompts_file(tmp_path, row, row), output)
+    check_refused(capsys, code, "'same'", "prompts.jsonl:2")
     check_refused(capsys, run_dist(plan_file, prompts_file(tmp_path), output), "no prompts")
     check_refused(capsys, run_dist(plan_file, tmp_path / "gone", output), "cannot read input")
     assert not output.exists()
@@ -265,7 +264,7 @@ def test_output_that_cannot_or_must_not_be_written(
     check_refused(
         capsys, run_dist(plan_file, prompts, tmp_path / "file" / "r.jsonl"), "cannot write output"
     )
-    check_refused(capsys, run_dist(plan_file, prompts, tmp_path), "is a folder")
+    check_refused(capsys, run_dist(plan_file, prompts, tmp_path), "is a folder with other files")
     code = run_dist(plan_file, prompts, prompts, "--overwrite")
     check_refused(capsys, code, "is the input too")
     assert prompts.read_text()

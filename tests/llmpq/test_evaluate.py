@@ -172,6 +172,16 @@ def test_a_plan_of_several_stages(plan: Plan, tiny: tuple[Path, Any]) -> None:
     assert result.bitwidths == tuple(b for stage in plan.stages for b in stage.bitwidths)
 
 
+def test_a_plan_with_keys_and_values_in_8_bit_is_measured_with_them(
+    plan: Plan, tiny: tuple[Path, Any]
+) -> None:
+    text = token_text()
+    full = plan.evaluate(text, sequence_length=24)
+    coded = Plan(replace(plan.data, kv_bits=8)).evaluate(text, sequence_length=24)
+    assert coded.perplexity != full.perplexity
+    assert coded.perplexity == pytest.approx(full.perplexity, rel=0.01)
+
+
 def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
     model = rounded(save_tiny(tmp_path, WIDE), (4,) * LAYERS)
     cluster_file = tmp_path / "cpu.yaml"

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a run: what is finished is kept, and no process stays behind."""
+"""Ctrl-C or SIGTERM in the middle of a run: what is finished is kept, no process stays behind."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from llmpq import Cluster, Workload
 
@@ -38,9 +40,12 @@ def alive(pids: set[int]) -> set[int]:
     return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
 
 
-def test_interrupt_keeps_results_and_frees_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_keeps_results_and_frees_everything(
+    sent: signal.Signals, code: int, tmp_path: Path
+) -> None:
     plan_file, prompts = tmp_path / "plan.json", tmp_path / "prompts.jsonl"
-    cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "emulated_t4_v100.yaml")
+    cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "demo_mixed_cpu.yaml")
     cluster.plan(MODEL, Workload(8, 16, 200)).save(plan_file)
     rows = [
         {"custom_id": f"q{i}", "prompt": [5 + i] * 8, "max_new_tokens": 2 + 198 * (i % 2)}
@@ -50,23 +55,24 @@ def test_interrupt_keeps_results_and_frees_everything(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "llmpq.cli.dist", "--plan", str(plan_file)]
     process = subprocess.Popen(
-        [*command, "--input", str(prompts), "--output", str(output)],
+        [*command, "--input", str(prompts), "--output", str(output), "--shard-rows", "1"],
         stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + 120
-    while not (output.exists() and output.stat().st_size):
+    while not list(tmp_path.glob("results.jsonl.job/part-*")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
     started = children_of(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
+    assert process.returncode == code, error
     assert b"what was finished is kept" in error
     assert b"Traceback" not in error
-    results = [json.loads(line) for line in output.read_text().splitlines()]
-    assert 0 < len(results) < len(rows)
+    assert not output.exists()
+    kept = list(tmp_path.glob("results.jsonl.job/part-*-1-*.jsonl"))
+    assert 0 < len(kept) < len(rows)
     assert started
     while alive(started):
         assert time.monotonic() < deadline

@@ -23,6 +23,7 @@ nodes:
   - {name: a, accelerators: {T4: 1}}
 emulate: {time_scale: 0}
 """
+pytestmark = pytest.mark.usefixtures("local_ray")
 SMALL = ("--bits", "4", "16", "--points", "5", "--rounds", "1", "--max_length", "40")
 
 
@@ -87,7 +88,6 @@ def test_a_spent_budget_says_how_many_points_remain(
     assert read_profiles(path) == ()
 
 
-@pytest.mark.usefixtures("local_ray")
 def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
     path = tmp_path / "p.csv"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
-from llmpq.rows import BadRow, Row, merge_sampling, read_rows, rows_of
+from llmpq.jobs.inputs import read_rows
+from llmpq.rows import BadRow, Row, merge_sampling, rows_of
 from quant.errors import InputError
 
 
@@ -35,9 +36,10 @@ def test_accepted_forms(tmp_path: Path) -> None:
             "body": {"model": "m", "prompt": "p", "max_tokens": 9, "top_p": 0.5},
         },
     )
+    assert rows[1].custom_id.startswith("p-")
     assert rows == (
         Row("a", text="text"),
-        Row("line-3", token_ids=(1, 2, 3), sampling={"max_new_tokens": 4, "stop": "x"}),
+        Row(rows[1].custom_id, token_ids=(1, 2, 3), sampling={"max_new_tokens": 4, "stop": "x"}),
         Row("c", messages=tuple(chat), sampling={"temperature": 1, "seed": 7}),
         Row("batch", text="p", sampling={"max_new_tokens": 9, "top_p": 0.5}),
     )
@@ -92,10 +94,17 @@ def test_line_separators_within_a_prompt_and_a_byte_order_mark(tmp_path: Path) -
     assert read_rows(path) == (Row("a", text=text), Row("b", text="c"))
 
 
-def test_an_id_twice_is_refused_with_both_rows(tmp_path: Path) -> None:
+def test_an_id_twice_is_refused_with_both_rows() -> None:
     twice = {"custom_id": "same", "prompt": "p"}
-    with pytest.raises(InputError, match=r"'same' of row 3 stands in row 1"):
-        read(tmp_path, twice, {"custom_id": "other", "prompt": "p"}, twice)
+    rows = [twice, "other", twice]
+    with pytest.raises(InputError, match=r"'same' of row 2 stands in row 0"):
+        rows_of(rows)
+    lazily = rows_of(iter(rows))
+    assert [next(lazily).custom_id, next(lazily).custom_id] == ["same", "row-1"]
+    with pytest.raises(InputError, match=r"'same' of row 2 stands in row 0"):
+        next(lazily)
+    with pytest.raises(InputError, match="no prompts"):
+        rows_of([])
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -104,16 +113,13 @@ def test_empty_input_is_refused(content: str, tmp_path: Path) -> None:
         read(tmp_path, content)
 
 
-def test_unreadable_inputs_are_refused(tmp_path: Path) -> None:
+def test_an_unreadable_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read input"):
         read_rows(tmp_path / "missing.jsonl")
-    (tmp_path / "latin").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(InputError, match="not UTF-8"):
-        read_rows(tmp_path / "latin")
 
 
 def test_rows_from_python() -> None:
-    assert rows_of(["a", [1, 2], {"custom_id": "c", "prompt": "d"}]) == (
+    assert tuple(rows_of(["a", [1, 2], {"custom_id": "c", "prompt": "d"}])) == (
         Row("row-0", text="a"),
         Row("row-1", token_ids=(1, 2)),
         Row("c", text="d"),

@@ -11,6 +11,7 @@ import ray
 import torch
 
 from actors.placement import place
+from actors.recovery import Recovery
 from actors.stage_group import StageGroup, StageLostError
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
@@ -98,7 +99,8 @@ def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: P
     from actors.messages import Request
 
     requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
-    with StageGroup(plan.data, str(tiny[0])) as group:
+    off = Recovery(retries=0)
+    with StageGroup(plan.data, str(tiny[0]), recovery=off) as group:
         ray.kill(group._actors[1])
         with pytest.raises(StageLostError, match="died"):
             list(group.generate(requests))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import Request, Sampling
-from actors.stage_group import CHUNKS_AHEAD, LEAST_CHUNK_REQUESTS, StageGroup, Transport
+from actors.generation import CHUNKS_AHEAD, LEAST_CHUNK_REQUESTS
+from actors.messages import Request, Sampling, Transport
+from actors.recovery import Recovery
+from actors.stage_group import StageGroup
 from llmpq import Plan
 from quant.errors import DeviceError, StageLostError
 from tests.actors.models import random_prompts, reference
@@ -72,10 +74,11 @@ def kill_process_of(group: StageGroup, stage: int) -> None:
 
 
 @pytest.mark.parametrize(("transport", "stage"), [("ray", 1), ("gloo", 2)])
-def test_a_killed_stage_is_named_within_seconds(
+def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     tiny: tuple[Path, Any], plan: Plan, transport: Transport, stage: int
 ) -> None:
-    with StageGroup(plan.data, str(tiny[0]), transport=transport) as group:
+    off = Recovery(retries=0)
+    with StageGroup(plan.data, str(tiny[0]), transport=transport, recovery=off) as group:
         running = group.generate(Source(random_prompts([5] * 50 * COUNT)))
         next(running)
         kill_process_of(group, stage)

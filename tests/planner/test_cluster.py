@@ -96,9 +96,9 @@ def test_links(tmp_path: Path) -> None:
 
 
 def test_emulated_devices_compute_on_the_host(tmp_path: Path) -> None:
-    emulated = load(tmp_path, FILE + "emulate: {time_scale: 0, stand_in: small}\n")
+    emulated = load(tmp_path, FILE + "emulate: {time_scale: 0}\n")
     real = load(tmp_path)
-    assert emulated.emulate == Emulation(0.0, "small")
+    assert emulated.emulate == Emulation(0.0)
     for device, twin in zip(emulated.devices, real.devices, strict=True):
         assert (device.processor.is_cpu, device.runtime_bytes) == (True, 0)
         assert (device.default_dtype, device.custom_resource) == ("bfloat16", None)
@@ -108,6 +108,22 @@ def test_emulated_devices_compute_on_the_host(tmp_path: Path) -> None:
     assert emulated.fingerprint() != real.fingerprint()
     paced = load(tmp_path, FILE + "emulate: {time_scale: 2.5}\n")
     assert paced.fingerprint() == emulated.fingerprint()
+
+
+def test_where_a_stand_in_computes_the_planned_bytes_are_the_accelerators(tmp_path: Path) -> None:
+    played = load(tmp_path, FILE + "emulate: {time_scale: 0.1, stand_in: small}\n")
+    real = load(tmp_path)
+    assert played.emulate == Emulation(0.1, "small")
+    for device, twin in zip(played.devices, real.devices, strict=True):
+        assert device.emulated
+        assert device.custom_resource is None
+        for trait in ("processor", "runtime_bytes", "default_dtype", "memory_bytes", "threads"):
+            assert getattr(device, trait) == getattr(twin, trait)
+    hosted = load(tmp_path, FILE + "emulate: {}\n")
+    assert len({each.fingerprint() for each in (played, hosted, real)}) == 3
+    text = tmp_path / "again.yaml"
+    text.write_text(played.to_yaml())
+    assert ClusterSpec.from_yaml(text) == played
 
 
 def test_fingerprint_follows_budgets_not_names(tmp_path: Path) -> None:
@@ -149,7 +165,7 @@ def test_counts_of_the_command_line() -> None:
         ("threads: 2", "treads: 2", r":8: nodes\.1\.treads: .*did you mean 'threads'\?"),
         ("network", "netwrk", r":11: netwrk: .*did you mean 'network'\?"),
         ("internode_gbit_per_s", "internode_gbits", r"did you mean 'internode_gbit_per_s'\?"),
-        ("800", "-1", r":11: .*greater than 0 \(found -1\)"),
+        ("800", "-1", r":11: .*greater than or equal to 0.000001 \(found -1\)"),
         ("800", "fast", r":11: .*valid number \(found 'fast'\)"),
         ("800", ".inf", "finite number"),
         ("{T4: 14}", "{T4: x}", r":5: nodes\.0\.usable_memory_gib\.T4: .*valid number"),

@@ -167,7 +167,9 @@ def test_kv_cache_is_the_tensors_of_every_request() -> None:
     expected = torch.empty(2, 32, 8, 612, 128, dtype=torch.float16, device="meta").nbytes
     assert kv_cache_bytes_per_layer(llama, WORKLOAD, 16, "float16") == expected
     assert kv_cache_bytes_per_layer(llama, WORKLOAD, 16, "float32") == 2 * expected
-    assert kv_cache_bytes_per_layer(llama, WORKLOAD, 8, "float32") == expected // 2
+    codes = torch.empty(2, 32, 8, 612, 128, dtype=torch.int8, device="meta").nbytes
+    scales = torch.empty(2, 32, 8, 612, dtype=torch.bfloat16, device="meta").nbytes
+    assert kv_cache_bytes_per_layer(llama, WORKLOAD, 8, "float32") == codes + scales
     with pytest.raises(SpecError, match="kv_bits is 5"):
         kv_cache_bytes_per_layer(llama, WORKLOAD, 5, "float16")
 

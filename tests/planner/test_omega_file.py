@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -89,15 +92,15 @@ def test_pickles_are_refused_with_the_remedy(protocol: int, tmp_path: Path) -> N
     assert not touched.exists()
 
 
-def test_the_remedy_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ind.pkl").write_bytes(pickle.dumps(MATRIX[:, AS_TEXT]))
+@pytest.mark.parametrize("name", ["ind.pkl", "$(touch owned) 'x'; touch owned.pkl"])
+def test_the_remedy_works(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(MATRIX[:, AS_TEXT]))
     with pytest.raises(SpecError) as refused:
-        load_omega(tmp_path / "ind.pkl", SHAPE, BITS)
-    code = str(refused.value).split('python -c "')[1].split('"')[0]
-    monkeypatch.chdir(tmp_path)
-    printed: list[str] = []
-    exec(code, {"print": printed.append})
-    (tmp_path / "omega.json").write_text(printed[0])
+        load_omega(tmp_path / name, SHAPE, BITS)
+    command = "python -c" + str(refused.value).partition("python -c")[2]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env={**os.environ, "PATH": path})
+    assert {each.name for each in tmp_path.iterdir()} == {name, "omega.json"}
     assert load_sensitivity(tmp_path / "omega.json", SHAPE, BITS) == pytest.approx(MATRIX)
 
 
@@ -172,14 +175,21 @@ def test_provenance_of_another_hand_is_no_obstacle(provenance: object, tmp_path:
     assert "\x1b" not in load_omega(path, SHAPE, BITS).source
 
 
-def test_writing_replaces_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_writing_replaces_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "omega.json"
     save_omega(path, content())
     before = path.read_text()
-    (tmp_path / "omega.json.part").mkdir()
+
+    def fails(*_: object) -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr("os.replace", fails)
     with pytest.raises(SpecError, match="cannot write"):
         save_omega(path, content())
     assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
     for name in ("", "no/such/folder/omega.json", "a\0b"):
         with pytest.raises(SpecError, match="cannot write"):
             save_omega(name, content())

@@ -159,7 +159,7 @@ def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
         (change("predicted", "latency_s", to=float("nan")), "field predicted.latency_s: .*finite"),
         (change("time_scale", to=float("inf")), "field time_scale: .*finite"),
         (change("time_scale", to=-1), "field time_scale"),
-        (change("kv_bits", to=8), "field kv_bits: 8 is not one of 16"),
+        (change("kv_bits", to=4), "field kv_bits: 4 is not one of 8, 16"),
         (change("micro_batches", "prefill", to=0), "field micro_batches: 0 and 5"),
         (change("micro_batches", "prefill", to=-1), "field micro_batches: -1 and 5"),
         (change("workload", "global_batch", to=10**15), "global_batch is above 1048576"),

@@ -18,7 +18,7 @@ from planner import candidates as candidates_module
 from planner.assignment import solve
 from planner.baselines import baselines
 from planner.candidates import SearchCandidate, list_candidates, orders_of
-from planner.cluster import ClusterSpec, Emulation
+from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.front import front_json, front_svg, trace_front
 from planner.micro_batches import MicroBatches
@@ -267,9 +267,3 @@ def test_a_missing_solver_is_replaced_and_said_so(monkeypatch: pytest.MonkeyPatc
         plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, options)
     assert plan.solver.solver == "highs"
     assert plan.solver.status == "optimal"
-
-
-def test_a_stand_in_is_refused_rather_than_ignored() -> None:
-    cluster = replace(CLUSTER, emulate=Emulation(0.1, "small-model"))
-    with pytest.raises(SpecError, match="stand_in is not run yet"):
-        find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions())

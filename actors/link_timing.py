@@ -1,0 +1,193 @@
+"""Timing hops between two processes as stages make them: over links of gloo, and by Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from actors.environment import stage_environment
+from actors.messages import MicroBatch
+from actors.placement import CRUMB, Placement
+from actors.transport.links import Links, Meeting, MeetingPlace
+from actors.transport.packed import PackedTensor, pack, unpack
+from actors.transport.wire import decode, encode
+from planner.profile_links import Place, Way
+from quant.errors import DeviceError, LlmpqError
+
+PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+_ROWS = 16
+_WARM_UP = 5
+_PLACING_S = 60.0
+_MEETING_S = 30.0
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class MeasuredHop:
+    """Median seconds of half a round trip; `spread` is the interquartile range over it."""
+
+    way: Way
+    payload_bytes: int
+    seconds: float
+    spread: float
+    repetitions: int
+
+
+class End:
+    """One of two processes that send each other hidden states, on a GPU where it has one."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
+        self._links: Links
+        self._place: MeetingPlace
+
+    def open(self) -> Meeting:
+        """Listen for the other."""
+        self._place = MeetingPlace(ray.util.get_node_ip_address(), 2, _MEETING_S)
+        return self._place.meeting
+
+    def connect(self, meeting: Meeting, index: int) -> None:
+        """Link both, which do so at the same time."""
+        self._links = Links(meeting, index, 2, ray.util.get_node_ip_address())
+
+    def echo(self, batch: MicroBatch, hidden: PackedTensor) -> PackedTensor:
+        """Take what Ray brought to the device, and from there."""
+        return pack(self._arrived(unpack(hidden)))
+
+    def serve(self, messages: int) -> None:
+        """Send back what comes over the link, so many times."""
+        receiver, sender = self._links.receiver(0, _ANSWER_S), self._links.sender(0)
+        for _ in range(messages):
+            batch, hidden = _hidden(receiver.receive())
+            sender.send(encode(batch, self._arrived(hidden)))
+
+    def by_ray(self, other: Any, turns: int) -> list[MeasuredHop]:
+        """Round trips by object references, of every payload."""
+
+        def trip(batch: MicroBatch, hidden: Tensor) -> None:
+            self._arrived(unpack(ray.get(other.echo.remote(batch, pack(hidden)))))
+
+        return [self._timed("ray", size, trip, turns) for size in PAYLOADS_BYTES]
+
+    def by_gloo(self, turns: int) -> list[MeasuredHop]:
+        """Round trips over the link, of every payload."""
+        down, back = self._links.sender(1), self._links.receiver(1, _ANSWER_S)
+
+        def trip(batch: MicroBatch, hidden: Tensor) -> None:
+            down.send(encode(batch, hidden))
+            self._arrived(_hidden(back.receive())[1])
+
+        return [self._timed("gloo", size, trip, turns) for size in PAYLOADS_BYTES]
+
+    def _arrived(self, hidden: Tensor) -> Tensor:
+        moved = hidden.to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return moved
+
+    def _timed(
+        self, way: Way, size_bytes: int, trip: Callable[[MicroBatch, Tensor], None], turns: int
+    ) -> MeasuredHop:
+        batch = MicroBatch(np.arange(_ROWS), np.full(_ROWS, 9), np.ones(_ROWS, dtype=np.int64))
+        values = size_bytes // 2 // _ROWS
+        hidden = torch.randn(_ROWS, values).half().to(self._device)
+        hops = []
+        for turn in range(_WARM_UP + turns):
+            began = time.perf_counter()
+            trip(batch, hidden)
+            if turn >= _WARM_UP:
+                hops.append((time.perf_counter() - began) / 2)
+        low, median, high = np.quantile(hops, (0.25, 0.5, 0.75))
+        return MeasuredHop(way, size_bytes, float(median), float((high - low) / median), turns)
+
+
+def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
+    decoded: Any = decode(message)
+    batch, hidden = decoded
+    return batch, hidden
+
+
+def measure_hops(
+    ends: Sequence[Placement], place: Place, turns: int = 60, ways: Sequence[Way] = ("gloo", "ray")
+) -> tuple[MeasuredHop, ...]:
+    """Hops between two processes with the devices of `ends`, on one node or on two.
+
+    Needs an initialised Ray. Where gloo does not connect, there are hops by Ray only. Raises
+    `DeviceError` where the cluster has no such place.
+    """
+    if place == "network" and sum(node["Alive"] for node in ray.nodes()) < len(ends):
+        raise DeviceError("the Ray cluster has one node only, and the cluster file several")
+    bundles = [_bundle(end) for end in ends]
+    group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
+    actors: list[Any] = []
+    try:
+        if not group.wait(_PLACING_S):
+            raise DeviceError(
+                f"Ray did not grant {bundles} on {'one node' if place == 'node' else 'two nodes'} "
+                f"within {_PLACING_S:g} s"
+            )
+        for index, end in enumerate(ends):
+            actors.append(_start(end, PlacementGroupSchedulingStrategy(group, index)))
+        return _measured(actors, turns, ways)
+    except RayTaskError as error:
+        if isinstance(error.cause, LlmpqError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise DeviceError(f"a process died while hops were timed: {error}") from error
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _bundle(end: Placement) -> dict[str, float]:
+    """What a stage there asks for, but a crumb of a CPU: hops do not keep threads busy."""
+    return {**end.bundle, "CPU": CRUMB}
+
+
+def _start(end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
+    remote: Any = ray.remote(End).options(
+        num_cpus=CRUMB,
+        num_gpus=end.num_gpus,
+        resources=dict(end.resources),
+        runtime_env={"env_vars": stage_environment(end.threads)},
+        scheduling_strategy=strategy,
+    )
+    return remote.remote()
+
+
+def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[MeasuredHop, ...]:
+    first, second = actors
+    found: list[MeasuredHop] = []
+    if "gloo" in ways and _linked(first, second):
+        serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
+        found += ray.get(first.by_gloo.remote(turns))
+        ray.get(serving)
+    if "ray" in ways:
+        found += ray.get(first.by_ray.remote(second, turns))
+    return tuple(found)
+
+
+def _linked(first: Any, second: Any) -> bool:
+    """Whether both could be connected."""
+    meeting = ray.get(first.open.remote())
+    try:
+        ray.get([first.connect.remote(meeting, 0), second.connect.remote(meeting, 1)])
+    except RayTaskError as error:
+        if not isinstance(error.cause, DeviceError):
+            raise
+        return False
+    return True

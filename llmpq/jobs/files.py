@@ -1,0 +1,99 @@
+"""Every change that a job makes to the disk, one call each, so that tests can fail any of them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Files:
+    """The calls of the operating system."""
+
+    def open_new(self, path: Path) -> int:
+        """Descriptor of an empty file."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, data: Any) -> int:
+        """Bytes written, which may be fewer than given."""
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        """Bring a file or folder to the disk."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Put `source` in the place of `target`, at once."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        """A folder and those above it; one that exists stays."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Bring the names in a folder to the disk."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Sink(io.RawIOBase):
+    """An open file as what libraries write to; `error` is what they may have swallowed."""
+
+    def __init__(self, files: Files, descriptor: int) -> None:
+        self._files = files
+        self._descriptor = descriptor
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left:
+                left = left[self._files.write(self._descriptor, left) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return size
+
+
+def write_whole(files: Files, path: Path, aside: Path, fill: Callable[[Sink], object]) -> None:
+    """A file that is there whole or not at all, whatever happens: `fill` it under the name `aside`
+    in the same file system, bring it to the disk, then give it its name.
+
+    What could not be finished for lack of room is removed.
+    """
+    descriptor = files.open_new(aside)
+    try:
+        try:
+            sink = Sink(files, descriptor)
+            fill(sink)
+            if sink.error is not None:
+                raise sink.error
+            files.fsync(descriptor)
+        finally:
+            files.close(descriptor)
+        files.rename(aside, path)
+        files.sync_folder(path.parent)
+    except OSError:
+        with suppress(OSError):
+            files.unlink(aside)
+        raise

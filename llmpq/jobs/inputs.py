@@ -1,0 +1,158 @@
+"""The prompts of a job as a stream: JSONL (also gzipped) and Parquet files, folders, globs."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from llmpq.jobs.parquet import parquet_rows
+from llmpq.row_ids import Occurrences
+from llmpq.rows import BadRow, Row, row_from_line, row_from_mapping
+from quant.errors import InputError
+
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
+"""What is taken from a folder; a file that is named itself may be called anything."""
+
+MAX_LINE_BYTES = 2**26
+"""Longer than any prompt, and short enough that a file without line ends cannot fill the memory."""
+
+_PLACES_PER_FILE = 2**40
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class PlacedRow:
+    """A row, and a number for the file and the line it stands in."""
+
+    row: Row | BadRow
+    place: int
+
+
+@dataclass(frozen=True)
+class JobInput:
+    """The files of a job in a settled order. `rows` may be asked for again and again."""
+
+    files: tuple[Path, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def find(cls, named: Sequence[str | Path]) -> JobInput:
+        """The files behind paths, folders and globs.
+
+        Raises `InputError` where there are none, or one cannot be read twice.
+        """
+        found = dict.fromkeys(path for name in named for path in _files_of(str(name)))
+        files = tuple(found)
+        for path in files:
+            if not path.is_file():
+                raise InputError(
+                    f"cannot read input {path}: it is no regular file, and a job reads its input "
+                    "twice; write it to a file first"
+                )
+        parents = [str(path.absolute().parent) for path in files]
+        top = os.path.commonpath(parents)
+        return cls(files, tuple(os.path.relpath(path.absolute(), top) for path in files))
+
+    def rows(self) -> Iterator[PlacedRow]:
+        """Every row in turn; those without an id get one that is made from their content.
+
+        Raises `InputError` where a file cannot be read.
+        """
+        occurrences = Occurrences()
+        for index, path in enumerate(self.files):
+            for number, row in self._rows_of(path, self.names[index]):
+                if not row.custom_id and isinstance(row, Row):
+                    row = replace(row, custom_id=occurrences.custom_id(row.content))
+                yield PlacedRow(row, index * _PLACES_PER_FILE + number)
+
+    def place_name(self, place: int) -> str:
+        """File and line of `PlacedRow.place`."""
+        index, number = divmod(place, _PLACES_PER_FILE)
+        return f"{self.names[index]}:{number}"
+
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and times of change, to see whether anything did."""
+        try:
+            states = [path.stat() for path in self.files]
+        except OSError as error:
+            raise InputError(f"cannot read input {error.filename}: {error.strerror}") from error
+        return tuple((state.st_size, state.st_mtime_ns) for state in states)
+
+    def _rows_of(self, path: Path, name: str) -> Iterator[tuple[int, Row | BadRow]]:
+        try:
+            if path.suffix == ".parquet":
+                for number, content in enumerate(parquet_rows(path), start=1):
+                    yield number, row_from_mapping(content, f"{name}:{number}")
+                return
+            for number, line in _lines(path):
+                if line is None:
+                    problem = f"the line has more than {MAX_LINE_BYTES} bytes"
+                    yield number, BadRow(f"{name}:{number}", problem)
+                elif line.strip():
+                    yield number, row_from_line(line, f"{name}:{number}")
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InputError(f"cannot read input {path}: {reason}") from error
+
+
+def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
+    """All rows of a file, a folder or a glob; `InputError` where there are none."""
+    rows = tuple(placed.row for placed in JobInput.find([path]).rows())
+    if not rows:
+        raise no_prompts(str(path))
+    return rows
+
+
+def no_prompts(source: str) -> InputError:
+    """That there is nothing to do."""
+    return InputError(f"{source}: no prompts; give one JSON object per line with a prompt")
+
+
+def _files_of(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.is_file())
+            kinds = ", ".join(SUFFIXES)
+        elif path.exists() or not glob.has_magic(name):
+            path.stat()
+            return [path]
+        else:
+            found = sorted(
+                p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()
+            )
+            kinds = "name"
+    except OSError as error:
+        raise InputError(f"cannot read input {name}: {error.strerror}") from error
+    if not found:
+        raise InputError(f"cannot read input {name}: no file of that {kinds} there")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Numbered lines; None for one that is too long."""
+    with _opened(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
+                yield number, line
+                continue
+            yield number, None
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        opened: BinaryIO = gzip.open(path, "rb")  # type: ignore[assignment]  # noqa: SIM115
+        return opened
+    return path.open("rb")

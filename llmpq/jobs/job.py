@@ -1,0 +1,134 @@
+"""A job: its input checked and counted, what is left of it, and its results written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmpq.jobs.inputs import JobInput, no_prompts
+from llmpq.jobs.ledger import Ledger
+from llmpq.jobs.manifest import JobIdentity
+from llmpq.jobs.sinks import Output
+from llmpq.results import Result
+from llmpq.rows import BadRow, Row
+from quant.errors import InputError
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Rows of the input; those that were `resumed`, done already, and how many of these are errors;
+    tokens that the others may generate at most.
+    """
+
+    rows: int
+    resumed: int
+    resumed_errors: int
+    max_tokens: int
+
+    @property
+    def left(self) -> int:
+        """Rows to do."""
+        return self.rows - self.resumed
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """`retry_errors`: rows that ended in an error run again; `stop_at_error`: the first one ends
+    the job.
+    """
+
+    retry_errors: bool = False
+    stop_at_error: bool = False
+
+
+class Job:
+    """The rows of `source`, of which `output` gets what it has not yet.
+
+    The input is read once to check and count it, before anything is generated, and once more as it
+    is generated; ids are kept on disk. Raises `InputError` for an input without rows or with an id
+    twice, and for an output of another job.
+    """
+
+    def __init__(
+        self,
+        source: JobInput,
+        output: Output,
+        identity: JobIdentity,
+        options: JobOptions | None = None,
+    ) -> None:
+        self._source = source
+        self._output = output
+        self._identity = identity
+        self._ledger = Ledger()
+        options = options or JobOptions()
+        self._state = source.state()
+        output.load(identity, self._ledger, options.retry_errors)
+        self.tally = self._check(options)
+
+    def _check(self, options: JobOptions) -> Tally:
+        rows = resumed = errors = tokens = 0
+        for placed in self._source.rows():
+            row, place = placed.row, placed.place
+            rows += 1
+            fingerprint = self._identity.fingerprint(row)
+            earlier = self._ledger.want(row.custom_id, fingerprint, place)
+            if earlier is not None:
+                raise InputError(
+                    f"custom_id {row.custom_id!r} of {self._source.place_name(place)} stands in "
+                    f"{self._source.place_name(earlier)} already; results could not be told apart"
+                )
+            if options.stop_at_error and isinstance(row, BadRow):
+                name = self._source.place_name(place)
+                raise InputError(f"{name}, row {row.custom_id!r}: {row.error}")
+            if self._is_done(row.custom_id, fingerprint):
+                resumed += 1
+                done = self._ledger.done(row.custom_id)
+                errors += done is not None and done.failed
+            elif isinstance(row, Row):
+                limit = row.sampling.get("max_new_tokens")
+                tokens += limit or self._identity.sampling.max_new_tokens or 0
+        if not rows:
+            raise no_prompts(", ".join(map(str, self._source.files)))
+        return Tally(rows, resumed, errors, tokens)
+
+    def _is_done(self, custom_id: str, fingerprint: str) -> bool:
+        done = self._ledger.done(custom_id)
+        if done is None or done.forgotten:
+            return False
+        if done.fingerprint != fingerprint and not done.failed:
+            raise InputError(
+                f"output {self._output.path} has a result of row {custom_id!r} from another prompt "
+                "or other sampling; give the row another custom_id, name another output or pass "
+                "--overwrite"
+            )
+        return done.fingerprint == fingerprint
+
+    def todo(self) -> Iterator[Row | BadRow]:
+        """The rows that are left, as they are asked for.
+
+        Raises `InputError` when the input has changed meanwhile.
+        """
+        for placed in self._source.rows():
+            row = placed.row
+            fingerprint = self._ledger.wanted(row.custom_id)
+            if fingerprint is None:
+                raise self._changed()
+            if not self._is_done(row.custom_id, fingerprint):
+                yield row
+        if self._source.state() != self._state:
+            raise self._changed()
+
+    def write(self, result: Result) -> bool:
+        """Take a result in; False if its row has one already."""
+        return self._output.write(result)
+
+    def finish(self) -> None:
+        """All rows are done: join the results."""
+        self._output.finish()
+        self._ledger.close()
+
+    def _changed(self) -> InputError:
+        return InputError(
+            f"input {', '.join(map(str, self._source.files))} changed while it was read; what is "
+            "done is kept, and the same command goes on with the present rows"
+        )

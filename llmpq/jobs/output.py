@@ -1,0 +1,329 @@
+"""The results of a job on disk: committed shard by shard, joined in the end, each id once.
+
+Beside `results.jsonl` lies the folder `results.jsonl.job` with the manifest and, while the job
+runs, its shards; an output that is a folder holds them itself. The rename of a shard commits it.
+Whatever is cut off then leaves a file that is written over, or one that is read twice: of two
+lines of one id the ledger counts one, so that joining again gives the same rows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from llmpq.jobs.files import Files
+from llmpq.jobs.finished import (
+    FINISHED_FILE,
+    Identity,
+    Join,
+    identities,
+    identity,
+    is_parquet,
+    line_of,
+)
+from llmpq.jobs.ledger import Done, Ledger
+from llmpq.jobs.lock import OutputLock
+from llmpq.jobs.manifest import JobIdentity, Manifest
+from llmpq.jobs.parquet import require_pyarrow
+from llmpq.jobs.shards import DAMAGED_SUFFIX, SHARD_ASIDE, Shard, shards_in, write_shard
+from llmpq.results import Result
+from quant.errors import InputError
+
+SHARD_ROWS = 1000
+SHARD_S = 10.0
+SHARD_BYTES = 2**24
+"""Of a shard's lines, which wait in memory."""
+
+MANIFEST, LOCK = "job.json", "lock"
+_ASIDE, _JOINED = "job.json.part", "joined.part"
+_ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE})
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """`overwrite` starts anew, `resume` demands that there is something; a shard is closed after
+    `shard_rows` rows or `shard_s` seconds (None: rows alone).
+    """
+
+    overwrite: bool = False
+    resume: bool = False
+    shard_rows: int = SHARD_ROWS
+    shard_s: float | None = SHARD_S
+
+
+class JobOutput:
+    """Context manager that holds the output's lock; a job reads with `load`, then calls `write` for
+    each result and `finish` once all are there. Leaving it commits what there is.
+
+    Raises `InputError` when the output cannot be written, is one of `inputs`, is being written by
+    another process, or holds what llmpq did not write.
+    """
+
+    def __init__(
+        self,
+        named: str | Path,
+        options: OutputOptions | None = None,
+        inputs: Sequence[Path] = (),
+        files: Files | None = None,
+    ) -> None:
+        path = Path(named)
+        path = path.resolve() if path.is_symlink() else path
+        self.path = path
+        self.committed = 0
+        self._options = options or OutputOptions()
+        self._inputs = inputs
+        self._files = files or Files()
+        self._in_folder = str(named).endswith(os.sep) or path.is_dir()
+        self.folder = path if self._in_folder else path.with_name(path.name + ".job")
+        self._lines: list[bytes] = []
+        self._bytes = 0
+        self._number = 0
+        self._begun = False
+        self._failure: InputError | None = None
+        self._mutex = threading.Lock()
+        self._left = threading.Event()
+        self._ledger: Ledger | None = None
+
+    def __enter__(self) -> JobOutput:
+        """Lock the output; nothing else changes before the first result is committed."""
+        try:
+            self._check_target()
+            self._is_new = not self.folder.exists()
+            self._files.make_folder(self.folder)
+            self._lock = OutputLock(self.folder / LOCK, self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._read_manifest()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Commit what there is, unless that has failed already, and unlock."""
+        self._left.set()
+        try:
+            if self._failure is None and (kind is None or issubclass(kind, _MAY_COMMIT)):
+                self.commit()
+        finally:
+            self._release()
+
+    def _check_target(self) -> None:
+        if is_parquet(self.path):
+            require_pyarrow()
+        if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
+            raise InputError(f"output {self.path} is the input too; name another file")
+        if not self._in_folder or not self.path.is_dir():
+            return
+        has_job = (self.path / MANIFEST).exists() or bool(shards_in(self.path))
+        foreign = [p.name for p in self.path.iterdir() if p.name not in {LOCK, *_ASIDES}]
+        if foreign and not has_job and not self._options.overwrite:
+            raise InputError(
+                f"output {self.path} is a folder with other files in it ({foreign[0]}); name an "
+                "empty one, or a file in it"
+            )
+
+    def _read_manifest(self) -> None:
+        found = None if self._options.overwrite else Manifest.read(self.folder / MANIFEST)
+        self._manifest = found
+        try:
+            shards = shards_in(self.folder)
+            self.exists = found is not None or bool(shards) or self._has_finished_file()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if self._options.resume and not self.exists:
+            raise InputError(f"there is nothing to resume at output {self.path}")
+        newest = max((shard.generation for shard in shards), default=1)
+        self._generation = newest if found is None else found.generation
+        if self._options.overwrite:
+            self._generation = newest + 1
+        self._number = max((s.number for s in self._shards()), default=-1) + 1
+
+    def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
+        """Take up what is done already into `ledger`, and begin.
+
+        Raises `InputError` if that belongs to another job.
+        """
+        self._ledger = ledger
+        if self._manifest is not None:
+            self._manifest.check_same_job(identity, self.path)
+        replaces = self._options.overwrite or bool(self._manifest and self._manifest.replaces)
+        self._finished = not replaces and self._has_finished_file()
+        self._next_manifest = Manifest.of(identity, self._generation, replaces)
+        try:
+            if self._finished:
+                for line, found in enumerate(identities(self.path)):
+                    self._take(found, FINISHED_FILE, line, retry_errors)
+            for shard in self._shards():
+                self._take_shard(shard, retry_errors)
+        except OSError as error:
+            raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
+        if self._options.shard_s is not None:
+            threading.Thread(target=self._commit_in_time, daemon=True).start()
+
+    def _take_shard(self, shard: Shard, retry_errors: bool) -> None:
+        found = [identity(line) for line in shard.lines()] if shard.is_whole() else [None]
+        if None in found:
+            aside = shard.path.with_name(shard.path.name + DAMAGED_SUFFIX)
+            self._files.rename(shard.path, aside)
+            warnings.warn(
+                f"{shard.path} is damaged: its {shard.rows} rows are generated again, the file is "
+                f"kept as {aside.name}",
+                stacklevel=2,
+            )
+            return
+        for line, row in enumerate(found):
+            assert row is not None
+            self._take(row, shard.source, line, retry_errors)
+
+    def _take(self, row: Identity, source: int, line: int, retry_errors: bool) -> None:
+        assert self._ledger is not None
+        if row.model != self._next_manifest.model:
+            raise InputError(
+                f"output {self.path} was made by another model (row {row.custom_id!r}) than "
+                f"{self._next_manifest.model_name}; name another output or pass --overwrite"
+            )
+        forgotten = retry_errors and row.failed
+        done = Done(row.fingerprint, row.failed, source, line, forgotten)
+        self._ledger.record(row.custom_id, done)
+
+    def write(self, result: Result) -> bool:
+        """Take a result in; False if its id has one already, which stays.
+
+        Raises `InputError` when earlier ones could not be committed.
+        """
+        assert self._ledger is not None
+        with self._mutex:
+            self._raise_failure()
+            fingerprint = self._ledger.wanted(result.custom_id)
+            if fingerprint is None:
+                raise InputError(f"row {result.custom_id!r} was not there when the job began")
+            failed = result.error is not None
+            done = Done(fingerprint, failed, self._number + 1, len(self._lines))
+            if not self._ledger.record(result.custom_id, done):
+                return False
+            line = line_of(result, fingerprint)
+            self._lines.append(line)
+            self._bytes += len(line)
+            if len(self._lines) >= self._options.shard_rows or self._bytes >= SHARD_BYTES:
+                self._commit()
+            return True
+
+    def commit(self) -> None:
+        """Bring everything that was written to disk."""
+        with self._mutex:
+            self._raise_failure()
+            self._commit()
+
+    def finish(self) -> None:
+        """All rows are done: leave one line for each id, and the manifest."""
+        assert self._ledger is not None
+        self._left.set()
+        self.commit()
+        with self._mutex:
+            try:
+                self._finish(self._ledger)
+            except OSError as error:
+                self._failure = self._unwritable(error)
+                raise self._failure from error
+
+    def _finish(self, ledger: Ledger) -> None:
+        shards = tuple(self._shards())
+        join = Join(self.path if self._finished else None, shards, ledger)
+        if self._in_folder and ledger.replaced:
+            join.compact(self._files, self.folder, self._generation)
+        elif not self._in_folder and (shards or ledger.replaced):
+            join.write(self._files, self.path, self.folder / _JOINED)
+        rows, errors = ledger.done_counts()
+        manifest = replace(
+            self._next_manifest, replaces=False, complete=True, rows=rows, errors=errors
+        )
+        if manifest != self._manifest:
+            manifest.write(self._files, self.folder / MANIFEST, self.folder / _ASIDE)
+        self._clean_up()
+
+    def _commit(self) -> None:
+        if not self._lines:
+            return
+        try:
+            if not self._begun:
+                self._begin()
+            write_shard(self._files, self.folder, self._generation, self._number, self._lines)
+        except OSError as error:
+            self._failure = self._unwritable(error)
+            raise self._failure from error
+        self.committed += len(self._lines)
+        self._lines = []
+        self._bytes = 0
+        self._number += 1
+
+    def _begin(self) -> None:
+        """The manifest first: shards of an older job count no more from then on."""
+        self._files.sync_folder(self.folder.parent)
+        self._next_manifest.write(self._files, self.folder / MANIFEST, self.folder / _ASIDE)
+        self._manifest = self._next_manifest
+        self._begun = True
+        self._remove_shards(of_this_job=False)
+
+    def _clean_up(self) -> None:
+        """Leave what counts, and the manifest."""
+        self._remove_shards(of_this_job=not self._in_folder)
+        for path in self.folder.iterdir():
+            if path.name in _ASIDES:
+                self._files.unlink(path)
+
+    def _remove_shards(self, of_this_job: bool) -> None:
+        for shard in shards_in(self.folder):
+            if of_this_job or shard.generation != self._generation:
+                self._files.unlink(shard.path)
+
+    def _commit_in_time(self) -> None:
+        """The thread that commits rows while none come; what fails is told to the next caller."""
+        while not self._left.wait(self._options.shard_s):
+            with self._mutex, suppress(InputError):
+                if self._failure is None:
+                    self._commit()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _shards(self) -> list[Shard]:
+        return [s for s in shards_in(self.folder) if s.generation == self._generation]
+
+    def _has_finished_file(self) -> bool:
+        return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
+
+    def kept(self) -> str:
+        """Where to go on, for a message."""
+        return f" in {self.folder}; the same command goes on" if self._begun else ""
+
+    def _unwritable(self, error: OSError) -> InputError:
+        kept = ""
+        if self.committed:
+            kept = (
+                f"; {self.committed} rows of this run are committed in {self.folder}, and the same "
+                "command goes on from there"
+            )
+        return InputError(f"cannot write output {self.path}: {error.strerror}{kept}")
+
+    def _release(self) -> None:
+        self._lock.release()
+        if self._is_new and not self._begun:
+            with suppress(OSError):  # somebody else has put something there
+                self.folder.rmdir()
+
+
+_MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)

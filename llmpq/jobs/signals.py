@@ -1,0 +1,31 @@
+"""Being told to stop: Ctrl-C and SIGTERM end a job in the same orderly way."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Both raise `KeyboardInterrupt`; of one that strikes within a destructor, which swallows it,
+    its number in this list is left.
+    """
+    seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

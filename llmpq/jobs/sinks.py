@@ -1,0 +1,112 @@
+"""Where results go: to a job's files, or to a pipe or device, where nothing can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from llmpq.jobs.ledger import Done, Ledger
+from llmpq.jobs.manifest import JobIdentity
+from llmpq.jobs.output import JobOutput, OutputOptions
+from llmpq.results import Result
+from quant.errors import InputError
+
+
+class Output(Protocol):
+    """What a job writes to; as a context manager it is open."""
+
+    @property
+    def path(self) -> Path:
+        """As the user named it."""
+
+    def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
+        """Take up what is done already into `ledger`."""
+
+    def write(self, result: Result) -> bool:
+        """Take a result in; False if its row has one already."""
+
+    def finish(self) -> None:
+        """All rows are done."""
+
+    def kept(self) -> str:
+        """Where to go on, for a message."""
+
+    def __enter__(self) -> Self:
+        """Open it."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Keep what can be kept."""
+
+
+def open_output(name: str, options: OutputOptions, inputs: Sequence[Path]) -> Output:
+    """A stream for pipes and devices, else the files of a job."""
+    path = Path(name)
+    try:
+        exists = path.exists() and not path.is_dir()
+        if exists and (not path.is_file() or path.absolute().parent == Path("/dev")):
+            return ResultStream(path)
+        return JobOutput(name, options, inputs)
+    except OSError as error:  # too long a name, a folder that may not be searched
+        raise InputError(f"cannot write output {name}: {error.strerror}") from error
+
+
+class ResultStream:
+    """Writes results line by line, each at once. Raises `InputError` when that fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ledger = Ledger()
+
+    def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
+        """Nothing is done yet."""
+        self._ledger = ledger
+
+    def write(self, result: Result) -> bool:
+        """Write one line and hand it on."""
+        done = Done("", result.error is not None, 0, 0)
+        if not self._ledger.record(result.custom_id, done):
+            return False
+        try:
+            self._file.write(result.to_json() + "\n")
+            self._file.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return True
+
+    def finish(self) -> None:
+        """Everything has been handed on."""
+
+    def kept(self) -> str:
+        """Nowhere."""
+        return ""
+
+    def _unwritable(self, error: OSError) -> InputError:
+        return InputError(f"cannot write output {self.path}: {error.strerror}")
+
+    def __enter__(self) -> Self:
+        """The open stream."""
+        try:
+            self._file: TextIO = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it; a full disk was reported by the write that met it."""
+        with suppress(OSError):
+            self._file.close()

@@ -1,0 +1,33 @@
+"""What is done beside a run for those who look on: progress, and a trace at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from actors.stage_group import StageGroup
+from llmpq.monitor import Monitor, RunMeter, RunState
+from llmpq.run_trace import save_trace
+from planner.plan import Plan
+
+
+@contextmanager
+def watching(
+    group: StageGroup,
+    plan: Plan,
+    meter: RunMeter,
+    show: Sequence[Callable[[RunState], None]],
+    trace: Path | None,
+) -> Iterator[None]:
+    """Around generating: `show` is told the state about once a second, and the trace is written
+    however the run ends.
+    """
+    if trace is not None:
+        group.observer.align()
+    try:
+        with Monitor(meter, group.observer.figures, show):
+            yield
+    finally:
+        if trace is not None:
+            save_trace(trace, plan, group.observer.traces())

@@ -1,0 +1,191 @@
+"""Jobs without a model, and a disk that fails when it is told to."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow.parquet as pq
+
+from actors.messages import Sampling
+from llmpq.jobs.files import Files
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job import Job, JobOptions, Tally
+from llmpq.jobs.manifest import JobIdentity
+from llmpq.jobs.output import JobOutput, OutputOptions
+from llmpq.results import Result
+from llmpq.rows import BadRow, Row
+
+IDENTITY = JobIdentity("0123456789ab", "fake-model", Sampling(max_new_tokens=8))
+SMALL_SHARDS = OutputOptions(shard_rows=2, shard_s=None)
+
+FaultMode = Literal["torn", "after", "full"]
+
+
+class Crash(BaseException):
+    """The process has been killed, or the power is off."""
+
+
+class QuickFiles(Files):
+    """Without waiting for the disk."""
+
+    def fsync(self, descriptor: int) -> None:
+        """Nothing."""
+
+
+class FaultyFiles(QuickFiles):
+    """Fails at call number `fail_at`: dies in the middle of it (`torn`: half is written, or nothing
+    is done) or after it, or finds the disk full. Who dies loses what was not brought to the disk.
+    """
+
+    def __init__(self, fail_at: int, mode: FaultMode) -> None:
+        self.calls = 0
+        self._fail_at, self._mode = fail_at, mode
+        self._dead = False
+        self._paths: dict[int, Path] = {}
+        self._unsynced: set[Path] = set()
+        self._undo: list[tuple[Path, Path | None, Path, bytes | None]] = []
+
+    def _call(self, perform: Any, torn: Any = lambda: None) -> Any:
+        if self._dead:
+            raise Crash
+        self.calls += 1
+        if self.calls != self._fail_at:
+            return perform()
+        if self._mode == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if self._mode == "after":
+            perform()
+        elif self._mode == "torn":
+            torn()
+        self._dead = True
+        self._lose()
+        raise Crash
+
+    def _lose(self) -> None:
+        for _, source, target, before in reversed(self._undo):
+            if source is not None:
+                source.write_bytes(target.read_bytes())
+                if target in self._unsynced:
+                    self._unsynced.add(source)
+            if before is None:
+                target.unlink()
+            else:
+                target.write_bytes(before)
+        for path in self._unsynced:
+            if path.exists():
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def open_new(self, path: Path) -> int:
+        def perform() -> int:
+            descriptor = Files.open_new(self, path)
+            self._paths[descriptor] = path
+            self._unsynced.add(path)
+            return descriptor
+
+        return int(self._call(perform))
+
+    def write(self, descriptor: int, data: Any) -> int:
+        half = memoryview(data)[: max(1, len(data) // 2)]
+        return int(
+            self._call(
+                lambda: Files.write(self, descriptor, data),
+                lambda: Files.write(self, descriptor, half),
+            )
+        )
+
+    def fsync(self, descriptor: int) -> None:
+        self._call(lambda: self._unsynced.discard(self._paths[descriptor]))
+
+    def close(self, descriptor: int) -> None:
+        try:
+            self._call(lambda: None)
+        finally:
+            Files.close(self, descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        def perform() -> None:
+            before = target.read_bytes() if target.exists() else None
+            self._undo.append((target.parent, source, target, before))
+            Files.rename(self, source, target)
+            if source in self._unsynced:
+                self._unsynced.add(target)
+
+        self._call(perform)
+
+    def unlink(self, path: Path) -> None:
+        def perform() -> None:
+            if path.exists():
+                self._undo.append((path.parent, None, path, path.read_bytes()))
+            Files.unlink(self, path)
+
+        self._call(perform)
+
+    def make_folder(self, path: Path) -> None:
+        self._call(lambda: Files.make_folder(self, path))
+
+    def sync_folder(self, folder: Path) -> None:
+        def perform() -> None:
+            self._undo = [entry for entry in self._undo if entry[0] != folder]
+
+        self._call(perform)
+
+
+def answer(rows: Iterable[Row | BadRow]) -> Iterator[Result]:
+    """What the model says: the prompt backwards; a prompt that begins with `bad` fails."""
+    for row in rows:
+        if isinstance(row, BadRow):
+            yield Result(row.custom_id, None, (), None, row.error)
+        elif (row.text or "").startswith("bad"):
+            yield Result(row.custom_id, None, (), None, "failed")
+        else:
+            text = (row.text or "")[::-1]
+            yield Result(row.custom_id, text, tuple(text.encode()), "stop")
+
+
+def run_job(
+    source: Path,
+    target: str | Path,
+    options: OutputOptions = SMALL_SHARDS,
+    files: Files | None = None,
+    job_options: JobOptions | None = None,
+    identity: JobIdentity = IDENTITY,
+    limit: int | None = None,
+) -> Tally:
+    """Run a job to its end, or until `limit` rows are written."""
+    output = JobOutput(target, options, (source,), files or QuickFiles())
+    with output:
+        job = Job(JobInput.find([source]), output, identity, job_options)
+        for number, result in enumerate(answer(job.todo())):
+            if number == limit:
+                return job.tally
+            job.write(result)
+        job.finish()
+    return job.tally
+
+
+def write_prompts(path: Path, *rows: Any) -> Path:
+    """A JSONL file; strings are lines as they are."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def prompts(count: int, first: int = 0) -> list[dict[str, str]]:
+    """Rows with ids `q0` and on."""
+    return [{"custom_id": f"q{i}", "prompt": f"prompt {i}"} for i in range(first, first + count)]
+
+
+def results_in(target: Path) -> dict[str, dict[str, Any]]:
+    """Results by id, of a file or of a folder of shards; every id must be there once."""
+    if target.suffix == ".parquet":
+        rows = pq.read_table(target).to_pylist()
+    else:
+        paths = sorted(target.glob("part-*.jsonl")) if target.is_dir() else [target]
+        rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    by_id = {row["custom_id"]: row for row in rows}
+    assert len(by_id) == len(rows), "an id twice"
+    return by_id

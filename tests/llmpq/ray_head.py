@@ -1,0 +1,116 @@
+"""A Ray head of a test's own, with its dashboard and a token, ended by its process id."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+BIN = sysconfig.get_path("scripts")
+RAY = str(Path(BIN) / "ray")
+TOKEN = "0123456789abcdef" * 4
+START_S = 90.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Head:
+    """Address of its dashboard; variables for who talks to it; its files."""
+
+    address: str
+    environment: dict[str, str]
+    folder: Path
+
+    def command(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
+        """`llmpq-dist --submit` with `arguments`; both its streams are pipes."""
+        command = [sys.executable, "-m", "llmpq.cli.dist", "--submit", self.address, *arguments]
+        return subprocess.Popen(
+            command,
+            env=self.environment | more,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def ray_head() -> Iterator[Head]:
+    """A head of two CPUs. Its temporary folder is its own: the jobs of a head join the Ray that
+    was started last with the same one.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="llmpq-ray-"))  # short: Ray's sockets lie in it
+    token = folder / "auth_token"
+    token.write_text(TOKEN)
+    environment = os.environ | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        environment.pop(name, None)
+    dashboard = free_port()
+    command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}"]
+    command += ["--include-dashboard=true", f"--dashboard-port={dashboard}"]
+    command += [f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder / 'ray'}"]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # also if we are killed
+    )
+    try:
+        address = f"http://127.0.0.1:{dashboard}"
+        _wait_for(f"{address}/api/version", process)
+        yield Head(address, environment, folder)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until something answers at `url`, be it that a token is missing."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            _ended_within(process, 0.2)
+    raise AssertionError(f"no dashboard at {url}")
+
+
+def _ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

@@ -1,0 +1,529 @@
+"""The promises of docs/security.md: nothing of others is run, nothing is written or read elsewhere,
+secrets stay where they are, names are only shown. Parsers: tests/properties.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmpq import Plan
+from llmpq.cli import algo, convert, dist
+from llmpq.cli.common import EXIT_BAD_INPUT, console, run_command
+from llmpq.jobs.inputs import read_rows
+from llmpq.jobs.job import Job
+from llmpq.jobs.output import JobOutput
+from llmpq.report import report_page
+from llmpq.results import Result
+from llmpq.rows import Row
+from llmpq.tables import comparison_table, plan_table
+from planner.plan import Plan as PlanData
+from planner.trace import write_text
+from quant.cache.folder import CacheKey, NewEntry, ShardCache
+from quant.checkpoint import INDEX_FILE, Checkpoint
+from quant.errors import CheckpointError, DeviceError, LlmpqError, SpecError
+from quant.printable import printable
+from quant.whole_file import write_whole
+from tests.llmpq.fake_jobs import IDENTITY
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("llmpq", "actors", "planner", "quant")
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
+HOSTILE_TEXTS = ("<script>alert(1)</script>", "\"onload='x'", "[bold red]x[/]", "a&b;\x1b[31mred")
+OUTSIDE = ("../../outside", "/etc/outside", "..", "a/../../outside", "x\0y", "a\\..\\b")
+
+
+class Bomb:
+    """A pickle that touches a file when it is read."""
+
+    def __init__(self, touched: Path) -> None:
+        self._touched = touched
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._touched}",)
+
+
+# --- nothing of others is run -------------------------------------------------------------------
+
+_RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+_UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+_AUTO_CLASSES = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "AutoModel")
+
+
+def unsafe_calls(source: str) -> list[str]:
+    """What in `source` could run code that came with data, by its syntax tree."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] in _UNSAFE_MODULES]
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in _UNSAFE_MODULES:
+            found += [a.name for a in node.names if a.name != "UnpicklingError"]
+        if isinstance(node, ast.Call):
+            found += filter(None, [_unsafe_call(node)])
+    return found
+
+
+def _unsafe_call(call: ast.Call) -> str | None:
+    given = {each.arg: each.value for each in call.keywords}
+    name = ast.unparse(call.func)
+    last = name.rpartition(".")[2]
+    if name in _RUNS_CODE or name in ("os.system", "os.popen", "torch.hub.load"):
+        return name
+    if name == "torch.load" and not _is_constant(given.get("weights_only"), True):
+        return "torch.load without weights_only=True"
+    if name in ("np.load", "numpy.load") and not _is_constant(given.get("allow_pickle"), False):
+        return "np.load without allow_pickle=False"
+    if name.startswith("yaml.") and last in ("load", "unsafe_load", "full_load", "load_all"):
+        return name
+    if name == "yaml.compose" and ast.unparse(given.get("Loader", call)) != "yaml.SafeLoader":
+        return "yaml.compose without SafeLoader"
+    if "shell" in given and not _is_constant(given["shell"], False):
+        return "shell"
+    trusted = given.get("trust_remote_code")
+    if trusted is not None and not _is_constant(trusted, False):
+        return "trust_remote_code"
+    asks = last in ("from_pretrained",) and name.split(".")[-2] in _AUTO_CLASSES
+    return f"{name} without trust_remote_code=False" if asks and trusted is None else None
+
+
+def _is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_code_of_others_is_run(package: str) -> None:
+    paths = sorted((ROOT / package).rglob("*.py"))
+    assert paths
+    found = {str(path): unsafe_calls(path.read_text()) for path in paths}
+    assert not {path: calls for path, calls in found.items() if calls}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "torch.load(p)",
+        "torch.load(p, weights_only=flag)",
+        "eval(x)",
+        "np.load(p)",
+        "yaml.load(t, Loader=L)",
+        "yaml.compose(t)",
+        "subprocess.run(c, shell=True)",
+        "AutoTokenizer.from_pretrained(p)",
+        "AutoConfig.from_pretrained(p, trust_remote_code=True)",
+        "f(trust_remote_code=x)",
+    ],
+)
+def test_the_search_finds_what_it_should(source: str) -> None:
+    assert unsafe_calls(source)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "tensors and more"])
+def test_weights_that_are_a_program_are_refused(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, touched = tmp_path / "source", tmp_path / "touched"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "opt"}')
+    weights = source / "pytorch_model.bin"
+    if form == "legacy":
+        weights.write_bytes(pickle.dumps(Bomb(touched)))
+    else:
+        more = {"w": torch.ones(2)} if form == "tensors and more" else {}
+        torch.save({**more, "bomb": Bomb(touched)}, weights)
+        assert zipfile.is_zipfile(weights)
+    assert convert.main([str(source), str(tmp_path / "target")]) == EXIT_BAD_INPUT
+    assert "more than tensors" in capsys.readouterr().err
+    assert not touched.exists()
+    assert not (tmp_path / "target").exists()
+    with pytest.raises(pickle.UnpicklingError):  # and the bomb is one
+        torch.load(weights, weights_only=True)
+    torch.load(weights, weights_only=False) if form != "legacy" else pickle.loads(
+        weights.read_bytes()
+    )
+    assert touched.exists()
+
+
+def test_a_tokenizer_with_code_of_its_own_is_not_run(tmp_path: Path) -> None:
+    from llmpq.tokenize import load_tokenizer
+
+    touched = tmp_path / "touched"
+    (tmp_path / "evil.py").write_text(f"open({str(touched)!r}, 'w')\nclass Evil: pass\n")
+    settings = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody", **settings}))
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+    assert not touched.exists()
+
+
+# --- nothing is written or read elsewhere -------------------------------------------------------
+
+
+def everything_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE[:4], "../{0}/secret.safetensors", "{1}"])
+def test_an_index_names_files_of_its_folder_only(name: str, tmp_path: Path) -> None:
+    """Where the file exists and is a good one, too."""
+    outside, folder = tmp_path / "outside", tmp_path / "model"
+    outside.mkdir()
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, outside / "secret.safetensors")
+    file = name.format("outside", outside / "secret.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError):
+        Checkpoint(folder).read("w")
+    (folder / "config.json").write_text("{}")
+    os.rename(folder / INDEX_FILE, folder / "pytorch_model.bin.index.json")
+    assert convert.main([str(folder), str(tmp_path / "target")]) == EXIT_BAD_INPUT
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_ids_are_only_data(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "a/b"
+    folder.mkdir(parents=True)
+    row = {"custom_id": name, "prompt": [1]}
+    (folder / "in.jsonl").write_text(json.dumps(row) + "\n")
+    from llmpq.jobs.inputs import JobInput
+
+    with JobOutput(folder / "out.jsonl") as output:
+        job = Job(JobInput.find([folder / "in.jsonl"]), output, IDENTITY)
+        for todo in job.todo():
+            job.write(Result(todo.custom_id, "text", (1,), "stop"))
+        job.finish()
+    assert json.loads((folder / "out.jsonl").read_text())["custom_id"] == name
+    allowed = {"a", "a/b", "a/b/in.jsonl", "a/b/out.jsonl"}
+    assert {n for n in everything_below(tmp_path) if "out.jsonl.job" not in n} == allowed
+
+
+@pytest.mark.parametrize("label", OUTSIDE)
+def test_cached_layers_stay_in_their_folder(label: str, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "a/cache")
+    key = CacheKey(label, label)
+    cache.store(NewEntry(key, lambda: [("w", torch.ones(4))], {}, 16))
+    assert cache.path_of(key).parent == tmp_path / "a/cache"
+    assert cache.path_of(key).is_file()
+    assert {n for n in everything_below(tmp_path) if not n.startswith("a/cache/")} == {
+        "a",
+        "a/cache",
+    }
+
+
+def with_texts(plan: PlanData, text: str) -> PlanData:
+    """The plan with `text` wherever people may write what they like."""
+    stages = tuple(
+        replace(each, device=text, accelerator=text, node=text, provenance=text)
+        for each in plan.stages
+    )
+    model = replace(plan.model, source=text, name=text, model_type=text)
+    baselines = tuple(replace(each, name=text) for each in plan.baselines)
+    solver = replace(plan.solver, objective_kind=text, method=text, solver=text, status=text)
+    return replace(
+        plan,
+        model=model,
+        cluster=text,
+        stages=stages,
+        baselines=baselines,
+        solver=solver,
+        sensitivity_source=text,
+        unused_devices=(text,),
+    )
+
+
+@pytest.mark.parametrize("text", ["../../outside", "/etc/outside"])
+def test_names_in_a_plan_are_no_places_to_write(text: str, plan: Plan, tmp_path: Path) -> None:
+    folder = tmp_path / "a/b"
+    folder.mkdir(parents=True)
+    hostile = Plan(with_texts(plan.data, text))
+    hostile.save(folder / "plan.json")
+    loaded = Plan.load(folder / "plan.json")
+    loaded.report(folder / "report.html")
+    arguments = ["--plan", str(folder / "plan.json"), "--output", str(folder / "out.jsonl")]
+    (folder / "in.jsonl").write_text('{"prompt": [1]}\n')
+    assert dist.main([*arguments, "--input", str(folder / "in.jsonl")]) == EXIT_BAD_INPUT
+    below = {"a", "a/b", *(f"a/b/{name}" for name in ("plan.json", "report.html", "in.jsonl"))}
+    assert everything_below(tmp_path) == below
+
+
+def test_files_aside_cannot_be_foreseen_or_replaced_by_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "plan.json"
+    victim.write_text("precious")
+    seen = set[str]()
+    real = os.replace
+
+    def noting(source: Path, target: Path) -> None:
+        seen.add(Path(source).name)
+        real(source, target)
+
+    monkeypatch.setattr("os.replace", noting)
+    for _ in range(3):
+        write_whole(path, "new")
+    assert len(seen) == 3
+    monkeypatch.setattr("secrets.token_hex", lambda _: "known")
+    (tmp_path / ".llmpq-known.part").symlink_to(victim)
+    with pytest.raises(OSError, match="exists"):
+        write_whole(path, "newer")
+    assert victim.read_text() == "precious"
+    assert path.read_text() == "new"
+
+
+# --- secrets stay where they are ----------------------------------------------------------------
+
+HF_SECRET, RAY_SECRET, URL_SECRET = "hf_SeCrEt0123456789abcdef", "raytok-4711-SeCrEt", "pa55-in-URL"
+SECRETS = (HF_SECRET, RAY_SECRET, URL_SECRET)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Secrets in all the places where people put them."""
+    return os.environ | {
+        "HF_TOKEN": HF_SECRET,
+        "HUGGING_FACE_HUB_TOKEN": HF_SECRET,
+        "RAY_AUTH_TOKEN": RAY_SECRET,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Of a short name: Ray keeps sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="r-") as name:
+        yield Path(name)
+
+
+def test_no_secret_in_anything_a_run_leaves(
+    plan: Plan, tmp_path: Path, environment: dict[str, str], ray_folder: Path
+) -> None:
+    """Plan, results, trace, manifest, cache, what is printed, and Ray's own logs."""
+    plan.save(tmp_path / "plan.json")
+    plan.report(tmp_path / "report.html")
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "llmpq.cli.dist", "--plan", tmp_path / "plan.json"),
+            *("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"),
+            *("--trace", tmp_path / "trace.json", "--show-plan"),
+        ],
+        env=environment | {"RAY_TMPDIR": str(ray_folder)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr[-2000:]  # one bad row
+    assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]
+    looked = [path for folder in (tmp_path, ray_folder) for path in files_below(folder)]
+    assert {"plan.json", "out.jsonl", "trace.json", "job.json"} <= {p.name for p in looked}
+    assert any(path.suffix == ".log" for path in looked), "Ray's logs are elsewhere"
+    for path in looked:
+        content = path.read_bytes()
+        assert not [secret for secret in SECRETS if secret.encode() in content], path
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+
+
+def test_no_secret_in_messages(
+    plan: Plan,
+    tmp_path: Path,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [5]}\n')
+    rest = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    run = ["--plan", str(tmp_path / "plan.json"), *rest]
+    cluster = ["--cluster", str(ROOT / "cluster_specs/single_a100.yaml"), "-o", "p.json"]
+    url = f"https://user:{URL_SECRET}@127.0.0.1:1"
+    monkeypatch.chdir(tmp_path)
+    for main, arguments in (
+        (dist.main, [*run, "--address", f"ray://user:{URL_SECRET}@127.0.0.1:1"]),
+        (dist.main, [*run, "--address", "127.0.0.1:1"]),
+        (dist.main, [*run, "--submit", url]),
+        (dist.main, [*run, "--model", url]),
+        (dist.main, [*run, "--model", "some/private-model"]),
+        (dist.main, [*run, "--model", f"some/{HF_SECRET}"]),
+        (algo.main, ["--model", "some/private-model", *cluster]),
+        (algo.main, ["--model", f"x?token={URL_SECRET}", *cluster]),
+    ):
+        assert main(arguments) == EXIT_BAD_INPUT, arguments
+        printed = capsys.readouterr()
+        text = printed.out + printed.err
+        assert "error" in text
+        assert not [secret for secret in SECRETS if secret in text], text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://u:p@h/x and http://h/y", "https://***@h/x and http://h/y"),
+        ("GET http://h?a=1&token=abc&b=2", "GET http://h?a=1&token=***&b=2"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("hf_abcdefghijkl is", "*** is"),
+        ("new_token=5, tokens=6, a@b", "new_token=5, tokens=6, a@b"),
+    ],
+)
+def test_what_counts_as_a_secret(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+# --- access -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide_umask() -> Iterator[None]:
+    before = os.umask(0o000)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.usefixtures("wide_umask")
+def test_the_cache_is_the_users_own_whatever_the_umask(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    key = CacheKey("layer", "text")
+    cache.store(NewEntry(key, lambda: [("w", torch.ones(4))], {}, 16))
+    assert mode(tmp_path / "cache") == 0o700
+    assert mode(cache.path_of(key)) == 0o600
+
+
+@pytest.mark.parametrize(("umask", "wanted"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644)])
+def test_other_files_follow_the_umask(umask: int, wanted: int, plan: Plan, tmp_path: Path) -> None:
+    from llmpq.jobs.inputs import JobInput
+
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [1]}\n')
+    before = os.umask(umask)
+    try:
+        plan.save(tmp_path / "plan.json")
+        plan.report(tmp_path / "report.html")
+        write_text(tmp_path / "trace.json", "{}")
+        with JobOutput(tmp_path / "out.jsonl") as output:
+            job = Job(JobInput.find([tmp_path / "in.jsonl"]), output, IDENTITY)
+            list(job.todo())
+            job.write(Result("a", "text", (1,), "stop"))
+            job.finish()
+    finally:
+        os.umask(before)
+    for name in ("plan.json", "report.html", "trace.json", "out.jsonl", "out.jsonl.job/job.json"):
+        assert mode(tmp_path / name) == wanted, name
+    assert mode(tmp_path / "out.jsonl.job") == 0o777 & ~umask
+
+
+# --- names are only shown -----------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    """Elements with the names of their attributes, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[str, ...]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, tuple(name for name, _ in attrs)))
+
+
+def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
+    parser = Tags()
+    parser.feed(page)
+    return parser.found
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS)
+def test_the_report_has_no_markup_of_others(text: str, plan: Plan) -> None:
+    page = report_page(with_texts(plan.data, text))
+    plain = report_page(with_texts(plan.data, "name"))
+    assert tags_of(page) == tags_of(plain)
+    assert len(page) > len(plain)
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXTS[:3])
+def test_the_gantt_picture_has_no_markup_of_others(text: str, plan: Plan, tmp_path: Path) -> None:
+    from planner.trace import write_gantt
+    from tests.planner.test_trace import simulated  # type: ignore[attr-defined]
+
+    result = simulated()
+    write_gantt(tmp_path / "a.svg", result, [text] * result.stages)
+    write_gantt(tmp_path / "b.svg", result, ["name"] * result.stages)
+    hostile, plain = (
+        [element.tag for element in ElementTree.parse(tmp_path / name).iter()]
+        for name in ("a.svg", "b.svg")
+    )
+    assert hostile == plain
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_cannot_drive_the_terminal(
+    is_terminal: bool,
+    plan: Plan,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    if is_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    hostile = with_texts(plan.data, f"[red]{ESCAPES}[/]")
+    console().print(plan_table(hostile), comparison_table(hostile))
+    console().print(f"row {ESCAPES!s} failed", soft_wrap=True)
+    printed = capsys.readouterr().out
+    assert "[red]" in printed
+    assert not any(each in printed for each in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e", "\r"))
+    assert ("\x1b[" in printed) == is_terminal  # Rich's own colours go through
+
+
+@pytest.mark.parametrize("kind", [LlmpqError, SpecError, DeviceError])
+def test_messages_cannot_drive_the_terminal(
+    kind: type[LlmpqError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> int:
+        raise kind(f"node {ESCAPES}{'x' * 100_000} is bad; remedy")
+
+    assert run_command("llmpq-x", fails) == EXIT_BAD_INPUT
+    printed = capsys.readouterr().err
+    assert not any(each in printed for each in "\x1b\x07\x9b\u202e\r")
+    assert "\\x1b[2J" in printed
+    assert printed.endswith("is bad; remedy\n")
+    assert len(printed) < 2000
+
+
+def test_rows_of_hostile_names(tmp_path: Path) -> None:
+    """An id is given back as it is, in JSON, where it is harmless."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": ESCAPES, "prompt": "x"}) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (row,) = read_rows(tmp_path / "in.jsonl")
+    assert isinstance(row, Row)
+    assert row.custom_id == ESCAPES

@@ -1,0 +1,281 @@
+"""Every parser of outside input as one call on bytes, with valid inputs to spoil.
+
+`Parser.check` returns whether the input was accepted; it lets through whatever error is not one
+that llmpq means its users to see, and asserts that the others say where. What is accepted is put to
+use as far as that costs no time: sums, digests, tables, and the way back to text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from actors.messages import Sampling
+from llmpq.jobs.finished import identity
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.manifest import Manifest
+from llmpq.report import report_page
+from llmpq.row_ids import FINGERPRINT_HEX, digest
+from llmpq.rows import BadRow, Row, merge_sampling, row_from_line
+from llmpq.tables import comparison_table, plan_table
+from llmpq.text import read_documents
+from planner.cluster import ClusterSpec
+from planner.model_shape import model_shape
+from planner.plan import Plan
+from planner.profile_rows import read_profiles, write_profiles
+from planner.sensitivity import load_omega
+from quant.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from quant.errors import LlmpqError, SpecError
+from quant.gptq.config import read_gptq_config
+from tests.properties.mutation import (
+    Mutate,
+    mutate_bytes,
+    mutate_cells,
+    mutate_framed,
+    mutate_json,
+)
+from tests.properties.seeds import (
+    BITS,
+    cluster_seeds,
+    config_seeds,
+    gptq_seeds,
+    index_seed,
+    line_seeds,
+    manifest_seed,
+    omega_seeds,
+    parquet_seed,
+    plan_seeds,
+    profile_seeds,
+    result_seed,
+    safetensors_seed,
+    shape,
+    text_seeds,
+)
+
+MESSAGE_CHARACTERS = 2000
+"""At most, of one error: what somebody else wrote must not fill a log."""
+
+
+@dataclass(frozen=True)
+class Parser:
+    """`parse` gets the input's bytes and a folder of its own, and returns whether it was taken."""
+
+    name: str
+    seeds: Callable[[], tuple[bytes, ...]]
+    mutate: Mutate
+    parse: Callable[[bytes, Path], bool]
+
+    def check(self, data: bytes, folder: Path) -> bool:
+        """Whether the input is accepted; AssertionError for a refusal that does not say where."""
+        try:
+            return self.parse(data, folder)
+        except LlmpqError as error:
+            _check_message(str(error), folder)
+            return False
+
+
+def _check_message(message: str, folder: Path) -> None:
+    assert folder.name in message, f"the message does not say where: {message[:300]}"
+    assert len(message) <= MESSAGE_CHARACTERS, f"{len(message)} characters: {message[:300]}"
+
+
+def _cluster(data: bytes, folder: Path) -> bool:
+    spec = ClusterSpec.from_yaml(_file(folder, "cluster.yaml", data))
+    spec.fingerprint()
+    for device in spec.devices:
+        assert 0 < device.memory_bytes < 2**60
+        assert 1 <= device.link_bytes_per_s < math.inf
+    try:
+        text = spec.to_yaml()
+    except SpecError:  # devices of one kind that differ, which a file cannot say
+        return True
+    assert ClusterSpec.from_dict(yaml.safe_load(text)) == spec
+    return True
+
+
+def _plan(data: bytes, folder: Path) -> bool:
+    plan = Plan.load(_file(folder, "plan.json", data))
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan
+    console = Console(file=io.StringIO(), width=140, markup=False)
+    console.print(plan_table(plan), comparison_table(plan))
+    if len(text) % 8 == 0:  # slower than all the rest
+        assert "<script" not in report_page(plan)
+    return True
+
+
+def _line(data: bytes, folder: Path) -> bool:
+    place = f"{folder.name}:1"
+    row = row_from_line(data, place)
+    if isinstance(row, BadRow):
+        row.error.encode()
+        _check_message(f"{place} {row.error}", folder)
+        return False
+    row.custom_id.encode()
+    merge_sampling(Sampling(), row.sampling)
+    digest(row.content, FINGERPRINT_HEX)
+    json.dumps(row.content, ensure_ascii=False).encode()
+    return True
+
+
+def _lines(data: bytes, folder: Path) -> bool:
+    return _rows(_file(folder, "prompts.jsonl", data))
+
+
+def _parquet(data: bytes, folder: Path) -> bool:
+    return _rows(_file(folder, "prompts.parquet", data))
+
+
+def _rows(path: Path) -> bool:
+    rows = [placed.row for placed in JobInput.find([path]).rows()]
+    for row in rows:
+        row.custom_id.encode()
+        if isinstance(row, BadRow):
+            row.error.encode()
+    return any(isinstance(row, Row) for row in rows)
+
+
+def _text(data: bytes, folder: Path) -> bool:
+    read_documents([_file(folder, "text.jsonl", data)])
+    return True
+
+
+def _profile(data: bytes, folder: Path) -> bool:
+    path = _file(folder, "profile.csv", data)
+    rows = read_profiles(path)
+    read_profiles(path, torn_end=True)
+    for row in rows:
+        assert 0 < row.seconds < math.inf
+        assert float(row.layer.linear_parameters) > 0
+    write_profiles(path, rows)
+    again = read_profiles(path)
+    assert len(again) == len(rows)
+    for before, after in zip(rows, again, strict=True):
+        assert math.isclose(before.seconds, after.seconds, rel_tol=1e-12)
+    return True
+
+
+def _omega(data: bytes, folder: Path) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        omega = load_omega(_file(folder, "omega.json", data), shape(), BITS)
+    assert omega.matrix.shape == (shape().layers, len(BITS))
+    assert (omega.matrix >= 0).all()
+    return True
+
+
+def _config(data: bytes, folder: Path) -> bool:
+    found = model_shape(_file(folder, "config.json", data))
+    found.fingerprint()
+    assert 0 < found.total_parameters < 1e30
+    assert len(found.layer_linears()) >= 4
+    assert found.sliding_window is None or found.sliding_window > 0
+    return True
+
+
+def _gptq(data: bytes, folder: Path) -> bool:
+    _file(folder, "quantize_config.json", data)
+    found = read_gptq_config(folder)
+    assert found is not None
+    assert type(found.bits) is int
+    return True
+
+
+def _safetensors(data: bytes, folder: Path) -> bool:
+    _file(folder, SINGLE_FILE, data)
+    return _read_all(folder)
+
+
+def _index(data: bytes, folder: Path) -> bool:
+    _file(folder, INDEX_FILE, data)
+    if not (folder / "a.safetensors").exists():
+        (folder / "a.safetensors").write_bytes(safetensors_seed())
+    return _read_all(folder)
+
+
+def _read_all(folder: Path) -> bool:
+    checkpoint = Checkpoint(folder)
+    checkpoint.check_files()
+    for name in checkpoint.names():
+        where = checkpoint.range_of(name)
+        assert where.path.resolve().parent == folder.resolve()
+        tensor = checkpoint.read(name)
+        assert tuple(tensor.shape) == checkpoint.shape_of(name)
+        assert tensor.nbytes == where.stop - where.start
+    return True
+
+
+def _manifest(data: bytes, folder: Path) -> bool:
+    from llmpq.jobs.manifest import JobIdentity
+
+    found = Manifest.read(_file(folder, "job.json", data))
+    assert found is not None
+    found.check_same_job(JobIdentity("m", "name", Sampling(max_new_tokens=8)), folder / "out")
+    return True
+
+
+def _result(data: bytes, folder: Path) -> bool:
+    found = identity(data)
+    return found is not None and isinstance(found.custom_id, str)
+
+
+def _file(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+@cache
+def parsers() -> dict[str, Parser]:
+    """By name."""
+    listed = (
+        Parser("cluster YAML", cluster_seeds, _mutate_yaml, _cluster),
+        Parser("plan JSON", plan_seeds, mutate_json, _plan),
+        Parser("prompt line", line_seeds, mutate_json, _line),
+        Parser("prompt file", lambda: (b"\n".join(line_seeds()),), mutate_bytes, _lines),
+        Parser("prompt Parquet", parquet_seed, mutate_bytes, _parquet),
+        Parser("text lines", text_seeds, mutate_bytes, _text),
+        Parser("profile CSV", profile_seeds, mutate_cells, _profile),
+        Parser("omega file", omega_seeds, mutate_json, _omega),
+        Parser("config.json", config_seeds, mutate_json, _config),
+        Parser("quantize_config.json", gptq_seeds, mutate_json, _gptq),
+        Parser("safetensors", lambda: (safetensors_seed(),), mutate_framed, _safetensors),
+        Parser("shard index", index_seed, mutate_json, _index),
+        Parser("packed layer", _packed_seeds, _mutate_packed, _packed),
+        Parser("job manifest", manifest_seed, mutate_json, _manifest),
+        Parser("result line", result_seed, mutate_json, _result),
+    )
+    return {parser.name: parser for parser in listed}
+
+
+def _mutate_yaml(data: bytes, rng: Any) -> bytes:
+    """JSON is YAML too."""
+    return mutate_json(data, rng) if data[:1] == b"{" else mutate_bytes(data, rng)
+
+
+def _packed_seeds() -> tuple[bytes, ...]:
+    from tests.properties.packed_layer import packed_layer
+
+    return (packed_layer().data,)
+
+
+def _mutate_packed(data: bytes, rng: Any) -> bytes:
+    from tests.properties.packed_layer import mutate
+
+    return mutate(data, rng)
+
+
+def _packed(data: bytes, folder: Path) -> bool:
+    from tests.properties.packed_layer import packed_layer
+
+    return packed_layer().restores(data, folder)

@@ -1,0 +1,226 @@
+"""Valid input of every kind, small."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmpq import Cluster, Workload
+from planner.decoder_shape import ModelShape
+from planner.model_shape import model_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+BITS = (3, 4, 8, 16)
+_MODEL = str(ROOT / "examples/demo_model")
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "checkpoint_format": "gptq",
+    "pack_dtype": "int32",
+    "lm_head": False,
+    "dynamic": {"+:.*mlp.*": {"bits": 8}, "-:.*self_attn.*": {}},
+}
+
+
+@cache
+def shape() -> ModelShape:
+    """The demo model's."""
+    return model_shape(_MODEL)
+
+
+@cache
+def cluster_seeds() -> tuple[bytes, ...]:
+    """As people write them, and one as JSON, which YAML is too."""
+    files = sorted((ROOT / "cluster_specs").glob("*.yaml"))
+    values = {
+        "name": "c",
+        "nodes": [
+            {"name": "a", "accelerators": {"T4": 2}, "usable_memory_gib": {"T4": 3.5}},
+            {"name": "b", "accelerators": "V100:1", "link_gbyte_per_s": 10, "host_memory_gib": 64},
+            {"name": "c", "accelerators": {"CPU": 1}, "memory_gib": 4, "threads": 2},
+        ],
+        "network": {"internode_gbit_per_s": 100},
+        "emulate": {"time_scale": 0.5, "stand_in": "m"},
+    }
+    return (json.dumps(values).encode(), *(path.read_bytes() for path in files[:4]))
+
+
+@cache
+def plan_seeds() -> tuple[bytes, ...]:
+    """One of two emulated devices with modelled times, one of real ones with a forecast."""
+    emulated = Cluster.from_yaml(ROOT / "cluster_specs/emulated_t4_v100.yaml")
+    real = Cluster.from_yaml(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
+    plans = [each.plan(_MODEL, Workload(8, 64, 16)).data for each in (real, emulated)]
+    return tuple(_compact(plan) for plan in plans)
+
+
+def _compact(plan: Any) -> bytes:
+    """With at most two points a curve: those of the planner are long, and all alike."""
+    stages = tuple(
+        replace(stage, modelled=_short(stage.modelled)) if stage.modelled else stage
+        for stage in plan.stages
+    )
+    text: str = replace(plan, stages=stages).to_json()
+    return json.dumps(json.loads(text)).encode()
+
+
+def _short(modelled: Any) -> Any:
+    def cut(curves: Any) -> Any:
+        return tuple(
+            replace(each, lengths=each.lengths[:2], seconds=each.seconds[:2]) for each in curves[:2]
+        )
+
+    return replace(modelled, prefill=cut(modelled.prefill), decode=cut(modelled.decode))
+
+
+def line_seeds() -> tuple[bytes, ...]:
+    """Plain and OpenAI Batch lines."""
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    rows: tuple[dict[str, Any], ...] = (
+        {"custom_id": "a/../b", "prompt": "Hello", "temperature": 0.5, "top_k": 4, "seed": 7},
+        {"custom_id": "b", "prompt": [1, 2, 3], "sampling": {"stop": ["."], "top_p": 0.9}},
+        {"prompt": "no id", "ignore_eos": True, "n": 1, "max_new_tokens": 3},
+        {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
+    )
+    return tuple(json.dumps(row).encode() for row in rows)
+
+
+def text_seeds() -> tuple[bytes, ...]:
+    """Documents as text and as token ids."""
+    return (b'{"text": "one"}\n{"prompt": [1, 2, 3]}\n',)
+
+
+@cache
+def parquet_seed() -> tuple[bytes, ...]:
+    """Rows with text, structs and JSON text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"custom_id": "a", "prompt": "Hello", "messages": None, "sampling": '{"seed": 3}'},
+        {"custom_id": "b", "prompt": None, "messages": '[{"role": "user"}]', "sampling": None},
+    ]
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink)
+    return (sink.getvalue(),)
+
+
+def profile_seeds() -> tuple[bytes, ...]:
+    """The paper's columns, and all of ours."""
+    short = (
+        "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer\n"
+        "T4,opt-125m,768,3072,128,0,prefill,4,2,1.5\nV100,x,64,128,1,17,decode,16,1,0.25\n"
+    )
+    full = (
+        short.splitlines()[0] + ",backend,backend_version,dtype,threads,linear_parameters,"
+        "query_width,kv_width,spread,repetitions\n"
+        "CPU,m,64,128,16,0,prefill,8,2,0.5,torch_8bit,2.13,float32,2,49152,64,32,0.1,9\n"
+    )
+    return (short.encode(), full.encode())
+
+
+@cache
+def omega_seeds() -> tuple[bytes, ...]:
+    """Ours, the nested form, the bare one, and an `.npy`."""
+    layers = shape().layers
+    rows = [[0.3 / (1 + i), 0.2 / (1 + i), 0.1 / (1 + i), 0.0] for i in range(layers)]
+    point = {"bitwidths": [4] * layers, "perplexity": 12.5, "error": 0.1}
+    ours = {
+        "bits": list(BITS),
+        "model_fingerprint": shape().fingerprint(),
+        "matrix": rows,
+        "provenance": {"method": "variance", "rounding": "nearest", "calibration_tokens": 4096},
+        "points": [point, {**point, "perplexity": 11.0, "bitwidths": [8] * layers}],
+    }
+    named = [dict(zip(map(str, BITS), row, strict=True)) for row in rows]
+    nested = {str(i): row for i, row in enumerate(named)}
+    array = io.BytesIO()
+    np.save(array, np.array(rows))
+    documents = (ours, nested, rows)
+    return (*(json.dumps(each).encode() for each in documents), array.getvalue())
+
+
+@cache
+def config_seeds() -> tuple[bytes, ...]:
+    """One of each family, and a quantized one."""
+    opt = {
+        "model_type": "opt", "hidden_size": 64, "num_attention_heads": 4, "ffn_dim": 128,
+        "num_hidden_layers": 2, "vocab_size": 100, "max_position_embeddings": 128,
+        "word_embed_proj_dim": 32, "do_layer_norm_before": True, "enable_bias": True,
+    }  # fmt: skip
+    bloom = {"model_type": "bloom", "n_embed": 64, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    qwen = {
+        **_LLAMA, "model_type": "qwen3", "head_dim": 16, "sliding_window": 64,
+        "use_sliding_window": True, "max_window_layers": 0, "attention_bias": False,
+    }  # fmt: skip
+    stored = {**_LLAMA, "quantization_config": _GPTQ}
+    neox = {**_LLAMA, "model_type": "gpt_neox"}
+    mistral = {**_LLAMA, "model_type": "mistral", "sliding_window": 32}
+    listed = (_LLAMA, opt, bloom, qwen, stored, neox, mistral)
+    return tuple(json.dumps(each).encode() for each in listed)
+
+
+def gptq_seeds() -> tuple[bytes, ...]:
+    """With and without rules by module."""
+    plain = {name: value for name, value in _GPTQ.items() if name != "dynamic"}
+    return (json.dumps(_GPTQ).encode(), json.dumps(plain).encode())
+
+
+@cache
+def safetensors_seed() -> bytes:
+    """Four small tensors."""
+    import torch
+    from safetensors.torch import save
+
+    tensors = {
+        "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "a.bias": torch.ones(3, dtype=torch.float16),
+        "b.codes": torch.arange(8, dtype=torch.uint8),
+        "empty": torch.empty(0, 5, dtype=torch.bfloat16),
+    }
+    return bytes(save(tensors, {"format": "pt"}))
+
+
+def index_seed() -> tuple[bytes, ...]:
+    """An index of that file."""
+    names = ("a.weight", "a.bias", "b.codes", "empty")
+    index = {"metadata": {"total_size": 62}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+    return (json.dumps(index).encode(),)
+
+
+def manifest_seed() -> tuple[bytes, ...]:
+    """Of a job that is done."""
+    from dataclasses import asdict
+
+    from actors.messages import Sampling
+    from llmpq.jobs.manifest import JobIdentity, Manifest
+
+    made = Manifest.of(JobIdentity("m", "name", Sampling(max_new_tokens=8)), 1, False)
+    return (json.dumps(asdict(made)).encode(),)
+
+
+def result_seed() -> tuple[bytes, ...]:
+    """A line of results."""
+    from llmpq.jobs.finished import line_of
+    from llmpq.results import Result
+
+    result = Result("a", "text", (1, 2), "stop")
+    return (line_of(result, f"{'0' * 12}-{'1' * 20}"),)
