@@ -79,7 +79,7 @@ class End:
         def trip(batch: MicroBatch, hidden: Tensor) -> None:
             self._arrived(unpack(ray.get(other.echo.remote(batch, pack(hidden)))))
 
-        return [self._timed("ray", size, trip, turns) for size in PAYLOADS_BYTES]
+        return self._timed("ray", trip, turns)
 
     def by_gloo(self, turns: int) -> list[MeasuredHop]:
         """Round trips over the link, of every payload."""
@@ -89,7 +89,7 @@ class End:
             down.send(encode(batch, hidden))
             self._arrived(_hidden(back.receive())[1])
 
-        return [self._timed("gloo", size, trip, turns) for size in PAYLOADS_BYTES]
+        return self._timed("gloo", trip, turns)
 
     def _arrived(self, hidden: Tensor) -> Tensor:
         moved = hidden.to(self._device, non_blocking=True)
@@ -98,19 +98,30 @@ class End:
         return moved
 
     def _timed(
-        self, way: Way, size_bytes: int, trip: Callable[[MicroBatch, Tensor], None], turns: int
-    ) -> MeasuredHop:
+        self, way: Way, trip: Callable[[MicroBatch, Tensor], None], turns: int
+    ) -> list[MeasuredHop]:
+        """Payloads in turns, so that a slow moment of the machine falls on all of them."""
         batch = MicroBatch(np.arange(_ROWS), np.full(_ROWS, 9), np.ones(_ROWS, dtype=np.int64))
-        values = size_bytes // 2 // _ROWS
-        hidden = torch.randn(_ROWS, values).half().to(self._device)
-        hops = []
-        for turn in range(_WARM_UP + turns):
-            began = time.perf_counter()
-            trip(batch, hidden)
-            if turn >= _WARM_UP:
-                hops.append((time.perf_counter() - began) / 2)
-        low, median, high = np.quantile(hops, (0.25, 0.5, 0.75))
-        return MeasuredHop(way, size_bytes, float(median), float((high - low) / median), turns)
+        hops: list[list[float]] = [[] for _ in PAYLOADS_BYTES]
+        hidden = [
+            torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device)
+            for size in PAYLOADS_BYTES
+        ]
+        for _ in range(_WARM_UP + turns):
+            for seconds, values in zip(hops, hidden, strict=True):
+                began = time.perf_counter()
+                trip(batch, values)
+                seconds.append((time.perf_counter() - began) / 2)
+        return [
+            _median(way, size, seconds[_WARM_UP:])
+            for size, seconds in zip(PAYLOADS_BYTES, hops, strict=True)
+        ]
+
+
+def _median(way: Way, size_bytes: int, seconds: Sequence[float]) -> MeasuredHop:
+    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+    spread = float((high - low) / middle)
+    return MeasuredHop(way, size_bytes, float(middle), spread, len(seconds))
 
 
 def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:

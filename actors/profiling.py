@@ -31,17 +31,22 @@ from quant.scheme import backend_name
 # less a slow moment of the machine falls on one of them alone.
 _GROUP_BYTES = 1 << 30
 _LEAST_ROUNDS = 9
-# A workload that has been timed for so long is known well enough after the least number of rounds.
-_LONG_S = 0.5
+# A workload is known well enough when its median's standard error is so small, or when it has been
+# timed for so long.
+_KNOWN = 0.01
+_LONG_S = 1.0
+# Of a median, in interquartile ranges over the root of the number of samples (normal noise).
+_ERROR_OF_MEDIAN = 0.93
 
 
 @dataclass(frozen=True)
 class ProfileTask:
     """What to measure: `todo` has the workloads of every bitwidth, `config` the model's values.
 
-    Each workload is passed `rounds` times, long ones less often, in rounds of random order;
-    `budget_s` ends the task between two groups of workloads. `threads` None: as many as torch
-    takes. `usual_pace_s`: pace by phase that times are put right to, None: the median of the task.
+    Each workload is passed `rounds` times in rounds of random order, less often where it is long or
+    its times agree; `budget_s` ends the task between two groups of workloads. `threads` None: as
+    many as torch takes. `usual_pace_s`: pace by phase that times are put right to, None: the median
+    of the task.
     """
 
     config: Mapping[str, Any]
@@ -50,7 +55,7 @@ class ProfileTask:
     device: str = "cpu"
     threads: int | None = None
     budget_s: float = float("inf")
-    rounds: int = 40
+    rounds: int = 100
     seed: int = 0
     usual_pace_s: Mapping[Phase, float] | None = None
 
@@ -95,6 +100,13 @@ class _Passes:
     workload: LayerWorkload
     seconds: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
+
+    def is_known(self, copies: int) -> bool:
+        """Whether more passes through so many layers would be for little."""
+        if sum(self.seconds) * copies > _LONG_S:
+            return True
+        measured = self.measured(usual_pace_s=1.0)
+        return _ERROR_OF_MEDIAN * measured.spread < _KNOWN * math.sqrt(measured.repetitions)
 
     def measured(self, usual_pace_s: float) -> MeasuredLayer:
         raw = np.array(self.seconds)
@@ -169,7 +181,7 @@ class _Profiler:
         for turn in range(self._task.rounds):
             before = self._pace.probe()
             for passes, prepared in self._random.sample(ready, len(ready)):
-                if turn >= _LEAST_ROUNDS and sum(passes.seconds) * prepared.copies > _LONG_S:
+                if turn >= _LEAST_ROUNDS and passes.is_known(prepared.copies):
                     continue
                 began = self._pace.now()
                 layers.pass_through(prepared)

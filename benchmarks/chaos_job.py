@@ -145,6 +145,16 @@ class DistJob:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.starts += 1
 
+    def __enter__(self) -> Self:
+        """This."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave no driver behind."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def send(self, what: int) -> None:
         """A signal to the driver."""
         assert self.process is not None

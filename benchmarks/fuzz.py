@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 SHARES = {
-    "prompt line": 30, "plan JSON": 14, "config.json": 10, "profile CSV": 8,
-    "quantize_config.json": 8, "shard index": 7, "safetensors": 8, "packed layer": 4,
-    "omega file": 8, "cluster YAML": 5, "job manifest": 5, "result line": 10, "text lines": 6,
-    "prompt file": 2, "prompt Parquet": 1,
+    "result line": 14, "text lines": 8, "quantize_config.json": 10, "job manifest": 7,
+    "config.json": 10, "profile CSV": 10, "prompt line": 30, "safetensors": 8, "shard index": 5,
+    "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 8,
+    "cluster YAML": 3,
 }  # fmt: skip
 """Of the inputs; less for what is slow."""
 
@@ -70,22 +70,30 @@ def main() -> int:
     if options.parser:
         _fuzz(options)
         return 0
-    tallies = [_run(name, options) for name in SHARES if not options.only or name in options.only]
-    guides = sorted({tally.guide for tally in tallies})
-    print(f"{sum(t.inputs for t in tallies):,} inputs, seed {options.seed}, guided by "
-          f"{' and '.join(guides)}, {os.cpu_count()} cores\n")  # fmt: skip
     print("| parser | inputs | inputs/s | accepted | refused | failures | slowest | memory |")
-    print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for t in tallies:
-        print(
-            f"| {t.parser} | {t.inputs:,} | {t.inputs / max(t.seconds, 1e-9):,.0f} | "
-            f"{t.accepted:,} | {t.refused:,} | {t.failures:,} | {t.slowest_s * 1e3:.0f} ms | "
-            f"+{t.memory_bytes / 2**20:.0f} MiB |"
-        )
+    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    tallies = []
+    for name in SHARES:
+        if not options.only or name in options.only:
+            tallies.append(_run(name, options))
+            print(_row(tallies[-1]), flush=True)
+    guides = sorted({tally.guide for tally in tallies})
+    print(
+        f"\n{sum(t.inputs for t in tallies):,} inputs, seed {options.seed}, guided by "
+        f"{' and '.join(guides)}, one process at a time, {os.cpu_count()} cores"
+    )
     for t in tallies:
         for kind, name in t.kinds.items():
             print(f"\n- {t.parser}: {kind} ({name})")
     return int(any(t.failures for t in tallies))
+
+
+def _row(t: Tally) -> str:
+    return (
+        f"| {t.parser} | {t.inputs:,} | {t.inputs / max(t.seconds, 1e-9):,.0f} | "
+        f"{t.accepted:,} | {t.refused:,} | {t.failures:,} | {t.slowest_s * 1e3:.0f} ms | "
+        f"+{t.memory_bytes / 2**20:.0f} MiB |"
+    )
 
 
 def _options() -> argparse.Namespace:
@@ -118,7 +126,6 @@ def _run(name: str, options: argparse.Namespace) -> Tally:
         if done.returncode or tally.inputs < inputs:
             tally.failures += 1
             tally.kinds[f"the process ended with {done.returncode}: {done.stderr[-600:]}"] = "-"
-    print(f"{name}: {tally.inputs} inputs, {tally.failures} failures", file=sys.stderr, flush=True)
     return tally
 
 

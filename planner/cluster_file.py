@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 18
 LEAST, MOST = 1e-6, 1e6
 """Of sizes in GiB and rates: from a kilobyte, as tests have it, to a petabyte."""
 
-Count = Annotated[int, Field(ge=1, le=2**16)]
+Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 
@@ -48,7 +48,7 @@ class NodeEntry(_Strict):
     usable_memory_gib: Positive | dict[str, Positive] | None = None
     host_memory_gib: Positive | None = None
     link_gbyte_per_s: Positive | None = None
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=2**16)] | None = None
     memory_gib: Positive | None = None
 
     @field_validator("accelerators", mode="before")

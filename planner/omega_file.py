@@ -28,6 +28,9 @@ _NPY_MAGIC = b"\x93NUMPY"
 _PICKLE_MAGIC = b"\x80"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
+_NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
+"""What numpy raises for headers that it cannot read, or of arrays that cannot be."""
+
 _MOST_DIGITS = 2  # of a bitwidth
 _MOST_BYTES = 1 << 26
 """64 MiB: sensitivities of ten thousand layers and as many measured points take less than 10."""
@@ -56,7 +59,7 @@ def _read_npy(path: Path) -> npt.NDArray[Any]:
     """Mapped, so that a header that promises too much allocates nothing."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, TypeError, OSError, EOFError, SyntaxError, TokenError) as error:
+    except (*_NO_ARRAY, OSError) as error:
         raise SpecError(
             f"omega file {path} cannot be read as an array of numbers: {error}"
         ) from error

@@ -57,10 +57,11 @@ def loading_path(profile: str | Path) -> Path:
 def loading_s(
     rows: Sequence[LoadRow], plan: Plan, layer_bytes: int, origin: Origin
 ) -> float | None:
-    """Seconds until the slowest stage has its layers of `layer_bytes` in 16 bits, which is later
-    by what is read from the disk; None where a stage's device or bitwidth was not measured.
+    """Seconds until the slowest stage has its layers, which have `layer_bytes` in 16 bits; None
+    where a stage's device or bitwidth was not measured.
 
-    Layers of another size take in proportion; 16-bit layers always come from the checkpoint.
+    Layers of another size take in proportion; 16-bit layers always come from the checkpoint. A
+    disk that is slower than that adds the difference.
     """
     slowest_s = 0.0
     for stage in plan.stages:

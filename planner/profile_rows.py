@@ -260,7 +260,7 @@ class _Line:
 
     def milliseconds(self) -> float:
         value = self.real("ms_per_layer")
-        if value <= 0:
+        if value / 1e3 <= 0:  # the smallest of numbers are no seconds any more
             raise self.error(
                 f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
             )

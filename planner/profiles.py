@@ -73,7 +73,7 @@ def layer_features(
             float(layer.linear_parameters),
         ]
         return np.array(terms)
-    together = int(min(max(tokens_at_once // length, 1), batch_size))
+    together = int(min(max(tokens_at_once / length, 1), batch_size))
     full, rest = divmod(batch_size, together)
     terms_of_full = full * _pass_features(layer, together, length)
     return terms_of_full + (_pass_features(layer, rest, length) if rest else 0.0)

@@ -162,7 +162,12 @@ def _parser() -> Parser:
     add("--decode_tokens", type=int, metavar="COUNT",
         help=f"most tokens a decode micro-batch attends to ({space.decode_tokens})")  # fmt: skip
     add("--points", type=int, default=16, help="workloads for each bitwidth and phase")
-    add("--rounds", type=int, default=40, help="passes of each workload, fewer of long ones")
+    add(
+        "--rounds",
+        type=int,
+        default=100,
+        help="passes of each workload, fewer of long ones and of those that agree",
+    )
     add("--budget_s", type=float, default=600.0, help="seconds for each device")
     parser.add_argument("--layers_only", action="store_true",
         help="measure neither loading nor hops between stages")  # fmt: skip

@@ -105,3 +105,24 @@ def test_the_pace_is_some_time() -> None:
     took_s = pace.now() - first
     assert 0 < probed.seconds("decode") == probed.memory_s < took_s
     assert probed.seconds("prefill") ** 2 == pytest.approx(probed.compute_s * probed.memory_s)
+
+
+def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 prompts of 9 tokens, 20 at once: two, two and one; the same results as all at once."""
+    layers = timed(CONFIGS["llama"])
+    prepared = layers.prepare(LayerWorkload("prefill", 5, 9))
+    passed: list[int] = []
+    layers._layers[0].register_forward_hook(lambda _, given, __: passed.append(given[0].shape[1]))
+    layers.pass_through(prepared)
+    monkeypatch.setattr("actors.stage.CPU_TOKENS_AT_ONCE", 20)
+    layers.pass_through(prepared)
+    assert passed == [45, 18, 18, 9]
+
+
+def test_a_workload_is_known_by_its_noise_or_its_length() -> None:
+    quiet = _Passes(16, DECODE, seconds=[1e-3, 1.001e-3] * 8, paces=[1e-3] * 16)
+    assert quiet.is_known(copies=4)
+    noisy = _Passes(16, DECODE, seconds=[1e-3, 2e-3] * 8, paces=[1e-3] * 16)
+    assert not noisy.is_known(copies=4)
+    slow = _Passes(16, DECODE, seconds=[0.1, 0.2] * 8, paces=[1e-3] * 16)
+    assert slow.is_known(copies=4)

@@ -87,13 +87,13 @@ def test_stopped_while_it_runs_then_submitted_again(
     assert code == 0, error
     job_id = job_id.strip()
     follower = head.command("--follow-job", job_id)
-    wait_until(lambda: list(tmp_path.glob("out.jsonl.job/part-*")))
     wait_until(lambda: job_id in logged(follower))
     follower.send_signal(signal.SIGINT)
     code, _, error = finished(follower)
     assert (code, "goes on" in error) == (130, True), error
 
     follower = head.command("--follow-job", job_id)
+    wait_until(lambda: list(tmp_path.glob("out.jsonl.job/part-*")))
     code, _, error = finished(head.command("--stop-job", job_id))
     assert (code, "is stopped" in error) == (0, True), error
     code, log, error = finished(follower)

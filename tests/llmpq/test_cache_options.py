@@ -1,4 +1,4 @@
-"""The packed-shard cache as users set it, from the command line and from Python."""
+"""The packed-shard cache and the transport as users set them, from the command line and Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quant.errors import SpecError
         ([], CacheSettings()),
         (["--cache_dir", "/there", "--cache-limit-gib", "2.5"], CacheSettings("/there", 2.5)),
         (["--no-cache"], CacheSettings(enabled=False)),
-        (["--no_cache"], CacheSettings(enabled=False)),
+        (["--no_cache", "--transport", "ray"], CacheSettings(enabled=False)),
     ],
 )
 def test_command_line(
@@ -31,8 +31,8 @@ def test_command_line(
 ) -> None:
     seen = []
 
-    def run(planned: Any, rows: Any, options: Any) -> None:
-        seen.append(options.cache)
+    def run(planned: Any, chosen: Any) -> None:
+        seen.append((chosen.cache, chosen.transport))
         raise SpecError("enough")
 
     monkeypatch.setattr(dist, "Run", run)
@@ -40,7 +40,7 @@ def test_command_line(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
     files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     assert dist.main(["--plan", str(tmp_path / "plan.json"), *files, *options]) == 2
-    assert seen == [settings]
+    assert seen == [(settings, "ray" if "ray" in options else "auto")]
 
 
 def test_a_limit_that_is_none(

@@ -9,6 +9,8 @@ import pytest
 
 from llmpq.cli import algo, profile
 from llmpq.profiling import workload_of
+from planner.profile_links import links_beside, links_path
+from planner.profile_loading import loading_path, read_loading
 from planner.profile_rows import read_profiles
 from tests.actors.test_layer_timing import TINY
 
@@ -24,7 +26,8 @@ nodes:
 emulate: {time_scale: 0}
 """
 pytestmark = pytest.mark.usefixtures("local_ray")
-SMALL = ("--bits", "4", "16", "--points", "5", "--rounds", "1", "--max_length", "40")
+FEW = ("--bits", "4", "16", "--points", "5", "--rounds", "1", "--max_length", "40")
+SMALL = (*FEW, "--layers_only")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def times(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "times.csv"
-    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
+    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
     return path
 
 
@@ -53,7 +56,34 @@ def test_the_file_has_the_design_and_is_planned_with(
         ["--model", model, "--cluster", str(tmp_path / "cluster.yaml"), "--profiles", str(times),
          "--bits", "4", "16", "--s", "16", "--n", "8", "--global_bz", "4"]
     ) == 0  # fmt: skip
-    assert "fitted to 20 profile rows of times.csv" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "fitted to 20 profile rows of times.csv" in told
+    assert "of layers from the checkpoint" in told
+    assert "(times.loading.csv)" in told
+    loads = read_loading(loading_path(times))
+    assert {(r.bits, r.origin) for r in loads} == {
+        (4, "checkpoint"),
+        (4, "cache"),
+        (16, "checkpoint"),
+    }
+    assert {link.way for link in links_beside(times)} == {"gloo"}
+
+
+def test_loading_is_measured_for_the_bitwidths_that_lack_it(
+    model: str, times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.csv"
+    for source in (times, loading_path(times), links_path(times)):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    before = loading_path(path).read_bytes()
+    command = ["--model", model, "-o", str(path), "--threads", "1", *FEW]
+    assert profile.main([*command, "--bits", "4", "8"]) == 0
+    told = capsys.readouterr()
+    assert "CPU: loading at 8 bit" in told.err
+    assert "hops between" not in told.err
+    assert "hops between stages" in told.out
+    assert loading_path(path).read_bytes().startswith(before)
+    assert len(read_loading(loading_path(path))) == 5
 
 
 def test_what_is_measured_is_kept_and_the_rest_added(

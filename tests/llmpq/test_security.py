@@ -359,6 +359,7 @@ def test_no_secret_in_messages(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read at its import
     plan.save(tmp_path / "plan.json")
     (tmp_path / "in.jsonl").write_text('{"prompt": [5]}\n')
     rest = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]

@@ -218,6 +218,17 @@ def test_a_log_is_followed_over_broken_connections(monkeypatch: pytest.MonkeyPat
     assert "".join(seen) == "".join(pieces) + "end"
 
 
+def test_a_reader_that_goes_away_ends_following() -> None:
+    def gone(_text: str) -> None:
+        raise BrokenPipeError
+
+    jobs = RayJobs.__new__(RayJobs)
+    jobs.address = "http://head:8265"
+    jobs._client = CutConnections(["a", "b", "c"])  # type: ignore[assignment]
+    with pytest.raises(BrokenPipeError):
+        jobs.follow("job", gone)
+
+
 def test_a_cluster_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_jobs, "RETRY_S", 0.0)
     monkeypatch.setattr(ray_jobs, "RECONNECT_S", 0.0)

@@ -262,3 +262,28 @@ def test_spread_and_a_torn_end(tmp_path: Path) -> None:
 def test_profiles_are_written_aside_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write .*none/p.csv"):
         write_profiles(tmp_path / "none" / "p.csv", ())
+
+
+def test_a_cpu_passes_prompts_in_parts() -> None:
+    """24 prompts of 170 tokens: four passes of six; 3 of 1,024: three; and a fit knows it."""
+    one = layer_features("prefill", LAYER, 6, 170)
+    assert layer_features("prefill", LAYER, 24, 170, 1024) == pytest.approx(4 * one)
+    last = layer_features("prefill", LAYER, 1, 170)
+    assert layer_features("prefill", LAYER, 25, 170, 1024) == pytest.approx(4 * one + last)
+    alone = layer_features("prefill", LAYER, 1, 2000)
+    assert layer_features("prefill", LAYER, 3, 2000, 1024) == pytest.approx(3 * alone)
+    node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
+    cpu = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
+    law = LAW["prefill"]
+
+    def seconds(batch: int, length: int) -> float:
+        return float(law @ layer_features("prefill", LAYER, batch, length, 1024))
+
+    points = [(b, s) for b in (1, 2, 4, 8, 16, 32) for s in (16, 100, 300, 700) if b * s < 5000]
+    rows = tuple(
+        replace(row("prefill", *point), device="CPU", seconds=seconds(*point)) for point in points
+    )
+    fitted = FittedLatency(rows, ROOFLINE)
+    for point in ((3, 500), (12, 300), (5, 128)):
+        found = fitted.layer_prefill_s(cpu, 16, *point, "bfloat16")
+        assert found == pytest.approx(seconds(*point), rel=0.05)
