@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, NoReturn, Protocol
 
 import ray
+from ray.exceptions import RayTaskError
 
 from actors.health import BatchFailure, Settled, SoFar
 from actors.messages import Chunk
@@ -20,6 +21,7 @@ from quant.errors import DeviceError, DeviceLostError, StageLostError
 SETTLE_S = 20.0  # at least: Ray takes 5 s to kill a stopped process, for which neighbours wait
 _LOOK_S = 1.0  # between two looks at a device that is missing
 _REPORT_S = 60.0
+_LOAD_S = 3600.0  # of a shard, again
 _STARTS = 2  # of a process that does not come up although its device is there
 
 
@@ -297,12 +299,27 @@ def _await(
 
 
 def _load(stages: Stages, started: Iterable[int], hang_s: float) -> None:
+    """Load shards that were loaded before: what fails now is the device."""
     watch = Watch(stages.actors, hang_s, stages.get, needs_progress=False)
-    pending = stages.load(started)
+    ends_s = time.monotonic() + _LOAD_S
+    started = list(started)
+    pending = dict(zip(stages.load(started), started, strict=True))
     while pending:
-        done, pending = ray.wait(pending, timeout=watch.interval_s)
-        stages.get(done)
+        done, _ = ray.wait(list(pending), timeout=watch.interval_s)
+        for reference in done:
+            stage = pending.pop(reference)
+            try:
+                stages.get(reference)
+            except (DeviceError, RayTaskError) as error:
+                raise DeviceLostError(
+                    f"{stages.name(stage)} cannot be used any more: {error}",
+                    (stage,),
+                    (stages.device(stage),),
+                ) from error
         watch.look()
+        if pending and time.monotonic() > ends_s:
+            stage = next(iter(pending.values()))
+            raise HangError(f"stage {stage} was not loaded again within {_LOAD_S:g} s", stage)
 
 
 def _lost(stages: Stages, gone: Iterable[int], waited_s: float) -> DeviceLostError:

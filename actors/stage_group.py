@@ -11,7 +11,13 @@ from typing import Any, NoReturn
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -308,6 +314,8 @@ class StageGroup:
             raise cause from cause.__cause__
         except RayActorError as error:
             raise self._lost(error) from error
+        except OutOfMemoryError as error:  # the actor is dead, but this is no RayActorError
+            raise StageLostError(f"a stage's process was killed: {error}") from error
         except ObjectLostError as error:
             raise StageLostError(f"a stage's results were lost with its node: {error}") from error
         except GetTimeoutError as error:

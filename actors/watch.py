@@ -88,7 +88,7 @@ class Watch:
         done = {index: pulse.done for index, pulse in self._pulses.items()}
         if done != self._done:
             self._done, self._moved_s = done, now_s
-        if now_s - self._moved_s <= self._hang_s:
+        if not self._pulses or now_s - self._moved_s <= self._hang_s:
             return
         slowest = max(self._pulses, key=lambda index: self._pulses[index].computing_s)
         seconds = self._pulses[slowest].computing_s

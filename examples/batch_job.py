@@ -32,14 +32,14 @@ def main() -> int:
     )
     parser.add_argument("--model", required=True, help="folder or hub id of the weights")
     parser.add_argument("--input", required=True, type=Path, help="prompts.jsonl")
-    parser.add_argument("--output", required=True, type=Path, help="/shared/results.jsonl")
+    parser.add_argument("--output", required=True, help="/shared/results.jsonl")
     parser.add_argument("--cluster", help="cluster YAML (the cluster's own GPUs)")
     parser.add_argument("--address", default="auto", help="Ray cluster")
     parser.add_argument(
         "--run", nargs=argparse.REMAINDER, default=[], help="the rest is for llmpq-dist"
     )
     options, planning = parser.parse_known_args()
-    if not options.output.is_absolute():
+    if not Path(options.output).is_absolute():
         parser.error(f"--output {options.output} would be lost with the job; give an absolute path")
     with tempfile.TemporaryDirectory() as folder:
         prompts = options.input
@@ -55,7 +55,7 @@ def main() -> int:
         )
         if code:
             return code
-        job = ["--plan", plan, "--input", prompts, "--output", str(options.output)]
+        job = ["--plan", plan, "--input", prompts, "--output", options.output]
         return dist.main([*job, "--address", options.address, *options.run])
 
 

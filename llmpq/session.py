@@ -40,6 +40,11 @@ def ray_session(address: str | None = None) -> Iterator[None]:
             logging_level=logging.ERROR,
             include_dashboard=False if target == "local" else None,
         )
+    except SystemExit as error:
+        # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
+        if error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
             f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`, or "

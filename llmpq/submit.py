@@ -168,7 +168,8 @@ def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None
 
 
 def _check_absolute(option: str, path: str | None) -> None:
-    if path is not None and not _is_of_cluster(path):
+    in_home = option == "cache_dir" and path is not None and path.startswith("~")  # alone expanded
+    if path is not None and not path.startswith("/") and not in_home:
         raise InputError(
             f"--{option.replace('_', '-')} is {path!r}, which would lie in the job's temporary "
             "folder; give an absolute path that the cluster's head can write"

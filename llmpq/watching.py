@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from actors.stage_group import StageGroup
 from llmpq.monitor import Monitor, RunMeter, RunState
 from llmpq.run_trace import save_trace
 from planner.plan import Plan
+from quant.errors import InputError
 
 
 @contextmanager
@@ -28,6 +29,10 @@ def watching(
     try:
         with Monitor(meter, group.observer.figures, show):
             yield
-    finally:
+    except BaseException:
         if trace is not None:
-            save_trace(trace, plan, group.observer.traces())
+            with suppress(InputError):  # what ended the run matters more
+                save_trace(trace, plan, group.observer.traces())
+        raise
+    if trace is not None:
+        save_trace(trace, plan, group.observer.traces())

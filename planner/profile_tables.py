@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from quant.errors import InputError, SpecError
+from quant.whole_file import write_whole
 
 VERSION = 1
 """In the first column of every row; a reader refuses others."""
@@ -43,13 +45,12 @@ def write_table(path: Path, kind: type[_Row], rows: Iterable[_Row]) -> None:
     InputError where the file cannot be written.
     """
     names = _columns(kind)
-    aside = path.with_name(f"{path.name}.part")
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream)
+    writer.writerow(names)
+    writer.writerows((VERSION, *(getattr(row, name) for name in names[1:])) for row in rows)
     try:
-        with aside.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            writer.writerow(names)
-            writer.writerows((VERSION, *(getattr(row, name) for name in names[1:])) for row in rows)
-        aside.replace(path)
+        write_whole(path, stream.getvalue())
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 

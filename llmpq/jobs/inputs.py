@@ -57,7 +57,9 @@ class JobInput:
                 )
         parents = [str(path.absolute().parent) for path in files]
         top = os.path.commonpath(parents)
-        return cls(files, tuple(os.path.relpath(path.absolute(), top) for path in files))
+        names = (os.fsencode(os.path.relpath(path.absolute(), top)) for path in files)
+        # ids are made of names, and must be text
+        return cls(files, tuple(name.decode("utf-8", "backslashreplace") for name in names))
 
     def rows(self) -> Iterator[PlacedRow]:
         """Every row in turn; those without an id get one that is made from their content.

@@ -110,8 +110,8 @@ class Job:
         """
         for placed in self._source.rows():
             row = placed.row
-            fingerprint = self._ledger.wanted(row.custom_id)
-            if fingerprint is None:
+            fingerprint = self._identity.fingerprint(row)
+            if self._ledger.wanted(row.custom_id) != fingerprint:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
                 yield row

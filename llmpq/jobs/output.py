@@ -308,14 +308,17 @@ class JobOutput:
 
     def kept(self) -> str:
         """Where to go on, for a message."""
-        return f" in {self.folder}; the same command goes on" if self._begun else ""
+        return f" in {self.folder}; {self._again()} goes on" if self._begun else ""
+
+    def _again(self) -> str:
+        return "the same command" + " without --overwrite" * self._options.overwrite
 
     def _unwritable(self, error: OSError) -> InputError:
         kept = ""
         if self.committed:
             kept = (
-                f"; {self.committed} rows of this run are committed in {self.folder}, and the same "
-                "command goes on from there"
+                f"; {self.committed} rows of this run are committed in {self.folder}, and "
+                f"{self._again()} goes on from there"
             )
         return InputError(f"cannot write output {self.path}: {error.strerror}{kept}")
 

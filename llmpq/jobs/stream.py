@@ -57,6 +57,23 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         self._thread.shutdown()
         self._thread = None
 
+    async def aclose(self) -> None:
+        """As `close`; other tasks go on meanwhile."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Results:
+        """This."""
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the run; other tasks go on meanwhile."""
+        await self.aclose()
+
     def __enter__(self) -> Results:
         """This."""
         return self

@@ -89,7 +89,8 @@ def test_streams_of_results(plan: Plan, tiny: tuple[Path, Any], local_ray: None)
     assert next(results, None) is None
 
     async def collect() -> list[str]:
-        return [result.custom_id async for result in plan.run(iter([[5, 6, 7], [5], "text"]))]
+        async with plan.run(iter([[5, 6, 7], [5], "text"])) as results:
+            return [result.custom_id async for result in results]
 
     assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
     rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
