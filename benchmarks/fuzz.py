@@ -314,7 +314,7 @@ def _again(paths: Sequence[Path]) -> int:
             try:
                 taken = named[path.name.rpartition("-")[0]](path.read_bytes(), Path(folder))
                 print(f"{path}: {'accepted' if taken else 'refused'}")
-            except Exception:
+            except Exception:  # whatever it is, it is what is looked for
                 failed = 1
                 print(f"{path}:\n{traceback.format_exc(limit=-6)}")
     return failed

@@ -96,3 +96,4 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     look_for(watch, clock, 3.0)
     stages[1].frozen = False
     look_for(watch, clock, 100.0, moving=stages[0])
+    assert clock.now_s > 11 * HANG_S  # and no look named a stage that hangs
