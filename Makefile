@@ -24,7 +24,7 @@ demo: install
 	@echo "results: $(DEMO)/results.jsonl"
 
 test: install
-	$(BIN)/python -m pytest -n 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
