@@ -12,12 +12,12 @@ from pathlib import Path
 
 from planner.assignment import Assignment, AssignmentProblem, solve, stage_times
 from planner.cluster import ClusterSpec
+from planner.candidates import orders_of
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches, micro_batch_pairs
 from planner.model_shape import model_shape
 from planner.options import PlanOptions
-from planner.orders import device_orders
 from planner.profiles import latency_from_profiles
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity
@@ -107,9 +107,7 @@ def at_bitwidth(setting: Setting, bits: int) -> Setting:
 
 def _solved(costs: CostModel, sizes: MicroBatches, method: str) -> Iterator[_Found]:
     """What `method` makes of each device order in which it fits."""
-    devices = costs.cluster.devices
-    for order in device_orders(devices, lambda d: d.accelerator.name, lambda d: d.node):
-        chosen = tuple(devices[index] for index in order)
+    for chosen in orders_of(costs, all_orders=False):
         problem = costs.problem(chosen, sizes)
         try:
             yield _Found(chosen, sizes, problem, solve(problem, method=method))

@@ -2,13 +2,16 @@
 
     python -m benchmarks.planner clusters [--update docs/planner.md]
     python -m benchmarks.planner methods [--update docs/planner.md]
+    python -m benchmarks.planner defaults [--update docs/planner.md]
     python -m benchmarks.planner scale [--update docs/planner.md]
     python -m benchmarks.planner growth [--plot docs/planner_growth.svg]
 
 Times are CPU seconds of one process, so that other work on the machine does not count. Costs are
 the planner's own: rooflines, and memory by the kernels' rules. Sensitivities are random, uneven
 across layers and no product of a layer's and a bitwidth's factor, seeded by the cluster's number.
-The LM head stays on the last stage and no device is left out, as in the published formulation.
+The LM head stays on the last stage and no device is left out, as in the published formulation, but
+in `defaults`: that is a plan as users get it, both places of the head and fewer devices tried, with
+the default sensitivities and the baselines.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ import numpy as np
 
 from benchmarks.published import PublishedOutcome, solve_published
 from planner.assignment import solve
-from planner.candidates import SearchCandidate, list_candidates
+from planner.candidates import Candidates, SearchCandidate
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.model_shape import ModelShape, model_shape
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.options import PlanOptions
-from planner.search import PlanSearch, SearchOutcome, cost_model
+from planner.plan_builder import Solution
+from planner.search import cost_model, find_plan, search
 from planner.sensitivity import default_sensitivity
 from planner.workload import Workload
 
@@ -62,8 +66,7 @@ PAPER = {
 class Timed:
     """One search and its CPU seconds, candidates' problems and bounds included."""
 
-    outcome: SearchOutcome
-    candidates: list[SearchCandidate]
+    solution: Solution
     cpu_s: float
 
 
@@ -87,12 +90,10 @@ def paper_costs(number: int, options: PlanOptions) -> CostModel:
 
 
 def timed_search(costs: CostModel) -> Timed:
-    """The whole search for a cluster."""
+    """The whole search for a cluster, with all of its devices."""
     start = time.process_time()
-    candidates = list_candidates(costs)
-    search = PlanSearch(costs.options, candidates[0].problem.sensitivity, time.perf_counter)
-    outcome = search.run(candidates)
-    return Timed(outcome, candidates, time.process_time() - start)
+    found = search(replace(costs, options=replace(costs.options, keep_all_devices=True)))
+    return Timed(found, time.process_time() - start)
 
 
 def sampled(candidates: Sequence[SearchCandidate], samples: int) -> list[AssignmentProblem]:
@@ -111,27 +112,28 @@ def clusters_table(numbers: Sequence[int], samples: int, limit_s: float) -> Iter
     total_published = total_ours = 0.0
     bounded = False
     for number in numbers:
-        ours = timed_search(paper_costs(number, PlanOptions(relative_gap=GAP, head="last")))
-        problems = sampled(ours.candidates, samples)
+        costs = paper_costs(number, PlanOptions(relative_gap=GAP, head="last"))
+        ours = timed_search(costs)
+        problems = sampled(list(Candidates(costs)), samples)
         published = [solve_published(problem, limit_s, GAP) for problem in problems]
         for problem, outcome in zip(problems, published, strict=True):
             check_agreement(problem, outcome)
         cut = any(not outcome.finished for outcome in published)
         bounded = bounded or cut
         mean_s = sum(outcome.cpu_s for outcome in published) / len(published)
-        whole_s = mean_s * len(ours.candidates)
+        whole_s = mean_s * ours.solution.candidates
         total_published, total_ours = total_published + whole_s, total_ours + ours.cpu_s
         sign = "≥ " if cut else ""
         cells = (
             number,
-            f"{ours.candidates[0].problem.stages}, {ours.candidates[0].problem.layers}",
-            len(ours.candidates),
+            f"{problems[0].stages}, {problems[0].layers}",
+            ours.solution.candidates,
             ", ".join(("" if o.finished else "≥ ") + f"{o.cpu_s:.1f}" for o in published),
             f"{sign}{whole_s:.0f}",
             f"{ours.cpu_s:.2f}",
             f"{sign}{whole_s / ours.cpu_s:.0f}",
-            ours.outcome.solution.solved,
-            f"{ours.outcome.gap:.0e}",
+            ours.solution.solved,
+            f"{ours.solution.gap:.0e}",
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
     sign = "≥ " if bounded else ""
@@ -151,13 +153,14 @@ def methods_table(numbers: Sequence[int]) -> Iterator[str]:
     )
     yield "|" + "---|" * 9
     for number in numbers:
-        ours = timed_search(paper_costs(number, PlanOptions(relative_gap=GAP, head="last")))
+        costs = paper_costs(number, PlanOptions(relative_gap=GAP, head="last"))
+        ours = timed_search(costs)
         every = timed_search(
             paper_costs(number, PlanOptions(relative_gap=GAP, head="last", all_orders=True))
         )
         heuristic = timed_search(paper_costs(number, PlanOptions(method="transfer", head="last")))
-        best = ours.outcome.solution.assignment.objective
-        problem = _winner(ours)
+        best = ours.solution.assignment.objective
+        problem = costs.problem(ours.solution.devices, ours.solution.sizes)
         start = time.process_time()
         alone = solve(problem, method="transfer")
         alone_s = time.process_time() - start
@@ -167,22 +170,12 @@ def methods_table(numbers: Sequence[int]) -> Iterator[str]:
             f"{alone_s:.2f}",
             f"{100 * (alone.objective / best - 1):.2f} %",
             f"{heuristic.cpu_s:.2f}",
-            f"{100 * (heuristic.outcome.solution.assignment.objective / best - 1):.2f} %",
-            len(every.candidates),
+            f"{100 * (heuristic.solution.assignment.objective / best - 1):.2f} %",
+            every.solution.candidates,
             f"{every.cpu_s:.2f}",
-            f"{100 * (1 - every.outcome.solution.assignment.objective / best):.2f} %",
+            f"{100 * (1 - every.solution.assignment.objective / best):.2f} %",
         )
         yield "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _winner(found: Timed) -> AssignmentProblem:
-    """The problem of the order and sizes that won a search."""
-    solution = found.outcome.solution
-    return next(
-        candidate.problem
-        for candidate in found.candidates
-        if (candidate.devices, candidate.sizes) == (solution.devices, solution.sizes)
-    )
 
 
 def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> None:
@@ -192,6 +185,56 @@ def check_agreement(problem: AssignmentProblem, published: PublishedOutcome) -> 
     missed = published.finished and published.objective > ours.objective * (1 + GAP + 1e-6)
     if worse or missed or published.bound > ours.objective * (1 + 1e-6):
         raise SystemExit(f"ours {ours.objective}, published {published}: they disagree")
+
+
+KINDS = ("T4-16GB", "P100-PCIE-12GB", "V100-SXM2-32GB", "A100-SXM4-40GB", "V100-SXM2-16GB", "L4")
+NODES: dict[str, tuple[str, list[tuple[int, int]]]] = {
+    "8 nodes of one T4": ("opt-30b", [(0, 1)] * 8),
+    "9 nodes of one T4": ("opt-30b", [(0, 1)] * 9),
+    "12 nodes of one T4": ("opt-66b", [(0, 1)] * 12),
+    "4 nodes of 4 kinds": ("opt-30b", [(kind, 1) for kind in range(4)]),
+    "5 nodes of 5 kinds": ("opt-30b", [(kind, 1) for kind in range(5)]),
+    "6 nodes of 6 kinds": ("opt-30b", [(kind, 1) for kind in range(6)]),
+    "12 nodes, 3 of each of 4 kinds": ("opt-66b", [(kind, 1) for kind in range(4)] * 3),
+    "8 nodes of 2 or 4, 4 kinds": (
+        "opt-66b",
+        [(0, 4), (0, 4), (1, 4), (1, 2), (2, 2), (2, 4), (3, 2), (3, 2)],
+    ),
+}
+"""Clusters by what they are called: a model, and for each node the kind and number of its GPUs."""
+
+
+def defaults_table() -> Iterator[str]:
+    """Markdown rows of what users get without options, baselines included."""
+    yield "| cluster | GPUs | model | candidates | solved | plan (s) | gap | GPUs used |"
+    yield "|" + "---|" * 8
+    for number, (name, theta) in PAPER.items():
+        cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
+        yield _defaults_row(f"paper {number}", name, cluster, theta)
+    for what, (name, nodes) in NODES.items():
+        values = {
+            "name": what,
+            "nodes": [{"accelerators": {KINDS[kind]: count}} for kind, count in nodes],
+            "network": {"internode_gbit_per_s": 25},
+        }
+        yield _defaults_row(what, name, ClusterSpec.from_dict(values), PlanOptions().theta)
+
+
+def _defaults_row(what: str, name: str, cluster: ClusterSpec, theta: float) -> str:
+    start = time.process_time()
+    plan = find_plan(cluster, model_shape(name), name, WORKLOAD, PlanOptions(theta=theta))
+    cpu_s = time.process_time() - start
+    cells = (
+        what,
+        len(cluster.devices),
+        name,
+        plan.solver.candidates,
+        plan.solver.solved,
+        f"{cpu_s:.1f}",
+        f"{plan.solver.gap:.0e}",
+        len(cluster.devices) - len(plan.unused_devices),
+    )
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def scale_table(all_orders: bool) -> Iterator[str]:
@@ -207,10 +250,10 @@ def scale_table(all_orders: bool) -> Iterator[str]:
                 4 * each,
                 layers,
                 objective,
-                len(found.candidates),
-                found.outcome.solution.solved,
+                found.solution.candidates,
+                found.solution.solved,
                 f"{found.cpu_s:.1f}",
-                f"{found.outcome.gap:.0e}",
+                f"{found.solution.gap:.0e}",
                 f"{peak_gb:.2f}",
             )
             yield "| " + " | ".join(map(str, cells)) + " |"
@@ -348,7 +391,7 @@ def update_page(page: Path, section: str, lines: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and update a page or plot if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["clusters", "methods", "scale", "growth"])
+    parser.add_argument("what", choices=["clusters", "methods", "defaults", "scale", "growth"])
     parser.add_argument("--clusters", type=int, nargs="+", default=list(PAPER), choices=PAPER)
     parser.add_argument("--samples", type=int, default=3, help="published problems a cluster")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each of them")
@@ -361,6 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows = clusters_table(chosen.clusters, chosen.samples, chosen.limit)
     elif chosen.what == "methods":
         rows = methods_table(chosen.clusters)
+    elif chosen.what == "defaults":
+        rows = defaults_table()
     elif chosen.what == "scale":
         rows = scale_table(chosen.all_orders)
     else:

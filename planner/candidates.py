@@ -1,27 +1,28 @@
 """The candidates of a search (LLM-PQ Alg. 1, line 1): device orders by pairs of micro-batch sizes.
 
-Each comes with its assignment problem and a lower bound, so that most need not be solved.
+They come by their lower bounds, the most promising first, and are made as they are asked for: there
+may be more orders than can be listed.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
 
 from planner.costs import CostModel, grouped
 from planner.device import Device
 from planner.micro_batches import MicroBatches, micro_batch_pairs
-from planner.optimiser.box_method import BoundBook
 from planner.optimiser.capacity import explain_infeasible, is_feasible
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
-from planner.orders import device_orders
+from planner.orders import OrderTree
+from planner.orders_by_ends import HopTable, OrdersByEnds, SharedPrices
 from planner.remedies import remedies
 from planner.workload import Workload
 from quant.errors import InfeasibleError, SpecError
-
-MOST_ORDERS = 20_000  # each takes some ten milliseconds before anything is solved
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,29 +39,73 @@ class SearchCandidate:
     head_on_first: bool = False
 
 
-def list_candidates(costs: CostModel) -> list[SearchCandidate]:
+class Candidates:
     """All feasible candidates, most promising first.
 
-    Raises `InfeasibleError` if there is none, with what would fit, and `SpecError` for sizes or
-    orders that cannot be searched.
+    Raises `InfeasibleError` if there is none, with what would fit, and `SpecError` for sizes that
+    cannot be searched.
     """
-    book = BoundBook()
-    found: list[SearchCandidate] = []
-    closest: tuple[tuple[Device, ...], AssignmentProblem] | None = None
-    placed = [replace(costs, head_on_first=head == "first") for head in _heads(costs)]
-    for devices, here in product(_orders(costs), placed):
-        for sizes in searched_sizes(costs.workload, len(devices), costs.options):
-            problem = grouped(here.problem(devices, sizes), costs.options.group)
-            if is_feasible(problem):
-                bound = book.bound(problem)
-                found.append(SearchCandidate(devices, sizes, problem, bound, here.head_on_first))
-            elif closest is None or problem.memory_bytes.sum() > closest[1].memory_bytes.sum():
-                closest = devices, problem
-    if not found and closest is not None:
-        devices, problem = closest
-        why = explain_infeasible(problem, [device.name for device in devices])
-        raise InfeasibleError(f"{costs.shape.name} does not fit: {why}. {remedies(costs, devices)}")
-    return sorted(found, key=lambda candidate: candidate.bound)
+
+    def __init__(self, costs: CostModel) -> None:
+        self.count = 0
+        self._serial = itertools.count()
+        self._heap: list[tuple[float, int, OrdersByEnds]] = []
+        self._fill(costs)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no candidate still to come has a plan below; infinite when none is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> SearchCandidate:
+        """The most promising candidate that is left; IndexError when none is."""
+        while True:
+            _, _, ends = heapq.heappop(self._heap)
+            if ends.is_rough:
+                ends.refine()
+                self._push(ends)
+                continue
+            bound, devices = ends.pop()
+            if ends.bound < math.inf:
+                self._push(ends)
+            costs = ends.costs
+            problem = grouped(costs.problem(devices, ends.sizes), costs.options.group)
+            return SearchCandidate(devices, ends.sizes, problem, bound, costs.head_on_first)
+
+    def __iter__(self) -> Iterator[SearchCandidate]:
+        """All that are left."""
+        while self._heap:
+            yield self.pop()
+
+    def _fill(self, costs: CostModel) -> None:
+        devices, tree = order_tree(costs, costs.options.all_orders)
+        trees = [(ends, each, each.count()) for ends, each in tree.by_ends().items()]
+        closest: tuple[tuple[Device, ...], AssignmentProblem] | None = None
+        placed = [replace(costs, head_on_first=head == "first") for head in _heads(costs)]
+        sizes_tried = searched_sizes(costs.workload, len(devices), costs.options)
+        for here, sizes in itertools.product(placed, sizes_tried):
+            hops, shared = HopTable(here, sizes, devices, tree), SharedPrices()
+            for kinds, between, count in trees:
+                ends = OrdersByEnds(here, sizes, devices, between, kinds, hops, shared)
+                if is_feasible(ends.problem):
+                    self.count += count
+                    self._push(ends)
+                elif closest is None or _room(ends.problem) > _room(closest[1]):
+                    closest = ends.example, ends.problem
+        if not self._heap and closest is not None:
+            order, problem = closest
+            why = explain_infeasible(problem, [device.name for device in order])
+            raise InfeasibleError(
+                f"{costs.shape.name} does not fit: {why}. {remedies(costs, order)}"
+            )
+
+    def _push(self, ends: OrdersByEnds) -> None:
+        heapq.heappush(self._heap, (ends.bound, next(self._serial), ends))
+
+
+def _room(problem: AssignmentProblem) -> float:
+    """What all stages together have left for layers, in bytes."""
+    return float(problem.memory_bytes.sum())
 
 
 def _heads(costs: CostModel) -> Sequence[str]:
@@ -70,16 +115,29 @@ def _heads(costs: CostModel) -> Sequence[str]:
     return ("last", "first") if costs.options.head == "auto" else (costs.options.head,)
 
 
+def order_tree(costs: CostModel, all_orders: bool) -> tuple[tuple[Device, ...], OrderTree]:
+    """All orders of the cluster's devices, which come in an order that the file has no part in."""
+    devices = canonical_devices(costs.cluster.devices)
+    tree = OrderTree(devices, lambda d: d.cost_kind, lambda d: d.node, all_orders)
+    return devices, tree
+
+
+def canonical_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The same for every order in which nodes that cost the same may be written."""
+    nodes: dict[str, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
+    ordered = [sorted(node, key=lambda d: (repr(d.cost_kind), d.index)) for node in nodes.values()]
+    ordered.sort(key=lambda node: [repr(device.cost_kind) for device in node])
+    return tuple(itertools.chain.from_iterable(ordered))
+
+
 def orders_of(costs: CostModel, all_orders: bool) -> Iterator[tuple[Device, ...]]:
-    """Distinct orders of the cluster's devices."""
-    devices = costs.cluster.devices
-    orders = device_orders(
-        devices,
-        type_of=lambda d: (d.accelerator.name, d.memory_bytes, d.threads),
-        node_of=lambda d: d.node,
-        all_orders=all_orders,
-    )
-    return (tuple(devices[i] for i in order) for order in orders)
+    """Distinct orders of the cluster's devices; as many as are asked for, of unlike ends first."""
+    devices, tree = order_tree(costs, all_orders)
+    waiting = [each.orders() for each in tree.by_ends().values()]
+    for turn in itertools.zip_longest(*waiting):
+        yield from (tuple(devices[i] for i in order) for order in turn if order is not None)
 
 
 def searched_sizes(workload: Workload, stages: int, options: PlanOptions) -> Sequence[MicroBatches]:
@@ -96,20 +154,3 @@ def searched_sizes(workload: Workload, stages: int, options: PlanOptions) -> Seq
         for pair in micro_batch_pairs(batch, stages)
     }
     return sorted(pairs, key=lambda pair: (pair.decode, pair.prefill))
-
-
-def _orders(costs: CostModel) -> Sequence[tuple[Device, ...]]:
-    """Those that the options ask for; SpecError for more than can be searched."""
-    wanted = costs.options.all_orders
-    found = list(islice(orders_of(costs, wanted), MOST_ORDERS + 1))
-    if len(found) > MOST_ORDERS:
-        remedy = (
-            "leave all_orders out, so that equal devices of a node stay together"
-            if wanted
-            else "use fewer nodes, or nodes of more devices"
-        )
-        raise SpecError(
-            f"{len(costs.cluster.devices)} devices have more than {MOST_ORDERS} distinct orders; "
-            f"{remedy}"
-        )
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -31,32 +32,48 @@ def transfer_s(cluster: ClusterSpec, sender: Device, receiver: Device, payload_b
     return cluster.link_latency_s(sender, receiver) + payload_bytes / rate
 
 
-def transfers_s(
-    cluster: ClusterSpec,
-    devices: Sequence[Device],
-    shape: ModelShape,
-    workload: Workload,
-    sizes: MicroBatches,
-    dtypes: Sequence[str],
-    head_on_first: bool = False,
-) -> tuple[Vector, Vector]:
-    """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f).
-
-    `devices` [N] in stage order with their compute types; both results are [N], and their last
-    entry is the way back to the first stage: one token id a request, or with `head_on_first` the
-    final hidden state of its last token.
+@dataclass(frozen=True)
+class Transfers:
+    """The hops of one pair of micro-batch sizes; with `head_on_first` what goes back from the last
+    stage to the first is the final hidden state of each request's last token, else its token id.
     """
 
-    def along(requests: int, tokens: int) -> Vector:
-        onward = [
-            transfer_s(cluster, sender, receiver, hidden_bytes(shape, tokens, dtype))
+    cluster: ClusterSpec
+    shape: ModelShape
+    workload: Workload
+    sizes: MicroBatches
+    head_on_first: bool = False
+
+    def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
+        """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f),
+        of hidden states in the sender's compute type.
+        """
+        tokens = self.sizes.prefill * self.workload.prompt_length, self.sizes.decode
+        prefill, decode = (
+            transfer_s(self.cluster, sender, receiver, hidden_bytes(self.shape, each, dtype))
+            for each in tokens
+        )
+        return prefill, decode
+
+    def back_s(self, last: Device, first: Device, dtype: str) -> tuple[float, float]:
+        """Seconds per prefill and per decode micro-batch from the last stage to the first."""
+        each = TOKEN_ID_BYTES
+        if self.head_on_first:
+            each = self.shape.word_embedding_size * DTYPE_BYTES[dtype]
+        prefill, decode = (
+            transfer_s(self.cluster, last, first, requests * each)
+            for requests in (self.sizes.prefill, self.sizes.decode)
+        )
+        return prefill, decode
+
+    def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
+        """Those of the stages `devices` [N] with their compute types, each [N]; the last is the
+        way back.
+        """
+        hops = [
+            self.onward_s(sender, receiver, dtype)
             for (sender, receiver), dtype in zip(pairwise(devices), dtypes[:-1], strict=True)
         ]
-        returned = requests * TOKEN_ID_BYTES
-        if head_on_first:
-            returned = requests * shape.word_embedding_size * DTYPE_BYTES[dtypes[-1]]
-        back = transfer_s(cluster, devices[-1], devices[0], returned)
-        return np.array([*onward, back])
-
-    prefill = along(sizes.prefill, sizes.prefill * workload.prompt_length)
-    return prefill, along(sizes.decode, sizes.decode)
+        hops.append(self.back_s(devices[-1], devices[0], dtypes[-1]))
+        prefill, decode = np.array(hops).T
+        return prefill, decode

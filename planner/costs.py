@@ -4,13 +4,14 @@ transfers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from planner.communication import transfers_s
+from planner.communication import Transfers
 from planner.device import Device
 from planner.latency import LatencyModel
 from planner.memory import (
@@ -60,6 +61,10 @@ class CostModel:
         """KV cache of one layer on `device` for the whole batch."""
         return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
+    def transfers(self, sizes: MicroBatches) -> Transfers:
+        """The hops between stages."""
+        return Transfers(self.cluster, self.shape, self.workload, sizes, self.head_on_first)
+
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
     ) -> StageMemory:
@@ -83,9 +88,7 @@ class CostModel:
         """The assignment problem of one device order and pair of micro-batch sizes."""
         batch = self.workload.global_batch
         dtypes = [self.dtype(device) for device in devices]
-        prefill_comm, decode_comm = transfers_s(
-            self.cluster, devices, self.shape, self.workload, sizes, dtypes, self.head_on_first
-        )
+        prefill_comm, decode_comm = self.transfers(sizes).of_order(devices, dtypes)
         fixed_prefill, fixed_decode = self._fixed_times(devices, sizes)
         net = [
             net_memory_bytes(device, self.fixed_memory(devices, j, sizes).total)
@@ -113,7 +116,7 @@ class CostModel:
     def _table(self, devices: Sequence[Device], cost: Callable[[Device, int], float]) -> FloatArray:
         """`cost` of every stage and bitwidth, `[N, K]`; equal devices are asked once."""
         rows: dict[object, list[float]] = {}
-        kinds = [(d.accelerator.name, d.threads, d.emulated) for d in devices]
+        kinds = [device.time_kind for device in devices]
         for kind, device in zip(kinds, devices, strict=True):
             if kind not in rows:
                 rows[kind] = [float(cost(device, bits)) for bits in self.options.bits]
@@ -130,8 +133,16 @@ class CostModel:
         return self.latency.layer_decode_s(device, bits, sizes.decode, context, self.dtype(device))
 
     def _layer_bytes(self, device: Device, bits: int) -> float:
-        weights = layer_weight_bytes(self.shape, bits, device, self.dtype(device))
-        return weights + self.kv_bytes_per_layer(device)
+        kind = device.time_kind, bits
+        if kind not in self._known_layer_bytes:
+            weights = layer_weight_bytes(self.shape, bits, device, self.dtype(device))
+            self._known_layer_bytes[kind] = weights + self.kv_bytes_per_layer(device)
+        return self._known_layer_bytes[kind]
+
+    @cached_property
+    def _known_layer_bytes(self) -> dict[Hashable, float]:
+        """By kind of device and bitwidth, for problems of many orders and sizes."""
+        return {}
 
     def _fixed_times(
         self, devices: Sequence[Device], sizes: MicroBatches

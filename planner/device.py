@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from planner.accelerators import Accelerator
@@ -45,6 +46,16 @@ class Device:
     def name(self) -> str:
         """For instance `node0/T4-16GB:1`; unique in the cluster."""
         return f"{self.node}/{self.accelerator.name}:{self.index}"
+
+    @property
+    def time_kind(self) -> Hashable:
+        """Equal for devices that hold and compute a layer alike."""
+        return self.accelerator.name, self.threads, self.emulated, self.stand_in
+
+    @property
+    def cost_kind(self) -> Hashable:
+        """Equal for devices that are alike in all that a plan's cost depends on but their nodes."""
+        return self.time_kind, self.memory_bytes, self.link_bytes_per_s
 
     @property
     def runs_on_cpu(self) -> bool:

@@ -33,7 +33,9 @@ class PlanOptions:
     not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s`: the other one
     is minimised within that bound, and `theta` is found. `max_ppl_delta`: most increase of
     perplexity over 16 bit, a `max_omega` by the points measured in the omega file.
-    `ilp_time_limit` in seconds per ILP; `relative_gap` is the accepted distance from the optimum.
+    `ilp_time_limit` in seconds per ILP, `search_time_limit` per search over device orders and
+    micro-batch sizes, after which the best plan so far is taken; `relative_gap` is the accepted
+    distance from the optimum.
     `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
     `kv_bits`: bits of keys and values, 16 for those of the compute type, 8 for codes with a scale a
     token and head; `auto` is 16 if that fits, else 8.
@@ -58,6 +60,7 @@ class PlanOptions:
     prefill_micro_batch: int | None = None
     decode_micro_batch: int | None = None
     ilp_time_limit: float = 60.0
+    search_time_limit: float = 60.0
     relative_gap: float = 1e-4
     rounding: str = ROUNDINGS[0]
     kv_bits: int | str = FULL_BITS
@@ -83,6 +86,7 @@ class PlanOptions:
             ),
             "group": (self.group >= 1, "at least 1"),
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
+            "search_time_limit": (self.search_time_limit > 0, "more than 0 seconds"),
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
             "rounding": (self.rounding in ROUNDINGS, f"one of {list(ROUNDINGS)}"),
             "kv_bits": (self.kv_bits in KV_CHOICES, f"one of {list(KV_CHOICES)}"),

@@ -48,6 +48,12 @@ class Solution:
     head_on_first: bool = False
     solver: str = DEFAULT_SOLVER
 
+    @property
+    def gap(self) -> float:
+        """How far the plan can be from the optimum of the whole search, relative to it."""
+        objective = self.assignment.objective
+        return (objective - self.lower_bound) / objective if objective > 0 else 0.0
+
 
 def build_plan(
     costs: CostModel,

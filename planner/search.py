@@ -7,29 +7,30 @@ as far as it can beat the best plan found before.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from planner.assignment import solve
 from planner.baselines import RUNNABLE, baseline_solution, baselines
-from planner.candidates import SearchCandidate, list_candidates
+from planner.candidates import Candidates, SearchCandidate, canonical_devices
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.device import Device
 from planner.kv_latency import EightBitCacheLatency
-from planner.latency import LatencyModel
+from planner.latency import LatencyModel, RememberedLatency
 from planner.memory import FULL_BITS, KV_BITWIDTHS
-from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
 from planner.optimiser.adabits import solve_adabits
 from planner.optimiser.auto import solve_automatically
+from planner.optimiser.box_method import ROUNDING
 from planner.optimiser.pareto import Point, fastest_within, finest_within
-from planner.optimiser.problem import Assignment, FloatArray, Status
+from planner.optimiser.problem import Assignment, FloatArray
 from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.solvers import DEFAULT_SOLVER, SolverUnavailableError
@@ -49,6 +50,11 @@ from quant.errors import InfeasibleError, SpecError
 
 _Found = TypeVar("_Found")
 
+DESCENT_GAP = 1e-2
+"""Relative gap at which fewer devices are tried before the search goes on with more of them."""
+
+LEAST_SOLVE_S = 0.1  # for a candidate that was begun before time was up
+
 SHARING_METHODS = {
     "auto": solve_automatically,
     "transfer": solve_by_transfer,
@@ -57,96 +63,83 @@ SHARING_METHODS = {
 """Methods that take tables of sensitivities, which serve all candidates."""
 
 
-@dataclass(frozen=True)
-class CandidateRecord:
-    """What became of one candidate; `objective` is infinite unless it was solved.
-
-    "pruned" candidates were never solved because of their bound, "infeasible" ones have no plan of
-    the method that was asked for.
-    """
-
-    devices: tuple[str, ...]
-    sizes: MicroBatches
-    bound: float
-    objective: float
-    status: Status | Literal["pruned", "infeasible"]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SearchOutcome:
-    """The best plan of a search and what became of every feasible candidate.
-
-    No candidate has a plan below `solution.lower_bound` seconds.
-    """
-
-    solution: Solution
-    records: tuple[CandidateRecord, ...]
-
-    @property
-    def gap(self) -> float:
-        """How far the plan can be from the optimum of the whole search, relative to it."""
-        objective = self.solution.assignment.objective
-        return (objective - self.solution.lower_bound) / objective if objective > 0 else 0.0
-
-
 class PlanSearch:
-    """Solves candidates one by one, best bound first, until none can be better than the gap."""
+    """Solves candidates one by one, best bound first, until none can be better than the gap.
 
-    def __init__(
-        self, options: PlanOptions, sensitivity: FloatArray, clock: Callable[[], float]
-    ) -> None:
+    Out of time (`search_time_limit`) it stops at the best plan so far, if there is one.
+    """
+
+    def __init__(self, options: PlanOptions, clock: Callable[[], float]) -> None:
         self._options = options
-        self._tables = QualityTables(sensitivity)
         self._clock = clock
+        self._start = clock()
+        self._tables: QualityTables | None = None
         self._best: tuple[SearchCandidate, Assignment] | None = None
         self._bound = math.inf
-        self._records: list[CandidateRecord] = []
+        self._solved = 0
 
-    def run(self, candidates: Sequence[SearchCandidate]) -> SearchOutcome:
-        """Search `candidates`, whose bounds ascend; InfeasibleError if no plan is found."""
-        start = self._clock()
-        for candidate in candidates:
-            if candidate.bound >= self._lowest() * (1 - self._options.relative_gap):
-                self._record(candidate, candidate.bound, math.inf, "pruned", 0.0)
-            else:
-                self._try(candidate)
+    def run(self, candidates: Candidates, gap: float) -> None:
+        """Search `candidates` until none that is left can beat the best plan by more than `gap`."""
+        while candidates.bound < self._lowest() * (1 - gap) and not self.is_over:
+            self._try(candidates.pop())
+
+    @property
+    def best_devices(self) -> tuple[Device, ...] | None:
+        """The devices of the best plan so far."""
+        return None if self._best is None else self._best[0].devices
+
+    @property
+    def is_over(self) -> bool:
+        """Whether time is up and there is a plan."""
+        return self._best is not None and self._seconds_left() <= 0
+
+    def solution(self, searched: Sequence[Candidates]) -> Solution:
+        """The best plan of all that were `searched`; InfeasibleError if there is none.
+
+        Its assignment is "optimal" only if that is proven over all candidates.
+        """
+        count = sum(candidates.count for candidates in searched)
         if self._best is None:
             raise InfeasibleError(
-                f"method {self._options.method} has no plan for any of {len(candidates)} "
-                "candidates; use method auto"
+                f"method {self._options.method} has no plan for any of {count} candidates; "
+                "use method auto"
             )
         candidate, assignment = self._best
-        solved = sum(record.status != "pruned" for record in self._records)
-        solution = Solution(
+        bound = min(self._bound, *(candidates.bound for candidates in searched))
+        if assignment.status == "optimal" and bound < self._target() * (1 - ROUNDING):
+            assignment = replace(assignment, status="time_limit")
+        return Solution(
             candidate.devices,
             candidate.sizes,
             assignment,
-            min(self._bound, assignment.objective),
-            len(self._records),
-            solved,
-            self._clock() - start,
+            min(bound, assignment.objective),
+            count,
+            self._solved,
+            self._clock() - self._start,
             candidate.head_on_first,
             self._options.solver,
         )
-        return SearchOutcome(solution, tuple(self._records))
+
+    def _seconds_left(self) -> float:
+        return self._options.search_time_limit - (self._clock() - self._start)
 
     def _lowest(self) -> float:
         """The best objective so far, in seconds."""
         return math.inf if self._best is None else self._best[1].objective
 
+    def _target(self) -> float:
+        """Seconds below which a plan is still of interest."""
+        return self._lowest() * (1 - self._options.relative_gap)
+
     def _try(self, candidate: SearchCandidate) -> None:
         """Solve one candidate, as far as it can beat the best."""
-        start = self._clock()
+        self._solved += 1
         try:
             found = self._solve(candidate)
         except InfeasibleError:
-            seconds = self._clock() - start
-            self._record(candidate, candidate.bound, math.inf, "infeasible", seconds)
+            self._bound = min(self._bound, candidate.bound)
             return
-        bound = max(candidate.bound, found.bound)
-        seconds = self._clock() - start
-        self._record(candidate, bound, found.objective, found.status, seconds)
+        self._bound = min(self._bound, max(candidate.bound, found.bound))
         if found.objective < self._lowest():
             self._best = candidate, found
 
@@ -163,36 +156,24 @@ class PlanSearch:
         """By the method asked for; those that can share the tables of sensitivities do."""
         options, problem = self._options, candidate.problem
         sharing = SHARING_METHODS.get(options.method)
+        limit_s = options.ilp_time_limit
+        if self._best is not None:
+            limit_s = min(limit_s, max(self._seconds_left(), LEAST_SOLVE_S))
         if sharing is None or options.solver != DEFAULT_SOLVER:
             return solve(
                 problem,
                 method=options.method,
                 solver=options.solver,
-                time_limit_s=options.ilp_time_limit,
+                time_limit_s=limit_s,
                 relative_gap=options.relative_gap,
                 upper_bound=self._lowest(),
             )
         limits = SolveOptions(
-            options.solver,
-            options.ilp_time_limit,
-            options.relative_gap,
-            self._lowest(),
-            self._clock,
+            options.solver, limit_s, options.relative_gap, self._lowest(), self._clock
         )
+        if self._tables is None:
+            self._tables = QualityTables(problem.sensitivity)
         return sharing(problem, limits, self._tables)
-
-    def _record(
-        self,
-        candidate: SearchCandidate,
-        bound: float,
-        objective: float,
-        status: Status | Literal["pruned", "infeasible"],
-        seconds: float,
-    ) -> None:
-        names = tuple(device.name for device in candidate.devices)
-        record = CandidateRecord(names, candidate.sizes, bound, objective, status, seconds)
-        self._records.append(record)
-        self._bound = min(self._bound, bound)
 
 
 def find_plan(
@@ -272,7 +253,7 @@ def within_bounds(
     """The best solution, by theta or within the bound in the options, and its theta's costs."""
     options = costs.options
     if options.max_omega is None and options.max_latency_s is None:
-        return costs, search(costs, clock).solution
+        return costs, search(costs, clock)
     solve = theta_solver(costs, clock)
     if options.max_omega is not None:
         choice = fastest_within(solve, options.max_omega)
@@ -291,7 +272,7 @@ def theta_solver(
 
     def solve_at(theta: float) -> Point[Solution]:
         priced = replace(costs, options=replace(costs.options, theta=theta))
-        solution = search(priced, clock).solution
+        solution = search(priced, clock)
         quality = solution_quality(priced, solution)
         latency_s = solution.assignment.objective - theta * quality
         return Point(theta, latency_s, quality, solution.lower_bound, solution)
@@ -299,44 +280,56 @@ def theta_solver(
     return solve_at
 
 
-def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> SearchOutcome:
-    """The best of every order and size of all devices, then of ever fewer while that is better.
+def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> Solution:
+    """The best of every order and size of all devices, then of fewer while that is better.
 
     The bound holds for the candidates that were looked at: all devices, and each set of devices
-    that lacks one of a set that had the best plan.
+    that lacks one of a set that had the best plan, or has one more.
     """
-    runner: PlanSearch | None = None
-    devices = costs.cluster.devices
-    outcome, refused = None, None
-    pending = [devices]
+    runner = PlanSearch(costs.options, clock)
+    searched: list[Candidates] = []
+    refused: InfeasibleError | None = None
+    pending, tried = [canonical_devices(costs.cluster.devices)], set[Hashable]()
     while pending:
-        tried, pending = pending, []
-        for remaining in tried:
-            smaller = replace(costs, cluster=replace(costs.cluster, devices=remaining))
+        for devices in pending:
+            tried.add(_look(devices))
+            smaller = replace(costs, cluster=replace(costs.cluster, devices=devices))
             try:
-                candidates = list_candidates(smaller)
+                searched.append(Candidates(smaller))
             except InfeasibleError as error:
                 refused = refused or error
                 continue
-            if runner is None:
-                runner = PlanSearch(costs.options, candidates[0].problem.sensitivity, clock)
-            outcome = runner.run(candidates)
-        if costs.options.keep_all_devices:
-            break
-        best = devices if outcome is None else outcome.solution.devices
-        if {d.name for d in best} in [{d.name for d in t} for t in tried]:
-            pending = _one_fewer(best)
-    if outcome is None:
+            runner.run(searched[-1], max(DESCENT_GAP, costs.options.relative_gap))
+        pending = _untried(costs, runner, tried)
+        if not pending:
+            for candidates in searched:
+                runner.run(candidates, costs.options.relative_gap)
+            pending = _untried(costs, runner, tried)
+    if not searched:
         raise refused if refused is not None else InfeasibleError("the cluster has no devices")
-    return outcome
+    return runner.solution(searched)
 
 
-def _one_fewer(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
-    """The sets of devices that lack one, each kind of one node once."""
-    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
-    if len(devices) == 1:
+def _untried(
+    costs: CostModel, runner: PlanSearch, tried: set[Hashable]
+) -> list[tuple[Device, ...]]:
+    """What to try next: the sets one device away from that of the best plan so far."""
+    if costs.options.keep_all_devices or runner.is_over:
         return []
-    return [tuple(d for d in devices if d is not dropped) for dropped in kinds.values()]
+    every = costs.cluster.devices
+    best = {device.name for device in runner.best_devices or every}
+    found: dict[Hashable, tuple[Device, ...]] = {}
+    for changed in every:
+        names = best ^ {changed.name}
+        devices = canonical_devices([device for device in every if device.name in names])
+        found.setdefault(_look(devices), devices)
+    return [devices for look, devices in found.items() if look not in tried and devices]
+
+
+def _look(devices: Sequence[Device]) -> Hashable:
+    """Equal for sets of devices that cost the same; `devices` in canonical order."""
+    by_node = itertools.groupby(devices, key=lambda device: device.node)
+    return tuple(tuple(device.cost_kind for device in node) for _, node in by_node)
 
 
 def cost_model(
@@ -355,7 +348,8 @@ def cost_model(
         )
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
-    return CostModel(cluster, shape, workload, options, _latency_model(shape, options), sensitivity)
+    latency = RememberedLatency(_latency_model(shape, options))
+    return CostModel(cluster, shape, workload, options, latency, sensitivity)
 
 
 def _latency_model(shape: ModelShape, options: PlanOptions) -> LatencyModel:

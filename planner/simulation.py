@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.communication import transfers_s
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
@@ -244,13 +243,5 @@ class AssignmentTiming:
         costs = self.costs
         sizes = MicroBatches(each.requests, each.requests)
         dtypes = [costs.dtype(device) for device in self.devices]
-        prefill, decode = transfers_s(
-            costs.cluster,
-            self.devices,
-            costs.shape,
-            costs.workload,
-            sizes,
-            dtypes,
-            costs.head_on_first,
-        )
+        prefill, decode = costs.transfers(sizes).of_order(self.devices, dtypes)
         return tuple((prefill if each.phase == "prefill" else decode).tolist())

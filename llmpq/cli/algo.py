@@ -187,6 +187,13 @@ def _add_planning(add: Any) -> None:
         help=f"seconds per ILP ({default.ilp_time_limit:g})",
     )
     add(
+        "--search_time_limit",
+        type=float,
+        metavar="S",
+        help="seconds for the search over device orders and micro-batch sizes, after which the "
+        f"best plan so far is taken and its gap stated ({default.search_time_limit:g})",
+    )
+    add(
         "--relative_gap",
         type=float,
         help=f"accepted distance from the optimum ({default.relative_gap:g})",

@@ -17,7 +17,7 @@ from planner.optimiser.box_search import Box, BoxSearch, Path
 from planner.optimiser.capacity import require_feasible
 from planner.optimiser.exact import solve_exactly
 from planner.optimiser.kind_programme import KindProgramme, KindSolution
-from planner.optimiser.multipliers import PathBound, PricedProblem, Prices
+from planner.optimiser.multipliers import PathBound, PricedProblem
 from planner.optimiser.problem import Assignment, AssignmentProblem, PhaseSeconds, Status
 from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.recovery import Candidate, recover, smallest_candidate
@@ -50,26 +50,6 @@ def relax(problem: AssignmentProblem) -> RelaxedProblem:
     programme = KindProgramme(priced)
     solution = programme.minimum()
     return RelaxedProblem(priced, programme, solution, priced.path_bound(solution.prices))
-
-
-class BoundBook:
-    """Bounds of many problems with the same sensitivity, theta and objective.
-
-    Device orders that differ only between their ends share prices: any prices prove a bound.
-    """
-
-    def __init__(self) -> None:
-        self._prices: dict[bytes, Prices] = {}
-
-    def bound(self, problem: AssignmentProblem) -> float:
-        """A lower bound in seconds on a feasible problem."""
-        priced = PricedProblem(problem)
-        prices = self._prices.get(priced.kinds.signature)
-        if prices is None:
-            relaxed = relax(problem)
-            self._prices[priced.kinds.signature] = relaxed.solution.prices
-            return relaxed.bound
-        return max(0.0, priced.path_bound(prices).bound * (1 - ROUNDING))
 
 
 def solve_by_boxes(

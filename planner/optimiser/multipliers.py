@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, IntArray
 from planner.optimiser.stage_kinds import latency_weights, stage_kinds
 
 
@@ -74,49 +74,92 @@ class PricedProblem:
         trips = prices.trip * weights.round_trips * weights.trip_s
         return weights.constant_s + prefill * prefill_least + decode * decode_least + trips
 
+    def transfer_price(
+        self, prices: Prices, prefill_s: FloatArray, decode_s: FloatArray
+    ) -> FloatArray:
+        """What transfers, of so many seconds per micro-batch, cost as part of the sum of all.
+
+        What they cost as the slowest of all is left out, as a bound may.
+        """
+        if self.problem.objective == "paper":
+            return np.zeros_like(prefill_s)
+        price: FloatArray = prefill_s + prices.trip * self.weights.round_trips * decode_s
+        return price
+
     def path_bound(self, prices: Prices) -> PathBound:
         """The bound of these prices by a shortest path over boundaries."""
+        costs = self.stage_costs(prices)
+        constant = self.constant(prices, self.weights.prefill_floor_s, self.weights.decode_floor_s)
+        kinds, layers = self.kinds.of_stage.tolist(), self.problem.layers
+        before, after = [boundary(layers, 0)], [boundary(layers, layers)]
+        last = len(kinds) - 1
+        for stage, kind in enumerate(kinds):
+            before.append(costs.onward(before[-1], kind, stage in (0, last)))
+        for stage, kind in reversed(list(enumerate(kinds))):
+            after.append(costs.back(after[-1], kind, stage in (0, last)))
+        bound = constant + float(before[-1][-1])
+        return PathBound(bound, constant, np.array(before), np.array(after[::-1]))
+
+    def stage_costs(self, prices: Prices) -> StageCosts:
+        """What a stage of each kind costs at these prices, by where its layers begin and end."""
         prefill, decode = 1.0 + prices.prefill, self.decode_price(prices)
         usable = np.isfinite(self.bytes)
         held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
         place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s
         place = np.where(usable, place + held, np.inf)
         each = (place[:, np.newaxis, :] + self.loss_s).min(axis=2)
-        each[~usable.any(axis=1)] = 0.0
+        able = np.asarray(usable.any(axis=1))
+        each[~able] = 0.0
         running = np.concatenate([np.zeros((len(each), 1)), each.cumsum(axis=1)], axis=1)
         fixed = prefill * self.fixed_prefill_s + decode * self.fixed_decode_s
-        fixed = fixed - prices.memory * self.memory_bytes
-        constant = self.constant(prices, self.weights.prefill_floor_s, self.weights.decode_floor_s)
-        before = self._before(running, fixed)
-        after = self._after(running, fixed)
-        return PathBound(constant + float(before[-1, -1]), constant, before, after)
+        return StageCosts(running, fixed - prices.memory * self.memory_bytes, able)
 
-    def _before(self, running: FloatArray, fixed: FloatArray) -> FloatArray:
-        stages, layers = self.problem.stages, self.problem.layers
-        before = np.full((stages + 1, layers + 1), np.inf)
-        before[0, 0] = 0.0
-        for stage, kind in enumerate(self.kinds.of_stage):
-            lowest = np.minimum.accumulate(before[stage] - running[kind])
-            if stage in (0, stages - 1):
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Prices of the layers up to each boundary on a stage of each kind `running` [Q, L+1], of what
+    else it holds `fixed` [Q], and whether it can hold layers at all `able` [Q]; seconds.
+    """
+
+    running: FloatArray
+    fixed: FloatArray
+    able: BoolArray
+
+    def onward(self, before: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        """The least price [L+1] with one more stage, from that of the stages before it.
+
+        The first and the last stage, `is_end`, hold a layer at least.
+        """
+        running, lowest = self.running[kind], before
+        if self.able[kind]:
+            lowest = np.minimum.accumulate(before - running)
+            if is_end:
                 lowest = np.concatenate([[np.inf], lowest[:-1]])
-            if np.isinf(self.bytes[kind]).all():
-                lowest = before[stage]
-            before[stage + 1] = lowest + running[kind] + fixed[kind]
-        return before
+            lowest = lowest + running
+        elif is_end:
+            lowest = np.full_like(before, np.inf)
+        found: FloatArray = lowest + self.fixed[kind]
+        return found
 
-    def _after(self, running: FloatArray, fixed: FloatArray) -> FloatArray:
-        stages, layers = self.problem.stages, self.problem.layers
-        after = np.full((stages + 1, layers + 1), np.inf)
-        after[-1, -1] = 0.0
-        for stage in range(stages - 1, -1, -1):
-            kind = self.kinds.of_stage[stage]
-            lowest = np.minimum.accumulate((after[stage + 1] + running[kind])[::-1])[::-1]
-            if stage in (0, stages - 1):
+    def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
+        """The same from the stages after it."""
+        running, lowest = self.running[kind], after
+        if self.able[kind]:
+            lowest = np.minimum.accumulate((after + running)[::-1])[::-1]
+            if is_end:
                 lowest = np.concatenate([lowest[1:], [np.inf]])
-            if np.isinf(self.bytes[kind]).all():
-                lowest = after[stage + 1]
-            after[stage] = lowest - running[kind] + fixed[kind]
-        return after
+            lowest = lowest - running
+        elif is_end:
+            lowest = np.full_like(after, np.inf)
+        found: FloatArray = lowest + self.fixed[kind]
+        return found
+
+
+def boundary(layers: int, place: int) -> FloatArray:
+    """No price at one boundary [L+1], and no way at any other."""
+    prices = np.full(layers + 1, np.inf)
+    prices[place] = 0.0
+    return prices
 
 
 def onto_simplex(values: FloatArray, count: IntArray, total: float) -> FloatArray:

@@ -60,14 +60,12 @@ class StageKinds:
     """Stages of one kind cost the same; the first and the last, which need a layer, stand alone.
 
     `of_stage` [N] is each stage's kind, `example` [Q] a stage of each kind, `count` [Q] how many.
-    Kinds are in an order that does not depend on that of the stages between the ends, and
-    `signature` is equal for two problems whose kinds cost the same but for transfers.
+    Kinds are in an order that does not depend on that of the stages between the ends.
     """
 
     of_stage: IntArray
     example: IntArray
     count: IntArray
-    signature: bytes
 
 
 def stage_kinds(problem: AssignmentProblem) -> StageKinds:
@@ -80,9 +78,7 @@ def stage_kinds(problem: AssignmentProblem) -> StageKinds:
     of_stage = np.array([place.get(row, 0) for row in rows], dtype=np.int64)
     of_stage[0], of_stage[last] = 0, ends - 1
     _, example, count = np.unique(of_stage, return_index=True, return_counts=True)
-    scalars = (problem.prefill_micro_batches, problem.decode_micro_batches, *count.tolist())
-    signature = b"".join([rows[stage] for stage in example] + [repr(scalars).encode()])
-    return StageKinds(of_stage, example, count, signature)
+    return StageKinds(of_stage, example, count)
 
 
 def _row_bytes(problem: AssignmentProblem, stage: int) -> bytes:

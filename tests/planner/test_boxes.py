@@ -11,7 +11,7 @@ from benchmarks.published import solve_published
 from planner.assignment import Objective, evaluate, solve
 from planner.optimiser import box_method
 from planner.optimiser.auto import solve_automatically
-from planner.optimiser.box_method import BoundBook, relax, solve_by_boxes
+from planner.optimiser.box_method import relax, solve_by_boxes
 from planner.optimiser.capacity import is_feasible
 from planner.optimiser.multipliers import PricedProblem, Prices
 from planner.optimiser.problem import AssignmentProblem, stage_times
@@ -180,13 +180,6 @@ def test_any_prices_prove_a_bound(seed: int, objective: Objective) -> None:
         trip,
     )
     assert priced.path_bound(prices).bound <= brute_force(problem) * (1 + 1e-12)
-
-
-def test_prices_of_one_order_bound_another() -> None:
-    book = BoundBook()
-    for names in (("T4", "V100", "P100", "T4"), ("T4", "P100", "V100", "T4")):
-        problem = cluster_problem(Shape(names, 16, 5120), seed=0)
-        assert 0 < book.bound(problem) <= solve(problem).objective
 
 
 def test_stages_between_the_ends_share_a_kind() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.cluster import ClusterSpec
-from planner.communication import hidden_bytes, transfer_s, transfers_s
+from planner.communication import Transfers, hidden_bytes, transfer_s
 from planner.micro_batches import MicroBatches
 from planner.model_shape import model_shape
 from planner.workload import Workload
@@ -16,9 +16,8 @@ WORKLOAD = Workload(global_batch=8, prompt_length=512, new_tokens=10)
 
 
 def test_each_hop_is_latency_and_bytes_over_rate() -> None:
-    prefill, decode = transfers_s(
-        CLUSTER, CLUSTER.devices, SHAPE, WORKLOAD, MicroBatches(2, 4), ["float16"] * 3
-    )
+    transfers = Transfers(CLUSTER, SHAPE, WORKLOAD, MicroBatches(2, 4))
+    prefill, decode = transfers.of_order(CLUSTER.devices, ["float16"] * 3)
     latency = [
         CLUSTER.link_latency_s(CLUSTER.devices[i], CLUSTER.devices[(i + 1) % 3]) for i in range(3)
     ]
@@ -35,5 +34,6 @@ def test_senders_type_decides() -> None:
 def test_one_stage_sends_nothing() -> None:
     one = CLUSTER.devices[0]
     assert transfer_s(CLUSTER, one, one, 10**9) == 0
-    prefill, decode = transfers_s(CLUSTER, [one], SHAPE, WORKLOAD, MicroBatches(1, 1), ["float16"])
+    transfers = Transfers(CLUSTER, SHAPE, WORKLOAD, MicroBatches(1, 1))
+    prefill, decode = transfers.of_order([one], ["float16"])
     assert prefill.tolist() == decode.tolist() == [0.0]

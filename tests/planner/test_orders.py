@@ -6,15 +6,17 @@ from collections import Counter
 
 import pytest
 
-from planner.orders import device_orders
+from planner.orders import OrderTree
 
 Device = tuple[str, str]  # node and type
 
 
+def tree(devices: list[Device], all_orders: bool = False) -> OrderTree:
+    return OrderTree(devices, lambda device: device[1], lambda device: device[0], all_orders)
+
+
 def orders(devices: list[Device], all_orders: bool = False) -> list[tuple[int, ...]]:
-    return list(
-        device_orders(devices, lambda device: device[1], lambda device: device[0], all_orders)
-    )
+    return list(tree(devices, all_orders).orders())
 
 
 def one_node(**counts: int) -> list[Device]:
@@ -80,7 +82,38 @@ def test_interchangeable_nodes_are_counted_once() -> None:
 
 def test_the_given_order_comes_first_and_the_rest_is_lazy() -> None:
     devices = [(f"node{index}", f"type{index}") for index in range(14)]
-    first = next(
-        device_orders(devices, lambda device: device[1], lambda device: device[0], all_orders=True)
-    )
+    first = next(tree(devices, all_orders=True).orders())
     assert first == tuple(range(14))
+
+
+@pytest.mark.parametrize("nodes", [9, 12, 64])
+def test_equal_nodes_have_one_order(nodes: int) -> None:
+    """Permuting 12 nodes and dropping what repeats would take an hour."""
+    devices = [(f"node{index}", "T4") for index in range(nodes)]
+    assert orders(devices) == [tuple(range(nodes))]
+    assert len(orders([*devices, ("other", "V100")])) == nodes + 1
+
+
+@pytest.mark.parametrize("all_orders", [False, True])
+@pytest.mark.parametrize("devices", CLUSTERS)
+def test_orders_are_counted_and_parted_by_their_ends(
+    devices: list[Device], all_orders: bool
+) -> None:
+    whole = tree(devices, all_orders)
+    found = [looks(devices, order) for order in whole.orders()]
+    assert whole.count() == len(found)
+    parts = whole.by_ends()
+    kinds = whole.kind_of_device
+    for (first, last), part in parts.items():
+        members = list(part.orders())
+        assert part.count() == len(members) > 0
+        assert {(kinds[order[0]], kinds[order[-1]]) for order in members} == {(first, last)}
+    parted = [looks(devices, order) for part in parts.values() for order in part.orders()]
+    assert Counter(parted) == Counter(found)
+
+
+def test_more_orders_than_can_be_listed_are_counted() -> None:
+    devices = [(f"node{index}", f"type{index % 4}") for index in range(12)]
+    assert tree(devices).count() == math.factorial(12) // math.factorial(3) ** 4
+    parts = tree(devices).by_ends().values()
+    assert sum(part.count() for part in parts) == tree(devices).count()

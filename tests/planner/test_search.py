@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,10 +14,9 @@ import numpy as np
 import pulp
 import pytest
 
-from planner import candidates as candidates_module
 from planner.assignment import solve
 from planner.baselines import baselines
-from planner.candidates import SearchCandidate, list_candidates, orders_of
+from planner.candidates import Candidates, SearchCandidate, orders_of
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.front import front_json, front_svg, trace_front
@@ -28,12 +27,13 @@ from planner.optimiser.problem import Assignment, stage_times
 from planner.optimiser.uniform import solve_uniform
 from planner.options import PlanOptions
 from planner.plan import Plan
-from planner.search import PlanSearch, SearchOutcome, cost_model, find_plan
+from planner.plan_builder import Solution
+from planner.search import PlanSearch, cost_model, find_plan
 from planner.search import search as whole_search
 from planner.sensitivity import default_sensitivity
 from planner.simulation import simulate_assignment
 from planner.workload import Workload
-from quant.errors import InfeasibleError, SpecError
+from quant.errors import InfeasibleError
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
@@ -46,10 +46,12 @@ def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
     return cost_model(cluster, shape, WORKLOAD, options, omega)
 
 
-def search(costs: CostModel) -> SearchOutcome:
+def search(costs: CostModel) -> Solution:
     """The search over all devices."""
-    found = list_candidates(costs)
-    return PlanSearch(costs.options, found[0].problem.sensitivity, time.perf_counter).run(found)
+    candidates = Candidates(costs)
+    runner = PlanSearch(costs.options, time.perf_counter)
+    runner.run(candidates, costs.options.relative_gap)
+    return runner.solution([candidates])
 
 
 @pytest.mark.parametrize("objective", ["pipeline", "paper"])
@@ -57,29 +59,30 @@ def search(costs: CostModel) -> SearchOutcome:
 def test_the_search_finds_the_best_of_all_candidates(all_orders: bool, objective: str) -> None:
     options = PlanOptions(theta=5.0, all_orders=all_orders, objective=objective, relative_gap=1e-6)
     costs = costs_of(options)
-    every = [solve(c.problem, relative_gap=1e-6).objective for c in list_candidates(costs)]
-    outcome = search(costs)
-    assert outcome.solution.assignment.objective == pytest.approx(min(every), rel=2e-6)
-    assert outcome.solution.lower_bound <= min(every)
-    assert outcome.gap <= 1.1e-6
-    assert outcome.solution.candidates == len(every) == len(outcome.records)
-    assert outcome.solution.solved < len(every), "bounds should make some solves needless"
+    every = [solve(c.problem, relative_gap=1e-6).objective for c in Candidates(costs)]
+    found = search(costs)
+    assert found.assignment.objective == pytest.approx(min(every), rel=2e-6)
+    assert found.lower_bound <= min(every)
+    assert found.gap <= 1.1e-6
+    assert found.candidates == len(every)
+    assert found.solved < len(every), "bounds should make some solves needless"
 
 
-def test_records_say_what_became_of_every_candidate() -> None:
-    costs = costs_of(PlanOptions())
-    outcome = search(costs)
-    lowest = outcome.solution.assignment.objective
-    for record, candidate in zip(outcome.records, list_candidates(costs), strict=True):
-        assert record.devices == tuple(device.name for device in candidate.devices)
-        assert record.bound <= solve(candidate.problem).objective
-        if record.status in ("pruned", "cutoff"):
-            assert record.bound >= lowest * (1 - 2e-4)
-    assert "optimal" in {record.status for record in outcome.records}
+def test_candidates_are_all_orders_sizes_and_heads_the_most_promising_first() -> None:
+    costs = costs_of(PlanOptions(all_orders=True))
+    candidates = Candidates(costs)
+    count = candidates.count
+    found = list(candidates)
+    bounds = [candidate.bound for candidate in found]
+    assert bounds == pytest.approx(sorted(bounds))
+    orders = list(orders_of(costs, all_orders=True))
+    sizes = {candidate.sizes for candidate in found}
+    named = {(c.devices, c.sizes, c.head_on_first) for c in found}
+    assert len(named) == len(found) == count == 2 * len(orders) * len(sizes)
 
 
 def test_bounds_hold_for_every_candidate() -> None:
-    for candidate in list_candidates(costs_of(PlanOptions(all_orders=True))):
+    for candidate in Candidates(costs_of(PlanOptions(all_orders=True))):
         assert 0 < candidate.bound <= solve(candidate.problem).objective
 
 
@@ -87,21 +90,21 @@ def test_more_orders_are_never_worse() -> None:
     few, many = (
         search(costs_of(PlanOptions(theta=20.0, all_orders=every))) for every in (False, True)
     )
-    assert many.solution.candidates > few.solution.candidates
-    best = few.solution.assignment.objective
-    assert many.solution.assignment.objective <= best * (1 + 1e-4)
+    assert many.candidates > few.candidates
+    best = few.assignment.objective
+    assert many.assignment.objective <= best * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("method", ["transfer", "adabits", "uniform", "pipeedge", "ilp"])
 def test_every_method_can_be_searched_with(method: str) -> None:
     options = PlanOptions(method=method, prefill_micro_batch=2, decode_micro_batch=4)
-    outcome = search(costs_of(options))
+    found = search(costs_of(options))
     best = search(costs_of(replace(options, method="auto")))
-    objective = best.solution.assignment.objective
-    assert outcome.solution.assignment.objective >= objective * (1 - 2e-4)
-    assert outcome.solution.lower_bound <= objective
+    objective = best.assignment.objective
+    assert found.assignment.objective >= objective * (1 - 2e-4)
+    assert found.lower_bound <= objective
     if method in ("transfer", "ilp"):
-        assert outcome.solution.assignment.objective <= 1.02 * objective
+        assert found.assignment.objective <= 1.02 * objective
 
 
 def test_a_method_without_a_plan_is_refused() -> None:
@@ -112,17 +115,74 @@ def test_a_method_without_a_plan_is_refused() -> None:
         search(costs_of(options, cluster))
 
 
-def test_too_many_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates_module, "MOST_ORDERS", 2)
-    with pytest.raises(SpecError, match="more than 2 distinct orders; leave all_orders out"):
-        list_candidates(costs_of(PlanOptions(all_orders=True)))
-    assert list_candidates(costs_of(PlanOptions()))
+class Steps:
+    """A clock that is a second later each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.parametrize("limit_s", [1e-3, 20.0])
+def test_out_of_time_the_best_plan_so_far_comes_with_its_gap(limit_s: float) -> None:
+    names = ["T4-16GB", "V100-SXM2-32GB", "A100-40GB", "P100"]
+    cluster = ClusterSpec.from_counts(names, [1] * 4)
+    options = PlanOptions(theta=20.0, search_time_limit=limit_s, keep_all_devices=True)
+    shape = model_shape("opt-30b")
+    early = find_plan(cluster, shape, "opt-30b", WORKLOAD, options, Steps())
+    whole = replace(options, search_time_limit=60.0)
+    optimum = find_plan(cluster, shape, "opt-30b", WORKLOAD, whole)
+    assert optimum.solver.status == "optimal"
+    assert early.solver.status == "time_limit"
+    assert early.solver.solved < optimum.solver.solved
+    assert 1e-4 < early.solver.gap < 1
+    lowest = early.solver.objective * (1 - early.solver.gap)
+    assert lowest <= optimum.solver.objective <= early.solver.objective
+
+
+def test_many_equal_nodes_are_planned_as_one_order() -> None:
+    nodes = [{"name": f"node{i}", "accelerators": {"T4": 1}} for i in range(9)]
+    network = {"internode_gbit_per_s": 25}
+    cluster = ClusterSpec.from_dict({"name": "equal", "nodes": nodes, "network": network})
+    costs = costs_of(PlanOptions(decode_micro_batch=1, prefill_micro_batch=1), cluster)
+    assert Candidates(costs).count == 2, "one for each place of the LM head"
+    assert whole_search(costs).assignment.status == "optimal"
+
+
+NODES = (
+    {"name": "a", "accelerators": {"T4": 1, "V100-32GB": 1}, "link_gbyte_per_s": 0.01},
+    {"name": "b", "accelerators": {"T4": 1, "V100-32GB": 1}, "link_gbyte_per_s": 200},
+    {"name": "c", "accelerators": {"V100-32GB": 1}, "usable_memory_gib": 14},
+)
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("keep_all", [True, False])
+def test_the_order_of_nodes_in_the_file_changes_nothing(
+    chosen: tuple[int, ...], keep_all: bool
+) -> None:
+    """Nodes may be alike but for the link inside, which is slow in one."""
+    sizes = {"prefill_micro_batch": 2, "decode_micro_batch": 4}
+    options = PlanOptions(theta=5.0, head="last", keep_all_devices=keep_all, **sizes)
+
+    def found(nodes: tuple[int, ...]) -> Solution:
+        network = {"internode_gbit_per_s": 0.5}
+        values = {"name": "links", "nodes": [NODES[node] for node in nodes], "network": network}
+        return whole_search(costs_of(options, ClusterSpec.from_dict(values)))
+
+    first, *others = (found(nodes) for nodes in permutations(chosen))
+    for other in others:
+        assert other.assignment.objective == first.assignment.objective
+        assert [d.name for d in other.devices] == [d.name for d in first.devices]
 
 
 def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
     small = ClusterSpec.from_counts(["T4-16GB"], [1])
     with pytest.raises(InfeasibleError, match=r"does not fit.*more T4-16GB"):
-        list_candidates(costs_of(PlanOptions(), small))
+        Candidates(costs_of(PlanOptions(), small))
 
 
 def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
@@ -134,7 +194,7 @@ def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) 
 
 def test_baselines_are_those_of_the_paper() -> None:
     costs = costs_of(PlanOptions())
-    found = list_candidates(costs)
+    found = list(Candidates(costs))
     named = {baseline.name: baseline for baseline in baselines(costs)}
     assert list(named) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
     uniform_s = []
@@ -190,10 +250,10 @@ def test_leaving_out_is_the_best_of_every_subset() -> None:
         for subset in combinations(cluster.devices, size):
             smaller = replace(costs, cluster=replace(cluster, devices=subset))
             try:
-                objectives += [solve(c.problem).objective for c in list_candidates(smaller)]
+                objectives += [solve(c.problem).objective for c in Candidates(smaller)]
             except InfeasibleError:
                 continue
-    found = whole_search(costs).solution
+    found = whole_search(costs)
     assert found.assignment.objective == pytest.approx(min(objectives), rel=2e-4)
 
 
