@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.assignment import Assignment, AssignmentProblem, solve, stage_times
-from planner.cluster import ClusterSpec
 from planner.candidates import orders_of
+from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches, micro_batch_pairs
