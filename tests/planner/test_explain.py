@@ -60,7 +60,7 @@ def costs_of(options: PlanOptions = OPTIONS, uneven: bool = False) -> CostModel:
 @cache
 def planned(uneven: bool = False, group: int = 2) -> tuple[Plan, CostModel, PlannedAssignment]:
     costs = costs_of(replace(OPTIONS, group=group), uneven)
-    plan = build_plan(costs, "opt-125m", search(costs).solution, "default", ())
+    plan = build_plan(costs, "opt-125m", search(costs), "default", ())
     return plan, costs, planned_assignment(plan, costs)
 
 
@@ -269,7 +269,7 @@ def test_no_time_leaves_questions_out() -> None:
 
 def test_a_heuristic_plan_is_held_against_the_default_method() -> None:
     costs = costs_of(replace(OPTIONS, method="uniform"))
-    plan = build_plan(costs, "opt-125m", search(costs).solution, "default", ())
+    plan = build_plan(costs, "opt-125m", search(costs), "default", ())
     explanation = explain(plan, costs, WhatIfOptions(theta_factors=()))
     first = explanation.answers.given[0]
     assert first.question.kind == "same"
