@@ -89,7 +89,7 @@ def _target(nvrtc: ctypes.CDLL, capability: tuple[int, int]) -> tuple[str, str]:
     if not older:
         raise CudaError(
             f"this NVRTC starts at compute capability {min(known) / 10}, the GPU has "
-            f"{wanted / 10}; install torch's CUDA 12.6 wheels"
+            f"{wanted / 10}; install torch's CUDA 12.6 wheels (constraints-cuda126.txt)"
         )
     return f"compute_{max(older)}", "PTX"
 
