@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, fields
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.machine import processor_name
+from benchmarks.machine import process_tree, processor_name
 
 MODEL = Path("examples/demo_model")
 SETTLE_S = 60.0
@@ -58,22 +58,15 @@ def held() -> Held:
 
 
 def _busy_processes(root: int) -> int:
-    parents: dict[int, int] = {}
-    idle: set[int] = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                )
-                if IDLE_WORKER in (entry / "cmdline").read_text():
-                    idle.add(int(entry.name))
-            except OSError:
-                continue
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return len(found - idle - {root})
+    return sum(not _is_idle(pid) for pid in process_tree(root)) - 1
+
+
+def _is_idle(pid: int) -> bool:
+    """Whether it is a worker that waits for the next actor, or has ended."""
+    try:
+        return IDLE_WORKER in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return True
 
 
 def settled(is_enough: Callable[[Held], bool]) -> Held:

@@ -1,14 +1,14 @@
 """How much of the busiest stage's pace the whole pipeline reaches.
 
-    python -m benchmarks.pipeline [--part emulated|real] [--transports gloo ray]
+    python -m benchmarks.pipeline [--part emulated|real] [--transports gloo ray] [--rounds 3]
 
 The bound is what the busiest stage needs for its own micro-batches; efficiency is that over the
 time from the first request to the last result. `emulated`: 2, 4 and 8 stages of the demo model that
 hold every micro-batch for a given time, so that two cores can play eight devices; prompts for three
 times the KV slots, one decode group more than stages or just as many. `real`: a random LLaMA in two
-stages of one thread; the bound is each stage's time alone, with the other one waiting. *Idle* is
-what the busiest stage waited (filling and emptying the pipeline, hops), *contention* what its own
-micro-batches took longer than alone.
+stages of one thread; the bound is each stage's time alone, with the other one waiting, taken in
+turns with the transports' runs, round by round. *Idle* is what the busiest stage waited (filling
+and emptying the pipeline, hops), *contention* what its own micro-batches took longer than alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,9 @@ from actors.stage import Stage
 from actors.stage_group import StageGroup, stage_spec
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL
-from benchmarks.throughput import CLUSTER, NEW_TOKENS, prompts_of, write_model
+from benchmarks.throughput_cases import Case
+from benchmarks.throughput_contestants import CLUSTER
+from benchmarks.turns import spread
 from llmpq import Cluster, Workload
 from llmpq.session import ray_session
 from planner.plan import MicroBatches, Plan
@@ -141,33 +143,49 @@ def alone(plan: Plan, model: Path, requests: Sequence[Request]) -> list[float]:
     raise AssertionError("two turns were asked for")
 
 
-def real(transports: Sequence[str]) -> None:
-    """Print the table of a computing pipeline."""
+@dataclass(frozen=True)
+class Computed:
+    """A run of the computing pipeline beside its longest stage, alone in the same round."""
+
+    seconds: float
+    alone_s: float
+    busy_s: float
+
+
+def real(transports: Sequence[str], rounds: int) -> None:
+    """Print the table of a computing pipeline: medians over rounds, with least and most."""
     print(
         "| micro-batches | transport | efficiency | tokens/s | seconds | busiest alone "
         "| contention | idle |"
     )
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as parent:
-        model = Path(parent) / "model"
-        write_model("llama", model)
+        model, case = Path(parent) / "model", Case("llama", "equal")
+        case.write_model(model)
         cluster = Path(parent) / "two.yaml"
         cluster.write_text(CLUSTER.format(stages=2, threads=1))
-        prompts = prompts_of("equal")
-        workload = Workload(len(prompts), max(map(len, prompts)), NEW_TOKENS)
+        lengths = case.lengths()
+        workload = Workload(len(lengths), max(lengths), case.new_tokens)
         plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).data
-        requests = _requests(prompts * ROUNDS, NEW_TOKENS)
-        own = alone(plan, model, requests)
-        for transport in transports:
-            seconds, busy = timed(plan, model, requests, transport)
+        prompts = [prompt for turn in range(ROUNDS) for prompt in case.prompts(turn)]
+        requests = _requests(prompts, case.new_tokens)
+        found: dict[str, list[Computed]] = {transport: [] for transport in transports}
+        for _ in range(rounds):
+            own = alone(plan, model, requests)
             longest = max(range(len(own)), key=lambda i: own[i])
-            print(
-                f"| {plan.micro_batches.prefill}/{plan.micro_batches.decode} | {transport} "
-                f"| {max(own) / seconds:.3f} | {len(requests) * NEW_TOKENS / seconds:.0f} "
-                f"| {seconds:.2f} | {max(own):.2f} | {busy[longest] - own[longest]:.2f} "
-                f"| {seconds - busy[longest]:.2f} |",
-                flush=True,
-            )
+            for transport in transports:
+                seconds, busy = timed(plan, model, requests, transport)
+                found[transport].append(Computed(seconds, own[longest], busy[longest]))
+    sizes, tokens = plan.micro_batches, len(requests) * case.new_tokens
+    for transport, runs in found.items():
+        cells = [f"{sizes.prefill}/{sizes.decode}", transport]
+        cells.append(spread([run.alone_s / run.seconds for run in runs], 3))
+        cells.append(spread([tokens / run.seconds for run in runs], 0))
+        cells.append(spread([run.seconds for run in runs], 2))
+        cells.append(spread([run.alone_s for run in runs], 2))
+        cells.append(spread([run.busy_s - run.alone_s for run in runs], 2))
+        cells.append(spread([run.seconds - run.busy_s for run in runs], 2))
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
@@ -175,13 +193,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=["emulated", "real"])
     parser.add_argument("--transports", nargs="+", default=["gloo", "ray"])
+    parser.add_argument("--rounds", type=int, default=3, help="of the real part")
     options = parser.parse_args()
     print(f"{processor_name()}, torch {torch.__version__}\n")
     if options.part != "real":
         emulated(options.transports)
         print()
     if options.part != "emulated":
-        real(options.transports)
+        real(options.transports, options.rounds)
 
 
 if __name__ == "__main__":
