@@ -145,17 +145,18 @@ def save_model(folder: Path, options: argparse.Namespace) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def whole_runs(folder: Path, token_ids: TokenIds, clock: Clock) -> Recorder:
-    """Each indicator from the checkpoint on, and a run that records."""
+def whole_runs(folder: Path, token_ids: TokenIds, clock: Clock, turns: int) -> Recorder:
+    """Each indicator from the checkpoint on, by turns, after a run that records and warms up."""
     compute, seen = compute_on(CPU, torch.float32), Recorder()
     measure_indicators(folder, token_ids, {"recorder": lambda: seen}, BITS, compute)
-    for name, indicator in (("variance", VarianceStatistics), ("hessian", HessianStatistics)):
-        clock.time(
-            name,
-            lambda name=name, indicator=indicator: measure_indicators(
-                folder, token_ids, {name: indicator}, BITS, compute
-            ),
-        )
+    for _ in range(turns):
+        for name, indicator in (("variance", VarianceStatistics), ("hessian", HessianStatistics)):
+            clock.time(
+                name,
+                lambda name=name, indicator=indicator: measure_indicators(
+                    folder, token_ids, {name: indicator}, BITS, compute
+                ),
+            )
     return seen
 
 
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options)
-        seen = whole_runs(Path(folder), token_ids, clock)
+        seen = whole_runs(Path(folder), token_ids, clock, options.turns)
     for _ in range(options.turns):
         one_turn(seen, clock)
     print(
