@@ -36,7 +36,7 @@ from benchmarks.throughput_contestants import CORES, OURS, TRANSFORMERS
 from benchmarks.turns import Contestant, ContestantError, spread
 
 VLLM = "vLLM"
-PEERS = (VLLM, TRANSFORMERS)
+PEERS = (VLLM, *TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=Path("throughput.jsonl"))
     parser.add_argument("--tiny", action="store_true", help="small models: to try the command")
     options = parser.parse_args(arguments)
-    names = [TRANSFORMERS, *([VLLM] if options.vllm_python else []), *OURS]
+    names = [*TRANSFORMERS, *([VLLM] if options.vllm_python else []), *OURS]
     if options.contestants:
         names = [name for name in names if any(part in name for part in options.contestants)]
     options.names = names

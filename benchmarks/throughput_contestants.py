@@ -16,7 +16,8 @@ from benchmarks.throughput_cases import Case
 from benchmarks.turns import Prompts, serve
 
 CORES = 2
-TRANSFORMERS = "transformers"
+TRANSFORMERS = {"transformers, SDPA": "sdpa", "transformers, eager": "eager"}
+"""Its ways of attention: which one is faster depends on the prompts."""
 TRANSFORMERS_BATCH = 32
 CLUSTER = """name: cpu
 nodes:
@@ -31,13 +32,15 @@ OURS: dict[str, tuple[int, tuple[int, ...]]] = {
 """Stages, and bitwidths that the planner may choose from."""
 
 
-def serve_transformers(folder: Path, new_tokens: int) -> None:
+def serve_transformers(folder: Path, new_tokens: int, attention: str) -> None:
     """`generate` on left-padded batches, prompts of like length together."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(CORES)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation=attention
+    ).eval()
 
     def run(prompts: Prompts) -> int:
         tokens = 0
@@ -98,8 +101,8 @@ def serve_ours(
 def main() -> None:
     """Serve as the contestant of the given name."""
     name, case, folder = sys.argv[1], Case(**json.loads(sys.argv[2])), Path(sys.argv[3])
-    if name == TRANSFORMERS:
-        serve_transformers(folder, case.new_tokens)
+    if name in TRANSFORMERS:
+        serve_transformers(folder, case.new_tokens, TRANSFORMERS[name])
     else:
         serve_ours(folder, case.lengths(), case.new_tokens, *OURS[name])
 
