@@ -24,8 +24,10 @@ _USABLE_SHARE_INLINE_ECC = 0.9125
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One type of device; sizes in bytes, rates per second, the link in one direction.
+    """One type of device; sizes in bytes, rates per second, links in one direction.
 
+    `link_bytes_per_s` joins it to one of its type on the node (NVLink, where it has that),
+    `host_link_bytes_per_s` to the host's memory and to devices of other types.
     `compute_capability` and `ray_type` are None for a CPU; `ray_type` also where Ray has no name
     for the GPU. The rates of the CPU are those of one core.
     """
@@ -42,6 +44,7 @@ class Accelerator:
     bf16: bool
     memory_bytes_per_s: float
     link_bytes_per_s: float
+    host_link_bytes_per_s: float
 
     @property
     def is_cpu(self) -> bool:
@@ -110,4 +113,5 @@ def _accelerator(entry: Mapping[str, Any]) -> Accelerator:
         bf16=entry.get("bf16", False),
         memory_bytes_per_s=entry["memory_gbyte_per_s"] * 1e9,
         link_bytes_per_s=entry["link_gbyte_per_s"] * 1e9,
+        host_link_bytes_per_s=entry["host_link_gbyte_per_s"] * 1e9,
     )

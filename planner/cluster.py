@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -111,7 +111,7 @@ class ClusterSpec:
         if measured is not None:
             return measured.bytes_per_s
         if sender.node == receiver.node:
-            return min(sender.link_bytes_per_s, receiver.link_bytes_per_s)
+            return sender.node_link_bytes_per_s(receiver)
         return self.internode_bytes_per_s
 
     def link_latency_s(self, sender: Device, receiver: Device) -> float:
@@ -137,7 +137,10 @@ class ClusterSpec:
         return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
     def fingerprint(self) -> str:
-        """Digest of what a plan depends on: devices, budgets, links; not the cluster's name."""
+        """Digest of what a plan depends on: devices, budgets, links; not the cluster's name.
+
+        Host links count where the cluster file states them.
+        """
         devices = [
             [
                 device.name,
@@ -146,6 +149,7 @@ class ClusterSpec:
                 device.threads,
                 device.emulated,
                 *(["stand-in"] if device.stand_in else []),
+                *_stated_host_link(device),
             ]
             for device in self.devices
         ]
@@ -174,6 +178,12 @@ class ClusterSpec:
             if self.emulate.stand_in is not None:
                 values["emulate"]["stand_in"] = self.emulate.stand_in
         return yaml.safe_dump(values, sort_keys=False)
+
+
+def _stated_host_link(device: Device) -> list[object]:
+    """For the digest, which stays what it was where the file says what the registry does."""
+    rate = device.host_link_bytes_per_s
+    return [] if rate == device.accelerator.host_link_bytes_per_s else ["host link", rate]
 
 
 def _from_values(values: object, source: Source) -> ClusterSpec:
@@ -207,10 +217,11 @@ def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iter
     kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
     host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
+    host_link = None if node.host_link_gbyte_per_s is None else _rate(node.host_link_gbyte_per_s)
     for accelerator, count in kinds:
         link = accelerator.link_bytes_per_s
         if node.link_gbyte_per_s is not None:
-            link = float(round(node.link_gbyte_per_s * 1e9))
+            link = _rate(node.link_gbyte_per_s)
         stand_in = emulate is not None and emulate.stand_in is not None
         real_gpu = not accelerator.is_cpu and emulate is None
         unnamed = real_gpu and (mixed or accelerator.ray_type is None)
@@ -226,7 +237,12 @@ def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iter
                 emulated=stand_in or (emulate is not None and not accelerator.is_cpu),
                 host_memory_bytes=host,
                 stand_in=stand_in,
+                stated_host_link_bytes_per_s=host_link,
             )
+
+
+def _rate(gbyte_per_s: float) -> float:
+    return float(round(gbyte_per_s * 1e9))
 
 
 def _budget_bytes(node: NodeEntry, accelerator: Accelerator) -> int:
@@ -259,18 +275,34 @@ def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
             values["host_memory_gib"] = _plain(first.host_memory_bytes / GIB)
     if limits:
         values["usable_memory_gib"] = limits
-    links = {device.link_bytes_per_s for device in devices}
     if any(device.link_bytes_per_s != device.accelerator.link_bytes_per_s for device in devices):
-        if len(links) > 1:
-            raise SpecError(
-                f"node {node} has {len(links)} link rates; a cluster file can say only one"
-            )
-        values["link_gbyte_per_s"] = _plain(links.pop() / 1e9)
+        links = {device.link_bytes_per_s for device in devices}
+        values["link_gbyte_per_s"] = _only_rate(node, "link", links)
+    stated = {device.stated_host_link_bytes_per_s for device in devices}
+    if stated != {None}:
+        values["host_link_gbyte_per_s"] = _only_rate(node, "host link", stated)
     return values
 
 
+def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float | int:
+    """In 10^9 bytes per second; SpecError where the node's devices differ."""
+    rate, *others = rates
+    if rate is None or others:
+        raise SpecError(
+            f"node {node} has {len(rates)} {what} rates; a cluster file can say only one"
+        )
+    return _plain(rate / 1e9)
+
+
 def _traits(device: Device) -> tuple[object, ...]:
-    return device.memory_bytes, device.link_bytes_per_s, device.threads, device.host_memory_bytes
+    """What equal devices of a node share."""
+    return (
+        device.memory_bytes,
+        device.link_bytes_per_s,
+        device.threads,
+        device.host_memory_bytes,
+        device.stated_host_link_bytes_per_s,
+    )
 
 
 def _plain(number: float) -> float | int:

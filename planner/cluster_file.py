@@ -39,8 +39,8 @@ class NodeEntry(_Strict):
     """One machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`.
 
     `threads` and `memory_gib` are those of each CPU accelerator; `usable_memory_gib` is a number
-    for every accelerator of the node or one per type; `link_gbyte_per_s` is 10^9 bytes/s in one
-    direction.
+    for every accelerator of the node or one per type; `link_gbyte_per_s`, between accelerators of
+    one type, and `host_link_gbyte_per_s`, to the host's memory, are 10^9 bytes/s in one direction.
     """
 
     name: Annotated[str, Field(min_length=1)] | None = None
@@ -48,6 +48,7 @@ class NodeEntry(_Strict):
     usable_memory_gib: Positive | dict[str, Positive] | None = None
     host_memory_gib: Positive | None = None
     link_gbyte_per_s: Positive | None = None
+    host_link_gbyte_per_s: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=2**16)] | None = None
     memory_gib: Positive | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.accelerators import Accelerator
 from quant.errors import SpecError
@@ -24,11 +24,13 @@ class Device:
     """One accelerator of one node.
 
     `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
-    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` in one direction;
-    `threads` and rates per core belong to CPUs. `custom_resource` names the Ray resource that
-    places the device where Ray has no accelerator type for it. An `emulated` device computes on
-    the host's CPU while its times are those of `accelerator`; with `stand_in` a small model does so
-    in place of the planned one, whose bytes and types are the accelerator's then.
+    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` to a device of the
+    same type on the node, in one direction; `stated_host_link_bytes_per_s` where the cluster file
+    knows better than the registry; `threads` and rates per core belong to CPUs. `custom_resource`
+    names the Ray resource that places the device where Ray has no accelerator type for it. An
+    `emulated` device computes on the host's CPU while its times are those of `accelerator`; with
+    `stand_in` a small model does so in place of the planned one, whose bytes and types are the
+    accelerator's then.
     """
 
     accelerator: Accelerator
@@ -41,6 +43,7 @@ class Device:
     emulated: bool = False
     host_memory_bytes: int | None = None
     stand_in: bool = False
+    stated_host_link_bytes_per_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -55,7 +58,29 @@ class Device:
     @property
     def cost_kind(self) -> Hashable:
         """Equal for devices that are alike in all that a plan's cost depends on but their nodes."""
-        return self.time_kind, self.memory_bytes, self.link_bytes_per_s
+        links = self.link_bytes_per_s, self.host_link_bytes_per_s
+        return self.time_kind, self.memory_bytes, links
+
+    def host_link_bytes_per_s(self) -> float:
+        """Rate to the host's memory, in one direction."""
+        if self.stated_host_link_bytes_per_s is not None:
+            return self.stated_host_link_bytes_per_s
+        return self.accelerator.host_link_bytes_per_s
+
+    def node_link_bytes_per_s(self, other: Device) -> float:
+        """Rate to another device of the node: NVLink joins none but GPUs of one type."""
+        links = [self.link_bytes_per_s, other.link_bytes_per_s]
+        if self.accelerator != other.accelerator:
+            links += [self.host_link_bytes_per_s, other.host_link_bytes_per_s]
+        return min(links)
+
+    def with_faster_links(self, times: float) -> Device:
+        """The same at `times` the rates of its links."""
+        return replace(
+            self,
+            link_bytes_per_s=self.link_bytes_per_s * times,
+            stated_host_link_bytes_per_s=self.host_link_bytes_per_s * times,
+        )
 
     @property
     def runs_on_cpu(self) -> bool:

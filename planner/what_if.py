@@ -179,10 +179,7 @@ def _changed(
             internode_bytes_per_s=cluster.internode_bytes_per_s * amount,
             measured_links=tuple(link.faster(amount) for link in cluster.measured_links),
         )
-        changed = {
-            device: replace(device, link_bytes_per_s=device.link_bytes_per_s * amount)
-            for device in costs.cluster.devices
-        }
+        changed = {device: device.with_faster_links(amount) for device in costs.cluster.devices}
     cluster = replace(cluster, devices=tuple(changed.values()))
     return replace(costs, cluster=cluster), tuple(changed[device] for device in devices)
 

@@ -82,6 +82,20 @@ def test_measured_sizes_and_one_way_links() -> None:
     assert find_accelerator("V100").link_bytes_per_s == 150e9
 
 
+def test_host_links_are_pci_express_of_their_generation() -> None:
+    """3.0 up to Turing, 4.0 with Ampere and Ada, 5.0 with Hopper; NVLink is never slower."""
+    generation = {6: 3, 7: 3, 8: 4, 9: 5}
+    for entry in registry():
+        if entry.compute_capability is None:
+            assert entry.host_link_bytes_per_s == entry.link_bytes_per_s
+            continue
+        expected = {3: 16e9, 4: 32e9, 5: 64e9}[generation[entry.compute_capability[0]]]
+        assert entry.host_link_bytes_per_s == expected
+        assert entry.link_bytes_per_s >= expected
+        if "SXM" not in entry.name and entry.name != "A40-48GB":  # its figure is NVLink's bridge
+            assert entry.link_bytes_per_s == expected
+
+
 def test_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(SpecError, match=r"unknown accelerator 'A1000'; nearest known: A100"):
         find_accelerator("A1000")

@@ -132,6 +132,33 @@ def test_fingerprint_follows_budgets_not_names(tmp_path: Path) -> None:
     assert load(tmp_path, FILE.replace("14}", "13}")).fingerprint() != cluster.fingerprint()
 
 
+def test_fingerprint_of_a_file_without_host_links_is_what_it_always_was(tmp_path: Path) -> None:
+    """Plans that were saved before the key existed still belong to their cluster."""
+    plain = load(tmp_path)
+    assert plain.fingerprint() == "1c0dfa3b07fc9975"
+    same = load(tmp_path, FILE.replace("64.5\n", "64.5\n    host_link_gbyte_per_s: 16\n"))
+    assert same.fingerprint() == plain.fingerprint()
+    other = load(tmp_path, FILE.replace("64.5\n", "64.5\n    host_link_gbyte_per_s: 12\n"))
+    assert other.fingerprint() != plain.fingerprint()
+
+
+def test_nvlink_joins_gpus_of_one_type_only(tmp_path: Path) -> None:
+    nodes = "nodes:\n  - {accelerators: {V100: 2, A100: 1}MORE}\n"
+    cluster = load(tmp_path, "name: x\n" + nodes.replace("MORE", ""))
+    v100, twin, a100 = cluster.devices
+    assert cluster.link_bytes_per_s(v100, twin) == 150e9
+    assert cluster.link_bytes_per_s(v100, a100) == 16e9 == cluster.link_bytes_per_s(a100, v100)
+    stated = ", host_link_gbyte_per_s: 24.5"
+    cluster = load(tmp_path, "name: x\n" + nodes.replace("MORE", stated))
+    v100, twin, a100 = cluster.devices
+    assert [d.host_link_bytes_per_s for d in cluster.devices] == [24.5e9] * 3
+    assert cluster.link_bytes_per_s(v100, twin) == 150e9
+    assert cluster.link_bytes_per_s(v100, a100) == 24.5e9
+    assert ClusterSpec.from_dict(yaml.safe_load(cluster.to_yaml())) == cluster
+    faster = v100.with_faster_links(10).node_link_bytes_per_s(a100.with_faster_links(10))
+    assert faster == 245e9
+
+
 def test_compute_dtype(tmp_path: Path) -> None:
     t4, cpu = (load(tmp_path).devices[index] for index in (0, 4))
     assert (t4.compute_dtype(), cpu.compute_dtype()) == ("float16", "bfloat16")
@@ -172,6 +199,12 @@ def test_counts_of_the_command_line() -> None:
         ("{T4: 14}", "{A100: 14}", ":5: .*this node has no such accelerator"),
         ("host_memory_gib: 64.5", "threads: 4", ":6: .*only CPU accelerators"),
         ("    memory_gib: 3\n", "", ":7: .*a CPU needs a budget; add memory_gib"),
+        (
+            "host_memory_gib: 64.5",
+            "host_link_gbyte_per_s: 0",
+            r":6: nodes\.0\.host_link_gbyte_per_s: .*greater than or equal",
+        ),
+        ("host_memory_gib", "host_link_gbyte_s", r"did you mean 'host_link_gbyte_per_s'\?"),
         ("T4: 3", "T4: 3.5", r"valid integer \(found 3\.5\)"),
         ("T4: 3", "T4: 0", "greater than or equal to 1"),
         ("T4: 3", "T4: true", "valid integer"),
@@ -212,9 +245,13 @@ def test_unreadable_file(tmp_path: Path) -> None:
 def test_what_a_file_cannot_say_is_refused(tmp_path: Path) -> None:
     cluster = load(tmp_path)
     first, second, *others = cluster.devices
-    uneven = replace(cluster, devices=(first, replace(second, memory_bytes=GIB), *others))
-    with pytest.raises(SpecError, match="different memory or links"):
-        uneven.to_yaml()
+    for change in ({"memory_bytes": GIB}, {"stated_host_link_bytes_per_s": 1e9}):
+        uneven = replace(cluster, devices=(first, replace(second, **change), *others))
+        with pytest.raises(SpecError, match="different memory or links"):
+            uneven.to_yaml()
+    t4s = [replace(each, stated_host_link_bytes_per_s=1e9) for each in cluster.devices[:3]]
+    with pytest.raises(SpecError, match="node a has 2 host link rates"):
+        replace(cluster, devices=(*t4s, *cluster.devices[3:])).to_yaml()
     with pytest.raises(SpecError, match="names 2 devices a/T4-16GB:0"):
         replace(cluster, devices=(first, first))
     with pytest.raises(SpecError, match="has no device"):

@@ -54,7 +54,13 @@ def cluster_seeds() -> tuple[bytes, ...]:
         "name": "c",
         "nodes": [
             {"name": "a", "accelerators": {"T4": 2}, "usable_memory_gib": {"T4": 3.5}},
-            {"name": "b", "accelerators": "V100:1", "link_gbyte_per_s": 10, "host_memory_gib": 64},
+            {
+                "name": "b",
+                "accelerators": "V100:1",
+                "link_gbyte_per_s": 10,
+                "host_memory_gib": 64,
+                "host_link_gbyte_per_s": 12,
+            },
             {"name": "c", "accelerators": {"CPU": 1}, "memory_gib": 4, "threads": 2},
         ],
         "network": {"internode_gbit_per_s": 100},
