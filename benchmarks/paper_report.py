@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 from scipy.stats import spearmanr
 
@@ -14,6 +14,9 @@ from planner.workload import Workload
 LLM_PQ, PIPEEDGE, UNIFORM, LLMPQ = "LLM-PQ", "PipeEdge", "Uniform", "llmpq"
 BASELINES = (PIPEEDGE, UNIFORM)
 PAPER_SCHEMES = (LLM_PQ, *BASELINES)
+FLEXGEN, FLEXGEN_INT8 = "FlexGen", "FlexGen-int8"
+OFFLOADING = (FLEXGEN, FLEXGEN_INT8)
+FLEXGEN_MODELS = "opt-"  # section 6.1: it is made for OPT and has no results on BLOOM
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a scheme does on one cluster by simulation; None where it does not fit."""
+    """What a scheme does on one cluster by simulation; None where it does not fit.
+
+    `streamed_bytes`: of offloading, what the fullest GPU takes from its host a round.
+    """
 
     latency_s: float | None
     bits: str
+    streamed_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
         [
             _latencies(main),
             _speedups(main),
+            _offloading(main),
             _bitwidths(main),
             _at_paper_bits(main),
             _memory(outcomes),
@@ -120,6 +128,40 @@ def _speedups(outcomes: Sequence[Outcome]) -> str:
         for each in outcomes
     ]
     return _table("Throughput against a baseline", header, rows)
+
+
+def _offloading(outcomes: Sequence[Outcome]) -> str:
+    """FlexGen's estimates, and how fast LLM-PQ is beside it, on models that FlexGen serves.
+
+    The last column: at what rate, if all of the paper's time were streaming. A batch has as many
+    rounds as new tokens; the first is the prefill.
+    """
+    header = ["table", "cluster", "scheme", "paper", "ours", "LLM-PQ / it, paper", "ours"]
+    header += ["GB a round, fullest GPU", "GB/s of that in the paper's time"]
+    rows = [
+        [*_names(each), name, *(_number(f(each), form) for f, form in _offloading_figures(name))]
+        for each, name in product(outcomes, OFFLOADING)
+        if each.case.model.startswith(FLEXGEN_MODELS)
+    ]
+    return _table("Offloading, estimated (seconds a batch)", header, rows)
+
+
+def _offloading_figures(name: str) -> list[tuple[Figure, str]]:
+    def streamed_gbyte(each: Outcome) -> float | None:
+        return (each.schemes[name].streamed_bytes or 0) / 1e9 or None
+
+    def paper_gbyte_per_s(each: Outcome) -> float | None:
+        per_round_s = _quotient(_paper_s(name)(each), each.case.workload.new_tokens)
+        return _quotient(streamed_gbyte(each), per_round_s)
+
+    return [
+        (_paper_s(name), ".1f"),
+        (_own_s(name), ".1f"),
+        (_paper_speedup(LLM_PQ, name), ".2f"),
+        (_own_speedup(LLM_PQ, name), ".2f"),
+        (streamed_gbyte, ".1f"),
+        (paper_gbyte_per_s, ".1f"),
+    ]
 
 
 def _bitwidths(outcomes: Sequence[Outcome]) -> str:
@@ -195,6 +237,7 @@ def _correlations(outcomes: Sequence[Outcome]) -> str:
         "latency of the baselines at the paper's bitwidth": [
             (_paper_s(name), _own_s_at_paper_bits(name)) for name in BASELINES
         ],
+        "latency of offloading": [(_paper_s(name), _own_s(name)) for name in OFFLOADING],
     }
     rows = []
     for label, chosen in _groups(outcomes):

@@ -15,18 +15,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper_baselines import BaselineResult, Setting, at_bitwidth, pipeedge, uniform
+from benchmarks.paper_baselines import Setting
 from benchmarks.paper_report import (
+    BASELINES,
+    FLEXGEN,
+    FLEXGEN_INT8,
     LLM_PQ,
     LLMPQ,
+    OFFLOADING,
     PAPER_SCHEMES,
-    PIPEEDGE,
-    UNIFORM,
     Case,
     Outcome,
     PaperResult,
@@ -39,7 +41,7 @@ from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
 from planner.optimiser.problem import Objective
 from planner.options import PlanOptions
-from planner.plan import Plan
+from planner.plan import Baseline, Plan
 from planner.profile_rows import write_profiles
 from planner.search import find_plan
 from planner.workload import Workload
@@ -51,8 +53,12 @@ DATA = ROOT.parent / "shared" / "data"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 OBJECTIVES: dict[str, Objective] = {LLM_PQ: "paper", LLMPQ: "pipeline"}
 LESS_GIB = (0, 1, 2)  # what a GPU is supposed to lack, to see what memory decides
-Run = Callable[[Setting], BaselineResult | None]
-BASELINES: dict[str, Run] = {PIPEEDGE: pipeedge, UNIFORM: uniform}
+# Table 7's perplexities, seconds and tokens/s of FlexGen, which the file of the tables lacks.
+SHORT_OFFLOADING = {
+    "1": {FLEXGEN: (11.22, 119.24, 53.68), FLEXGEN_INT8: (11.23, 80.35, 79.65)},
+    "4": {FLEXGEN: (10.70, 2147.03, 2.98), FLEXGEN_INT8: (10.70, 681.78, 9.39)},
+    "6": {FLEXGEN: (10.33, 408.19, 15.68), FLEXGEN_INT8: (10.34, 376.69, 16.99)},
+}
 # Perplexities of tables 4, 5 and 7 by bitwidth: FlexGen's are of 16 and 8 bit, the next two steps
 # down those of 4 and 3 bit.
 BITS_OF_PERPLEXITY = {
@@ -67,8 +73,9 @@ DEFAULT_TABLES = {cluster: 4 if cluster <= 8 else 5 for cluster in range(1, 12)}
 def cases(tables: Mapping[str, Any]) -> Iterator[Case]:
     """Tables 4 and 5 with the default workload, then table 7 with short prompts."""
     for kind in ("default", "short"):
-        for name, paper in tables[f"serving_{kind}_workload"].items():
+        for name, serving in tables[f"serving_{kind}_workload"].items():
             cluster = tables["clusters"][name]
+            paper = serving if kind == "default" else SHORT_OFFLOADING[name] | serving
             yield Case(
                 table=DEFAULT_TABLES[int(name)] if kind == "default" else 7,
                 cluster=int(name),
@@ -76,7 +83,10 @@ def cases(tables: Mapping[str, Any]) -> Iterator[Case]:
                 workload=Workload(**tables[f"workload_{kind}"]),
                 theta=float(tables["theta_and_solver"][name][0]),
                 devices=tuple(device for device, _ in cluster["devices"]),
-                paper={s: _paper_result(cluster["model"], paper.get(s)) for s in PAPER_SCHEMES},
+                paper={
+                    scheme: _paper_result(cluster["model"], paper.get(scheme))
+                    for scheme in (*PAPER_SCHEMES, *OFFLOADING)
+                },
             )
 
 
@@ -104,10 +114,9 @@ def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
         )
         schemes[name] = _planned(case, cluster, options)
     setting = Setting(cluster, case.model, case.workload, profiles, BITWIDTHS)
-    schemes |= {name: _scheme(run(setting)) for name, run in BASELINES.items()}
-    at_paper_bits = {
-        name: _at_paper_bits(setting, case.paper[name], run) for name, run in BASELINES.items()
-    }
+    schemes |= {name: _scheme(setting.baseline(name.lower())) for name in BASELINES}
+    schemes |= {name: _offloaded(setting, name.lower()) for name in OFFLOADING}
+    at_paper_bits = {name: _at_paper_bits(setting, case.paper[name], name) for name in BASELINES}
     seconds = time.perf_counter() - began
     return Outcome(case, less_gib, schemes, at_paper_bits, seconds)
 
@@ -129,15 +138,23 @@ def _planned(case: Case, cluster: ClusterSpec, options: PlanOptions) -> Scheme:
     return Scheme(plan.predicted.latency_s, _bits(plan))
 
 
-def _scheme(result: BaselineResult | None) -> Scheme:
-    return Scheme(None, "") if result is None else Scheme(result.latency_s, str(result.bits))
+def _scheme(found: Baseline) -> Scheme:
+    return Scheme(found.latency_s, "" if found.bitwidth is None else str(found.bitwidth))
 
 
-def _at_paper_bits(setting: Setting, paper: PaperResult | None, run: Run) -> Scheme:
+def _offloaded(setting: Setting, name: str) -> Scheme:
+    found = _scheme(setting.baseline(name))
+    if found.latency_s is None:
+        return found
+    return replace(found, streamed_bytes=setting.streamed_bytes(name))
+
+
+def _at_paper_bits(setting: Setting, paper: PaperResult | None, name: str) -> Scheme:
     """A baseline at the paper's own bitwidth, whether or not more bits fit here."""
     if paper is None or paper.bits is None:
         return Scheme(None, "")
-    return replace(_scheme(run(at_bitwidth(setting, paper.bits))), bits=str(paper.bits))
+    found = setting.at_bitwidth(paper.bits).baseline(name.lower())
+    return replace(_scheme(found), bits=str(paper.bits))
 
 
 def _bits(plan: Plan) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.candidates import orders_of, searched_sizes
 from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
-from planner.offloading import estimate_offloading
+from planner.offloading import OffloadingEstimate, estimate_offloading
 from planner.optimiser.adabits import solve_adabits
 from planner.optimiser.pipeedge import solve_pipeedge
-from planner.optimiser.problem import Assignment, AssignmentProblem, stage_times
+from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
+from planner.optimiser.recovery import Candidate
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.uniform import solve_uniform, uniform_candidate
 from planner.plan import Baseline
@@ -21,148 +22,8 @@ from planner.plan_builder import Solution
 from planner.simulation import simulate_assignment
 from quant.errors import InfeasibleError
 
-ADABITS_LIMIT_S = 10.0
+ADABITS = SolveOptions(time_limit_s=10.0)
 OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
-
-
-def baselines(costs: CostModel) -> tuple[Baseline, ...]:
-    """Uniform, PipeEdge, adabits and, where their bitwidths are allowed, the offloading estimates.
-
-    All but the estimates are simulated like the plan; the LM head is on the last stage.
-    """
-    costs = replace(costs, head_on_first=False)
-    offloading = [
-        _offloading(costs, name, bits)
-        for name, bits in OFFLOADED.items()
-        if bits in costs.options.bits
-    ]
-    found = [(name, find(costs)) for name, find in _FINDERS.items()]
-    return (*(_simulated(costs, name, each) for name, each in found), *offloading)
-
-
-def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
-    """The plan of the baseline that `costs.options.method` names, to be run like any other.
-
-    The LM head is on the last stage, layers are decided one by one; returned with the costs changed
-    so. The lower bound is that of the baseline's own order and sizes. Raises InfeasibleError where
-    it does not fit.
-    """
-    name = costs.options.method
-    costs = replace(costs, head_on_first=False, options=replace(costs.options, group=1))
-    found = _FINDERS[name](costs)
-    if found is None:
-        raise InfeasibleError(
-            f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order "
-            "of the devices; use method auto, allow fewer bits, or lower the batch"
-        )
-    assignment = RUNNABLE[name](costs.problem(found.devices, found.sizes))
-    return costs, Solution(
-        tuple(found.devices), found.sizes, assignment, assignment.bound, 1, 1, 0.0
-    )
-
-
-def _uniform(costs: CostModel) -> _Found | None:
-    """One bitwidth, layers spread evenly, the best order and micro-batches."""
-    best: _Found | None = None
-    for devices in orders_of(costs, all_orders=False):
-        for sizes in searched_sizes(costs.workload, len(devices), costs.options):
-            problem = costs.problem(devices, sizes)
-            try:
-                found = uniform_candidate(problem)
-            except InfeasibleError:
-                continue
-            times = stage_times(problem, found.first_layer, found.bitwidth)
-            if best is None or times.latency_s < best.rank[0]:
-                best = _Found((times.latency_s,), devices, sizes, found.first_layer, found.bitwidth)
-    return best
-
-
-def _pipeedge(costs: CostModel) -> _Found | None:
-    """One bitwidth, partitioned for the prefill, the batch over the stages in both phases.
-
-    Of all orders that keep equal devices together the one with the fastest prefill stage.
-    """
-    best: _Found | None = None
-    for devices in orders_of(costs, all_orders=False):
-        sizes = _even_share(costs, devices)
-        problem = costs.problem(devices, sizes)
-        try:
-            found = solve_pipeedge(problem)
-        except InfeasibleError:
-            continue
-        times = stage_times(problem, found.first_layer, found.bitwidth)
-        slowest_s = max(float(times.prefill_s.max()), float(problem.prefill_comm_s.max()))
-        rank = (-problem.bitwidths[found.bitwidth[0]], slowest_s)
-        if best is None or rank < best.rank:
-            best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
-    return best
-
-
-def _adabits(costs: CostModel) -> _Found | None:
-    """The best quality that memory allows, the batch over the stages in both phases (section 6.9).
-
-    Of all orders that keep equal devices together the fastest.
-    """
-    best: _Found | None = None
-    for devices in orders_of(costs, all_orders=False):
-        sizes = _even_share(costs, devices)
-        problem = costs.problem(devices, sizes)
-        try:
-            found = solve_adabits(problem, SolveOptions(time_limit_s=ADABITS_LIMIT_S))
-        except InfeasibleError:
-            continue
-        times = stage_times(problem, found.first_layer, found.bitwidth)
-        rank = (times.quality, times.latency_s)
-        if best is None or rank < best.rank:
-            best = _Found(rank, devices, sizes, found.first_layer, found.bitwidth)
-    return best
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A baseline's assignment; of two the one with the lower `rank` is the baseline's choice."""
-
-    rank: tuple[float, ...]
-    devices: Sequence[Device]
-    sizes: MicroBatches
-    first_layer: Sequence[int]
-    bitwidth: Sequence[int]
-
-
-def _simulated(costs: CostModel, name: str, found: _Found | None) -> Baseline:
-    if found is None:
-        return Baseline(name, None, None, None, None)
-    run = simulate_assignment(costs, found.devices, found.sizes, found.first_layer, found.bitwidth)
-    used = {costs.options.bits[choice] for choice in found.bitwidth}
-    quality = costs.sensitivity[range(len(found.bitwidth)), list(found.bitwidth)].sum()
-    return Baseline(
-        name,
-        used.pop() if len(used) == 1 else None,
-        run.latency_s,
-        run.tokens_per_s,
-        float(quality),
-    )
-
-
-def _offloading(costs: CostModel, name: str, bits: int) -> Baseline:
-    """The estimate in the cluster's own order; hosts that state no memory are not limited."""
-    devices = costs.cluster.devices
-    problem = costs.problem(devices, _even_share(costs, devices))
-    on_node = {node: sum(d.node == node for d in devices) for node in costs.cluster.nodes}
-    host = [(d.host_memory_bytes or math.inf) / on_node[d.node] for d in devices]
-    links = [device.link_bytes_per_s for device in devices]
-    try:
-        found = estimate_offloading(problem, bits, links, host)
-    except InfeasibleError:
-        return Baseline(name, None, None, None, None)
-    return _baseline(costs, name, bits, found.latency_s)
-
-
-_FINDERS: dict[str, Callable[[CostModel], _Found | None]] = {
-    "uniform": _uniform,
-    "pipeedge": _pipeedge,
-    "adabits": _adabits,
-}
 RUNNABLE: dict[str, Callable[[AssignmentProblem], Assignment]] = {
     "uniform": solve_uniform,
     "pipeedge": solve_pipeedge,
@@ -170,14 +31,191 @@ RUNNABLE: dict[str, Callable[[AssignmentProblem], Assignment]] = {
 """Baselines that a plan can be made of by their names as method."""
 
 
-def _even_share(costs: CostModel, devices: Sequence[Device]) -> MicroBatches:
-    share = -(-costs.workload.global_batch // len(devices))
-    return MicroBatches(share, share)
+def baselines(costs: CostModel) -> tuple[Baseline, ...]:
+    """Uniform, PipeEdge, adabits, and the offloading estimates whose bitwidths are allowed."""
+    offloading = [name for name, bits in OFFLOADED.items() if bits in costs.options.bits]
+    return tuple(baseline(costs, name) for name in (*_POLICIES, *offloading))
 
 
-def _baseline(costs: CostModel, name: str, bits: int | None, latency_s: float) -> Baseline:
-    if bits is None:
+def baseline(costs: CostModel, name: str) -> Baseline:
+    """The baseline of that name; without figures where it does not fit.
+
+    All but the offloading estimates are simulated like the plan; the LM head is on the last stage.
+    """
+    costs = replace(costs, head_on_first=False)
+    try:
+        if name in OFFLOADED:
+            return _estimated(costs, name)
+        return _simulated(name, _find(costs, name))
+    except InfeasibleError:
         return Baseline(name, None, None, None, None)
+
+
+def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
+    """The plan of the baseline that `costs.options.method` names, to be run like any other.
+
+    The LM head is on the last stage, layers are decided one by one, and the bitwidth is the only
+    one; returned with the costs changed so. The lower bound is that of the baseline's own order and
+    sizes. Raises InfeasibleError where it does not fit.
+    """
+    name = costs.options.method
+    options = replace(costs.options, group=1)
+    found = _find(replace(costs, head_on_first=False, options=options), name)
+    assignment = RUNNABLE[name](found.costs.problem(found.devices, found.sizes))
+    bound = assignment.bound
+    return found.costs, Solution(found.devices, found.sizes, assignment, bound, 1, 1, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a baseline makes of one device order and pair of sizes, by the cost model it used."""
+
+    costs: CostModel
+    devices: tuple[Device, ...]
+    sizes: MicroBatches
+    problem: AssignmentProblem
+    assignment: Candidate | Assignment
+
+    @property
+    def times(self) -> StageTimes:
+        """Of its stages."""
+        return stage_times(self.problem, self.assignment.first_layer, self.assignment.bitwidth)
+
+    @property
+    def latency_s(self) -> float:
+        """By the objective, without quality."""
+        return self.times.latency_s
+
+    @property
+    def slowest_prefill_s(self) -> float:
+        """Of the prefill's stages and transfers."""
+        return float(max(self.times.prefill_s.max(), self.problem.prefill_comm_s.max()))
+
+    @property
+    def sensitivity(self) -> float:
+        """Summed over layers."""
+        return self.times.quality
+
+
+Sizes = Callable[[CostModel, int], Sequence[MicroBatches]]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """How a baseline decides: the pairs of sizes it tries, its partition, what it looks for.
+
+    Of all orders that keep equal devices together and all sizes it takes the least by the first of
+    `least`, of equal ones the least by the next. With `one_bitwidth` that is the highest at which
+    anything fits.
+    """
+
+    sizes: Sizes
+    solve: Callable[[AssignmentProblem], Candidate | Assignment]
+    least: tuple[Callable[[_Found], float], ...]
+    one_bitwidth: bool = True
+
+
+def _even_share(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
+    """The batch over the stages, in both phases."""
+    share = -(-costs.workload.global_batch // stages)
+    return (MicroBatches(share, share),)
+
+
+def _searched(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
+    return searched_sizes(costs.workload, stages, costs.options)
+
+
+_POLICIES = {
+    "uniform": _Policy(_searched, uniform_candidate, (lambda found: found.latency_s,)),
+    "pipeedge": _Policy(_even_share, solve_pipeedge, (lambda found: found.slowest_prefill_s,)),
+    "adabits": _Policy(
+        _even_share,
+        lambda problem: solve_adabits(problem, ADABITS),
+        (lambda found: found.sensitivity, lambda found: found.latency_s),
+        one_bitwidth=False,
+    ),
+}
+"""Section 6.1, adabits section 6.9; Uniform spreads layers evenly, PipeEdge by prefill alone."""
+
+
+def _find(costs: CostModel, name: str) -> _Found:
+    """What the policy decides for; InfeasibleError where nothing fits."""
+    policy = _POLICIES[name]
+    allowed = _highest_first(costs) if policy.one_bitwidth else iter((costs,))
+    for each in allowed:
+        found = list(_solved(each, policy))
+        if found:
+            return _least(found, policy.least)
+    raise InfeasibleError(
+        f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order of "
+        "the devices; use method auto, allow fewer bits, or lower the batch"
+    )
+
+
+def _highest_first(costs: CostModel) -> Iterator[CostModel]:
+    """For each bitwidth the cost model of a plan that has no other."""
+    return (_of_one_bitwidth(costs, bits) for bits in reversed(costs.options.bits))
+
+
+def _of_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
+    """The costs where no other bitwidth is used, and memory is kept for no other's kernels."""
+    choice = costs.options.bits.index(bits)
+    options = replace(costs.options, bits=(bits,))
+    return replace(costs, options=options, sensitivity=costs.sensitivity[:, [choice]])
+
+
+def _solved(costs: CostModel, policy: _Policy) -> Iterator[_Found]:
+    """The policy's assignment for every order and pair of sizes in which it has one."""
+    for devices in orders_of(costs, all_orders=False):
+        for sizes in policy.sizes(costs, len(devices)):
+            problem = costs.problem(devices, sizes)
+            try:
+                yield _Found(costs, devices, sizes, problem, policy.solve(problem))
+            except InfeasibleError:
+                continue
+
+
+def _least(found: list[_Found], figures: Sequence[Callable[[_Found], float]]) -> _Found:
+    """The least by the first figure; what is within the solver's gap of it, by the next."""
+    *first, last = figures
+    for figure in first:
+        limit = min(map(figure, found)) * (1 + ADABITS.relative_gap)
+        found = [each for each in found if figure(each) <= limit]
+    return min(found, key=last)
+
+
+def _simulated(name: str, found: _Found) -> Baseline:
+    costs, assignment = found.costs, found.assignment
+    run = simulate_assignment(
+        costs, found.devices, found.sizes, assignment.first_layer, assignment.bitwidth
+    )
+    used = {costs.options.bits[choice] for choice in assignment.bitwidth}
+    return Baseline(
+        name,
+        used.pop() if len(used) == 1 else None,
+        run.latency_s,
+        run.tokens_per_s,
+        found.sensitivity,
+    )
+
+
+def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
+    """FlexGen in the cluster's own order; hosts that state no memory are not limited.
+
+    Raises InfeasibleError where the hosts' memory is short.
+    """
+    bits = OFFLOADED[name]
+    costs = replace(_of_one_bitwidth(costs, bits), head_on_first=False)
+    devices = costs.cluster.devices
+    (sizes,) = _even_share(costs, len(devices))
+    on_node = {node: sum(d.node == node for d in devices) for node in costs.cluster.nodes}
+    host = [(d.host_memory_bytes or math.inf) / on_node[d.node] for d in devices]
+    links = [device.host_link_bytes_per_s for device in devices]
+    return estimate_offloading(costs.problem(devices, sizes), bits, links, host)
+
+
+def _estimated(costs: CostModel, name: str) -> Baseline:
+    found = offloading(costs, name)
     tokens = costs.workload.global_batch * costs.workload.new_tokens
-    quality = costs.sensitivity[:, costs.options.bits.index(bits)].sum()
-    return Baseline(name, bits, latency_s, tokens / latency_s, float(quality))
+    sensitivity = costs.sensitivity[:, costs.options.bits.index(found.bits)].sum()
+    return Baseline(name, found.bits, found.latency_s, tokens / found.latency_s, float(sensitivity))

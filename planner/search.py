@@ -196,7 +196,7 @@ def find_plan(
     costs, omega = planning_costs(cluster, shape, workload, options)
     began = clock()
     try:
-        costs, solution = _solution(costs, clock)
+        chosen, solution = _solution(costs, clock)
     except InfeasibleError as error:
         if options.max_ppl_delta is None:
             raise
@@ -205,7 +205,7 @@ def find_plan(
             f"{costs.options.max_omega:g})"
         ) from error
     solution = replace(solution, seconds=clock() - began)
-    plan = build_plan(costs, source, solution, omega.source, baselines(costs))
+    plan = build_plan(chosen, source, solution, omega.source, baselines(costs))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
     return replace(plan, perplexity=forecast, origin=origin_of(cluster, options))
 
