@@ -10,7 +10,8 @@ from llmpq.plan import Plan
 from planner.cluster import ClusterSpec
 from planner.front import FrontPoint, trace_front
 from planner.model_shape import model_shape
-from planner.options import PlanOptions
+from planner.option_rules import refuse_ignored
+from planner.options import FRONT_RULES, PlanOptions
 from planner.search import find_plan, planning_costs
 from planner.workload import Workload
 
@@ -62,6 +63,10 @@ class Cluster:
     def pareto(
         self, model: str | Path, workload: Workload, most_points: int = 12, **options: object
     ) -> tuple[FrontPoint, ...]:
-        """The front of latency against quality, fastest first; options and errors as in `plan`."""
+        """The front of latency against quality, fastest first; options and errors as in `plan`.
+
+        It has the plans of all thetas, so `theta` and bounds are refused.
+        """
+        refuse_ignored({"pareto": True, **options}, FRONT_RULES)
         chosen = PlanOptions.of(options)
         return trace_front(self.spec, model_shape(model), workload, chosen, most_points)

@@ -23,6 +23,7 @@ from llmpq.cli.common import (
 )
 from llmpq.jobs.inputs import JobInput
 from llmpq.ray_jobs import JobEnd, RayJobs
+from planner.option_rules import Rule
 from planner.plan import Plan
 from quant.errors import InputError
 
@@ -34,6 +35,19 @@ MAX_COMMAND_BYTES = 120_000
 
 _NOT_FOUND = (126, 127)
 """A shell's exit codes for a command that it cannot start."""
+
+_RULES = (
+    Rule(
+        ("no_wait", "follow_job", "stop_job"),
+        "it is for jobs of a Ray cluster; name the cluster's address",
+        without=("submit",),
+    ),
+    Rule(("follow_job",), "they are for one job at a time; give one of them", beside="stop_job"),
+    *(
+        Rule(("no_wait",), "that starts no job to wait for; leave it out", beside=beside)
+        for beside in ("follow_job", "stop_job")
+    ),
+)
 
 _PLAN, _INPUT = "plan.json", "input"
 
@@ -69,11 +83,13 @@ def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
     """Where to run, and the command itself."""
     parser = submit_parser()
     known, command = parser.parse_known_args(arguments)
+    parser.refuse_ignored(known, arguments, _RULES)
     options = SubmitOptions(known.submit, not known.no_wait, known.follow_job, known.stop_job)
-    if options.address is None and options != SubmitOptions(None):
-        parser.error("--no-wait, --follow-job and --stop-job need --submit, the cluster's address")
-    if options.follow and options.stop:
-        parser.error("--follow-job and --stop-job are for one job at a time; give one of them")
+    if command and (options.follow or options.stop):
+        parser.error(
+            f"{command[0]} has no effect beside --follow-job or --stop-job: they start no job; "
+            "leave it out"
+        )
     return options, command
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.memory import FULL_BITS, KV_BITWIDTHS
 from planner.optimiser.problem import Objective
+from planner.option_rules import Rule, refuse_ignored
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS
 
@@ -19,6 +20,65 @@ HEADS = ("auto", "first", "last")
 AUTO = "auto"
 KV_CHOICES = (*KV_BITWIDTHS, AUTO)
 PROFILE_USES = ("fit", "measured")
+BOUNDS = ("max_omega", "max_latency_s", "max_ppl_delta")
+BASELINE_METHODS = ("uniform", "pipeedge")
+
+PLAN_RULES = (
+    *(
+        Rule(("theta",), "it is found so that the bound holds; give one of them", beside=bound)
+        for bound in BOUNDS
+    ),
+    Rule(
+        ("solver",),
+        "only methods auto and ilp solve an integer programme; use one of these, or leave it out",
+        beside="method",
+        values=("transfer", "adabits", *BASELINE_METHODS),
+    ),
+    Rule(
+        ("group", "all_orders", "ilp_time_limit", "relative_gap"),
+        "the paper's baselines decide without it; leave it out, or use method auto",
+        beside="method",
+        values=BASELINE_METHODS,
+    ),
+    Rule(
+        ("head",),
+        "the paper's baselines have the LM head on the last stage; leave it out, or use method "
+        "auto",
+        beside="method",
+        values=BASELINE_METHODS,
+        honoured=("last",),
+    ),
+    Rule(
+        ("prefill_micro_batch", "decode_micro_batch"),
+        "it divides the batch by the number of stages (LLM-PQ section 6.1); leave it out, or use "
+        "method uniform or auto",
+        beside="method",
+        values=("pipeedge",),
+    ),
+    Rule(
+        ("profile_use",),
+        "name the CSV of measured times, or leave it (--fit, --use_profiler_prediction) out",
+        without=("profiles",),
+    ),
+)
+"""What would be ignored among the planning options themselves."""
+
+FRONT_RULES = (
+    Rule(
+        ("pareto",),
+        "a baseline of the paper is one plan and has no front; leave one of them out",
+        beside="method",
+        values=BASELINE_METHODS,
+    ),
+    Rule(
+        ("theta", *BOUNDS),
+        "the front has the plans of all thetas and bounds; leave it out, or ask for one plan too "
+        "(report)",
+        beside="pareto",
+        without=("report",),
+    ),
+)
+"""What would be ignored for a front of latency against quality."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +157,20 @@ class PlanOptions:
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
-        bounds = ("max_omega", "max_latency_s", "max_ppl_delta")
-        given = [name for name in bounds if getattr(self, name) is not None]
+        given = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:
-        """Options by name; raises `SpecError` for a name that does not exist."""
+        """Options by name; raises `SpecError` for a name that does not exist, and for an option
+        that the others make useless.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise SpecError(f"unknown planning option {unknown[0]!r}; known: {', '.join(known)}")
+        refuse_ignored(options, PLAN_RULES)
         return cls(**options)
 
 

@@ -15,17 +15,40 @@ from llmpq.profile_view import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
 from planner.front import FrontPoint, front_json, write_front
-from planner.options import PlanOptions
+from planner.option_rules import Rule
+from planner.options import BOUNDS, FRONT_RULES, PLAN_RULES, PROFILE_USES, PlanOptions
 from planner.workload import Workload
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, ROUNDINGS
 
 _PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
+_RULES = (
+    Rule(("model_size",), "give the size of the family of --model-name", without=("model_name",)),
+    Rule(
+        ("method",),
+        "--shaq-efficient is --method transfer; give one of them",
+        beside="shaq_efficient",
+        honoured=("transfer",),
+    ),
+    *(
+        Rule(("address",), f"--{name} says which devices there are; give one of them", beside=name)
+        for name in ("cluster", "device_names")
+    ),
+    Rule(
+        ("output", "trace", "compare"),
+        "the front by itself makes no plan; add --report FILE, or leave it out",
+        beside="pareto",
+        without=("report",),
+    ),
+    Rule(("compare",), "the plan's JSON holds the baselines; leave it out", beside="json"),
+    *FRONT_RULES,
+    *PLAN_RULES,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _RULES)
     return run_command("llmpq-algo", lambda: _plan(options))
 
 
@@ -40,7 +63,8 @@ def _plan(options: argparse.Namespace) -> int:
         given.setdefault("method", "transfer")
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
-        points = cluster.pareto(model, workload, **given)
+        free = {name: value for name, value in given.items() if name not in ("theta", *BOUNDS)}
+        points = cluster.pareto(model, workload, **free)
         if options.pareto:
             write_front(options.pareto, points)
         if "report" not in options:
@@ -134,6 +158,7 @@ def _parser() -> Parser:
     add("--n", "--new_tokens", dest="new_tokens", type=int, metavar="TOKENS",
         help="tokens to generate (100)")  # fmt: skip
     _add_planning(add)
+    _add_profile_use(parser)
     add("-o", "--output", dest="output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument(
         "--shaq-efficient",
@@ -159,6 +184,19 @@ def _parser() -> Parser:
         help="the front of latency against quality (with --report: in it), also as .svg or .json",
     )
     return parser
+
+
+def _add_profile_use(parser: Parser) -> None:
+    """The three spellings, of which one can be given."""
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--profile-use", "--profile_use", choices=PROFILE_USES, default=argparse.SUPPRESS,
+        help="fit the latency model on the profiles (fit), or take their times as measured where "
+        "the workload was measured")  # fmt: skip
+    add("--fit", dest="profile_use", action="store_const", const="fit",
+        default=argparse.SUPPRESS, help="--profile-use fit")  # fmt: skip
+    add("--use-profiler-prediction", "--use_profiler_prediction", dest="profile_use",
+        action="store_const", const="measured", default=argparse.SUPPRESS,
+        help="--profile-use measured")  # fmt: skip
 
 
 def _kv_bits(text: str) -> int | str:
@@ -201,10 +239,6 @@ def _add_planning(add: Any) -> None:
     add("--all_orders", action="store_const", const=True, help="try every distinct device order")
     add("--profiles", metavar="FILE",
         help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
-    add("--fit", dest="profile_use", action="store_const", const="fit",
-        help="fit the latency model on the profiles (default)")  # fmt: skip
-    add("--use_profiler_prediction", dest="profile_use", action="store_const", const="measured",
-        help="take profiled times as measured where the workload was measured")  # fmt: skip
     add("--rounding", help=f"of weights while they load: {', '.join(ROUNDINGS)} (nearest)")
     add("--kv_bits", type=_kv_bits, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip

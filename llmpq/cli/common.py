@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from quant.errors import LlmpqError, StageLostError
+from planner.option_rules import Rule, refuse_ignored
+from quant.errors import LlmpqError, SpecError, StageLostError
 from quant.printable import printable
 
 EXIT_DONE = 0
@@ -42,10 +43,34 @@ class Parser(argparse.ArgumentParser):
             options.setdefault("default", argparse.SUPPRESS)
         self.add_argument(*spellings, **options)
 
+    def parse(self, arguments: Sequence[str] | None, rules: Sequence[Rule]) -> argparse.Namespace:
+        """The options; one line and exit code 2 where `rules` say that one would be ignored."""
+        options = self.parse_args(arguments)
+        self.refuse_ignored(options, arguments, rules)
+        return options
+
+    def refuse_ignored(
+        self,
+        options: argparse.Namespace,
+        arguments: Sequence[str] | None,
+        rules: Sequence[Rule],
+    ) -> None:
+        """Check what `arguments` really say, not the defaults among their `options`."""
+        unset = argparse.Namespace(**dict.fromkeys(vars(options)))
+        given, _ = self.parse_known_args(arguments, unset)
+        try:
+            refuse_ignored(vars(given), rules, _as_option)
+        except SpecError as error:
+            self.error(str(error))
+
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2."""
         self.print_usage(sys.stderr)
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {message}\n")
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 class _SafeConsole(Console):

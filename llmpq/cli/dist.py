@@ -34,20 +34,40 @@ from llmpq.ray_jobs import keep_folder_to_driver
 from llmpq.run import Run, RunOptions, RunSize
 from llmpq.submit import known_job, split_options, submit, submit_parser
 from llmpq.tables import plan_table, summary_table
+from planner.option_rules import Rule
 from planner.run_trace import check_trace_path
 from quant.cache.settings import cache_settings
 from quant.errors import PlanMismatchError, SpecError
 
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "ignore_eos")
+_RULES = (
+    Rule(
+        ("retry_errors",),
+        "--overwrite runs every row again; give one of them",
+        beside="overwrite",
+    ),
+    Rule(
+        ("cache_dir", "cache_limit_gib"),
+        "nothing is kept then; give one of them",
+        beside="no_cache",
+    ),
+    Rule(
+        ("address",),
+        "the job joins the cluster that it runs on; leave it out",
+        beside="submit",
+        honoured=("auto",),
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     keep_folder_to_driver(os.environ)
-    where, command = split_options(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    where, command = split_options(arguments)
     if where.follow or where.stop:
         return run_command("llmpq-dist", lambda: known_job(where))
-    options = _parser().parse_args(command)
+    options = _parser().parse(arguments, _RULES)
     if where.address is not None:
         return run_command("llmpq-dist", lambda: submit(where, command, _check(options).data))
     return run_command("llmpq-dist", lambda: _run(options))

@@ -14,14 +14,17 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
 from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
 from llmpq.text import read_documents
+from planner.option_rules import Rule
 from quant.errors import InputError, SpecError
 from quant.scheme import ROUNDINGS
 from quant.whole_file import write_whole
 
+_RULES = (Rule(("rounding",), "a plan has its own; leave it out", without=("bits",)),)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _RULES)
     return run_command("llmpq-eval", lambda: _evaluate(options))
 
 

@@ -13,16 +13,40 @@ from llmpq.cli.layer_progress import layer_progress
 from llmpq.indicator_options import METHODS, IndicatorOptions
 from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.text import read_documents
+from planner.option_rules import Rule
 from planner.perplexity_fit import fit_perplexity
 from planner.sensitivity import OmegaContent, save_omega
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
 from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
 
+_RULES = (
+    Rule(
+        ("rounding", "scheme", "scales"),
+        "it is of the variance indicator; leave it out, or use --method variance",
+        beside="method",
+        values=("hessian", "random"),
+    ),
+    Rule(
+        ("calibration", "sequences"),
+        "it looks at no text; leave it out",
+        beside="method",
+        values=("random",),
+    ),
+    Rule(
+        ("sequence_length", "device", "dtype"),
+        "it computes nothing; leave it out, or give a --perplexity text",
+        beside="method",
+        values=("random",),
+        without=("perplexity",),
+    ),
+    Rule(("max_tokens",), "it is of the held-out text", without=("perplexity",)),
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _RULES)
     return run_command("llmpq-indicator", lambda: _measure(options))
 
 

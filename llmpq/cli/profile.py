@@ -13,6 +13,7 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.profile_view import hop_table, loading_table
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape, model_config, model_shape
+from planner.option_rules import Rule
 from planner.profile_design import DesignSpace
 from planner.profile_errors import FitError, all_together, held_out_errors
 from planner.roofline import RooflineLatency
@@ -22,10 +23,24 @@ from quant.scheme import BITWIDTHS
 if TYPE_CHECKING:
     from llmpq.profiling import DeviceProfile, ProfileOptions
 
+_RULES = (
+    Rule(
+        ("threads",),
+        "the file says how many threads a CPU has; leave it out",
+        beside="cluster",
+    ),
+    Rule(
+        ("threads",),
+        "the cluster's devices are measured as they are; leave it out, or state threads in a "
+        "--cluster file",
+        beside="address",
+    ),
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _RULES)
     return run_command("llmpq-profile", lambda: _profile(options))
 
 
@@ -89,8 +104,6 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
     from llmpq.detect import detect_cluster, local_node
 
     if "cluster" in options:
-        if "threads" in options:
-            raise SpecError("with --cluster the file says how many threads a CPU has")
         return ClusterSpec.from_yaml(options.cluster)
     if "address" in options:
         return detect_cluster(options.address)
