@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from planner.candidates import orders_of, searched_sizes
 from planner.costs import CostModel
@@ -14,6 +15,7 @@ from planner.offloading import OffloadingEstimate, estimate_offloading
 from planner.optimiser.adabits import solve_adabits
 from planner.optimiser.pipeedge import solve_pipeedge
 from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
+from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.recovery import Candidate
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.uniform import solve_uniform, uniform_candidate
@@ -23,6 +25,7 @@ from planner.simulation import simulate_assignment
 from quant.errors import InfeasibleError
 
 ADABITS = SolveOptions(time_limit_s=10.0)
+MOST_ORDERS = 24  # all of four unlike groups; further ones hardly differ
 OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
 RUNNABLE: dict[str, Callable[[AssignmentProblem], Assignment]] = {
     "uniform": solve_uniform,
@@ -104,13 +107,13 @@ Sizes = Callable[[CostModel, int], Sequence[MicroBatches]]
 class _Policy:
     """How a baseline decides: the pairs of sizes it tries, its partition, what it looks for.
 
-    Of all orders that keep equal devices together and all sizes it takes the least by the first of
-    `least`, of equal ones the least by the next. With `one_bitwidth` that is the highest at which
-    anything fits.
+    Of the orders that keep equal devices together (up to `MOST_ORDERS`, of unlike ends first) and
+    all sizes it takes the least by the first of `least`, of equal ones the least by the next. With
+    `one_bitwidth` that is the highest at which anything fits.
     """
 
     sizes: Sizes
-    solve: Callable[[AssignmentProblem], Candidate | Assignment]
+    solve: Callable[[AssignmentProblem, QualityTables], Candidate | Assignment]
     least: tuple[Callable[[_Found], float], ...]
     one_bitwidth: bool = True
 
@@ -126,11 +129,19 @@ def _searched(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
 
 
 _POLICIES = {
-    "uniform": _Policy(_searched, uniform_candidate, (lambda found: found.latency_s,)),
-    "pipeedge": _Policy(_even_share, solve_pipeedge, (lambda found: found.slowest_prefill_s,)),
+    "uniform": _Policy(
+        _searched,
+        lambda problem, _: uniform_candidate(problem),
+        (lambda found: found.latency_s,),
+    ),
+    "pipeedge": _Policy(
+        _even_share,
+        lambda problem, _: solve_pipeedge(problem),
+        (lambda found: found.slowest_prefill_s,),
+    ),
     "adabits": _Policy(
         _even_share,
-        lambda problem: solve_adabits(problem, ADABITS),
+        lambda problem, tables: solve_adabits(problem, ADABITS, tables),
         (lambda found: found.sensitivity, lambda found: found.latency_s),
         one_bitwidth=False,
     ),
@@ -166,11 +177,12 @@ def _of_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
 
 def _solved(costs: CostModel, policy: _Policy) -> Iterator[_Found]:
     """The policy's assignment for every order and pair of sizes in which it has one."""
-    for devices in orders_of(costs, all_orders=False):
+    tables = QualityTables(costs.sensitivity)
+    for devices in islice(orders_of(costs, all_orders=False), MOST_ORDERS):
         for sizes in policy.sizes(costs, len(devices)):
             problem = costs.problem(devices, sizes)
             try:
-                yield _Found(costs, devices, sizes, problem, policy.solve(problem))
+                yield _Found(costs, devices, sizes, problem, policy.solve(problem, tables))
             except InfeasibleError:
                 continue
 

@@ -61,6 +61,7 @@ class Device:
         links = self.link_bytes_per_s, self.host_link_bytes_per_s
         return self.time_kind, self.memory_bytes, links
 
+    @property
     def host_link_bytes_per_s(self) -> float:
         """Rate to the host's memory, in one direction."""
         if self.stated_host_link_bytes_per_s is not None:
