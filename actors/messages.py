@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from quant.errors import SpecError
+from actors.sampling import Sampling as Sampling
 
 Transport = Literal["auto", "ray", "gloo"]
 """How tensors go between stages; auto: gloo where it connects, else Ray."""
@@ -19,42 +19,6 @@ TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")
 
 FinishReason = Literal["stop", "length", "error"]
 TokenIds = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen, and when a request ends.
-
-    `temperature=0` is greedy. `top_k=0` and `top_p=1` keep every token. Draws are keyed by `seed`,
-    the request's `custom_id` and the position, so they do not depend on how requests are batched.
-    `max_new_tokens=None` means the plan's `new_tokens`.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        """Check ranges; raises `SpecError` naming the field."""
-        rules = {
-            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            "max_new_tokens": (
-                self.max_new_tokens is None or self.max_new_tokens >= 1,
-                "1 or more",
-            ),
-            "stop": (all(self.stop), "free of empty strings"),
-        }
-        for field, (holds, wanted) in rules.items():
-            if not holds:
-                raise SpecError(
-                    f"sampling.{field} is {getattr(self, field)!r}; it must be {wanted}"
-                )
 
 
 @dataclass(frozen=True)
@@ -83,13 +47,32 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the last stage must know of a request that takes a slot; `generated` as in `Request`."""
+    """What the last stage must know of a request that takes a slot; `generated` as in `Request`.
+
+    `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
+    are told once; the stage that samples keeps them and what it has given.
+    """
 
     slot: int
     custom_id: str
     max_new_tokens: int
     sampling: Sampling
     generated: tuple[int, ...] = ()
+    prompt_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, slot: int, request: Request) -> Admission:
+        """That of `request`."""
+        sampling = request.sampling
+        counted = sampling.repetition_penalty != 1
+        return cls(
+            slot,
+            request.custom_id,
+            request.max_new_tokens,
+            sampling,
+            request.generated,
+            tuple(sorted(set(request.prompt_ids))) if counted else (),
+        )
 
 
 @dataclass(frozen=True)

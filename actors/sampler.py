@@ -7,16 +7,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, log
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
+from actors.generation_config import eos_token_ids
 from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
-from quant.errors import CheckpointError
+from actors.penalties import NO_TOKENS, TokenCounts, changed_logits
 
 
 class Decoder(Protocol):
@@ -28,10 +30,33 @@ class Decoder(Protocol):
 
 @dataclass
 class _Running:
-    """A request in a slot, and the tokens it has been given."""
+    """A request in a slot, the tokens it has been given, and those that its penalties count."""
 
     admission: Admission
     token_ids: list[int] = field(default_factory=list)
+    counts: TokenCounts = NO_TOKENS
+
+    @classmethod
+    def of(cls, admission: Admission) -> _Running:
+        penalises = admission.sampling.penalises
+        counts = TokenCounts.of(admission) if penalises else NO_TOKENS
+        return cls(admission, list(admission.generated), counts)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.admission.sampling
+
+    def draw(self) -> float:
+        """Of its next token, where that is drawn."""
+        if self.sampling.temperature == 0:
+            return 0.0
+        return uniform_draw(self.sampling.seed, self.admission.custom_id, len(self.token_ids))
+
+    def give(self, token: int) -> None:
+        """Add a generated token."""
+        self.token_ids.append(token)
+        if self.sampling.penalises:
+            self.counts.add(token)
 
 
 class Sampler:
@@ -60,26 +85,17 @@ class Sampler:
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each request of `batch`; `logits`: `[requests, vocabulary]`."""
         for admission in batch.admitted:
-            self._running[admission.slot] = _Running(admission, list(admission.generated))
+            self._running[admission.slot] = _Running.of(admission)
         running = [self._running[int(slot)] for slot in batch.slots]
         finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
         if not finite.all():
             logits = logits.masked_fill(~finite[:, None], 0.0)
-        tokens = choose_tokens(
-            logits,
-            [r.admission.sampling for r in running],
-            [
-                uniform_draw(r.admission.sampling.seed, r.admission.custom_id, len(r.token_ids))
-                if r.admission.sampling.temperature > 0
-                else 0.0
-                for r in running
-            ],
-        )
+        tokens = next_tokens(logits, running)
         reasons = []
         for slot, request, token, is_finite in zip(
             batch.slots, running, tokens, finite.tolist(), strict=True
         ):
-            request.token_ids.append(int(token))
+            request.give(int(token))
             reason = self._finish_reason(request) if is_finite else "error"
             reasons.append(reason)
             if reason is not None:
@@ -87,7 +103,7 @@ class Sampler:
         return Sampled(tokens, tuple(reasons))
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:
-        sampling = request.admission.sampling
+        sampling = request.sampling
         if not sampling.ignore_eos and request.token_ids[-1] in self._eos:
             return "stop"
         if sampling.stop and self._meets_stop_string(request.token_ids, sampling.stop):
@@ -110,21 +126,28 @@ class Sampler:
         return self._tokenizer
 
 
-def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """End-of-sequence tokens of a checkpoint: its generation config's, else its model config's."""
-    found = None
-    if (folder / "generation_config.json").is_file():
-        try:
-            found = GenerationConfig.from_pretrained(folder).eos_token_id
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder / 'generation_config.json'} cannot be read: {error}; mend or delete it"
-            ) from error
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
-    if found is None:
-        return ()
-    return tuple(found) if isinstance(found, list) else (int(found),)
+def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+    """Next tokens `[requests]` of requests whose `logits` are `[requests, vocabulary]`.
+
+    Requests with a bias or penalties are chosen for apart from the others, which they cost nothing
+    and whose logits keep their type.
+    """
+    changing = [request.sampling.changes_logits for request in running]
+    if not any(changing):
+        return _choose(logits, running)
+    tokens = np.empty(len(running), dtype=np.int64)
+    for changes in {*changing}:
+        rows = [row for row, each in enumerate(changing) if each == changes]
+        group = [running[row] for row in rows]
+        part = logits[torch.tensor(rows, device=logits.device)]
+        if changes:
+            part = changed_logits(part, [r.sampling for r in group], [r.counts for r in group])
+        tokens[rows] = _choose(part, group)
+    return tokens
+
+
+def _choose(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+    return choose_tokens(logits, [r.sampling for r in running], [r.draw() for r in running])
 
 
 def uniform_draw(seed: int, custom_id: str, position: int) -> float:
@@ -142,7 +165,7 @@ def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[
     if random_rows:
         rows = torch.tensor(random_rows, device=logits.device)
         chosen = [sampling[i] for i in random_rows]
-        probabilities, order = filtered_probabilities(logits[rows], chosen)
+        probabilities, order = filtered_probabilities(logits[rows].double(), chosen)
         cumulative = probabilities.cumsum(-1)
         u = torch.tensor([[draws[i]] for i in random_rows], dtype=cumulative.dtype)
         rank = torch.searchsorted(cumulative, u.to(logits.device) * cumulative[:, -1:], right=True)
@@ -153,25 +176,32 @@ def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order after temperature, top-k and top-p, and the tokens they are
-    of.
+    """Probabilities in descending order after temperature, top-k, top-p and min-p, and the tokens
+    they are of.
 
-    Both `[requests, vocabulary]`; removed tokens have probability 0. As in transformers, top-k is
-    taken before top-p, and the most probable token always stays.
+    Both `[requests, vocabulary]`; removed tokens have probability 0. In transformers' order, and as
+    there the most probable token always stays. `logits` in float64 are overwritten, and let go as
+    soon as they are sorted: `planner.memory` counts the bytes.
     """
-    device = logits.device
-    temperature = torch.tensor(
-        [[s.temperature] for s in sampling], device=device, dtype=torch.float64
-    )
+    device, vocabulary = logits.device, logits.shape[-1]
+
+    def each(values: Sequence[float]) -> Tensor:
+        return torch.tensor([[v] for v in values], device=device, dtype=torch.float64)
+
+    scaled = logits.double()
+    del logits
     # The greatest logit becomes 0 first: no temperature, however small, then makes infinities.
-    below = logits.double() - logits.double().amax(-1, keepdim=True)
-    scaled, order = (below / temperature).sort(dim=-1, descending=True, stable=True)
-    vocabulary = logits.shape[-1]
-    kept = [[min(s.top_k or vocabulary, vocabulary)] for s in sampling]
-    top_k = torch.tensor(kept, device=device)
-    scaled = scaled.masked_fill(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
+    scaled -= scaled.amax(-1, keepdim=True)
+    scaled /= each([s.temperature for s in sampling])
+    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    top_k = each([min(s.top_k or vocabulary, vocabulary) for s in sampling])
+    scaled.masked_fill_(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
     probabilities = scaled.softmax(-1)
-    top_p = torch.tensor([[s.top_p] for s in sampling], device=device, dtype=torch.float64)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities.masked_fill((before >= top_p) & (top_p < 1), 0.0)
-    return probabilities / probabilities.sum(-1, keepdim=True), order
+    before = probabilities.cumsum(-1).sub_(probabilities)
+    top_p = each([s.top_p for s in sampling])
+    probabilities.masked_fill_((before >= top_p) & (top_p < 1), 0.0)
+    # The most probable token has 0 here: what has less than `min_p` of its probability goes.
+    least = each([log(s.min_p) if s.min_p else -inf for s in sampling])
+    probabilities.masked_fill_(scaled < least, 0.0)
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities, order

@@ -174,8 +174,7 @@ class QueueScheduler:
             group.free -= 1
             group.prefilling += 1
         admitted = tuple(
-            Admission(slot, r.custom_id, r.max_new_tokens, r.sampling, r.generated)
-            for slot, r in zip(slots, requests, strict=True)
+            Admission.of(slot, request) for slot, request in zip(slots, requests, strict=True)
         )
         texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
         counts = np.array([len(text) for text in texts], dtype=np.int64)

@@ -101,5 +101,5 @@ def _to_json(admission: Admission) -> dict[str, Any]:
 def _from_json(values: dict[str, Any]) -> Admission:
     sampling = values.pop("sampling")
     sampling["stop"] = tuple(sampling["stop"])
-    generated = tuple(values.pop("generated"))
-    return Admission(sampling=Sampling(**sampling), generated=generated, **values)
+    values |= {name: tuple(values[name]) for name in ("generated", "prompt_tokens")}
+    return Admission(sampling=Sampling(**sampling), **values)

@@ -1,0 +1,111 @@
+"""Bias and penalties: logits that depend on a request's own tokens, before temperature and the
+like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from actors.messages import Admission, Sampling, TokenIds
+
+
+class TokenCounts:
+    """The distinct tokens of one request that penalties count, and how often each was generated.
+
+    Tokens of the prompt alone have count 0. They are kept as a list of tokens, not over the whole
+    vocabulary: a request has hundreds.
+    """
+
+    def __init__(self, prompt_tokens: Sequence[int], generated: Sequence[int], room: int) -> None:
+        """`prompt_tokens` are distinct; `room`: tokens that will be generated at most."""
+        most = len(prompt_tokens) + room
+        self._tokens = np.zeros(most, dtype=np.int64)
+        self._counts = np.zeros(most, dtype=np.int64)
+        self._tokens[: len(prompt_tokens)] = prompt_tokens
+        self._place = {token: place for place, token in enumerate(prompt_tokens)}
+        for token in generated:
+            self.add(token)
+
+    @classmethod
+    def of(cls, admission: Admission) -> TokenCounts:
+        """Those of a request that begins, or goes on from what it had."""
+        room = admission.max_new_tokens
+        return cls(admission.prompt_tokens, admission.generated, room)
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        place = self._place.setdefault(token, len(self._place))
+        self._tokens[place] = token
+        self._counts[place] += 1
+
+    @property
+    def tokens(self) -> TokenIds:
+        """Token ids, `[distinct]`."""
+        return self._tokens[: len(self._place)]
+
+    @property
+    def counts(self) -> TokenIds:
+        """How often each was generated, `[distinct]`."""
+        return self._counts[: len(self._place)]
+
+
+NO_TOKENS = TokenCounts((), (), 0)
+"""Of a request without penalties."""
+
+
+def changed_logits(
+    logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[TokenCounts]
+) -> Tensor:
+    """`logits` `[requests, vocabulary]` in float64, biased and then penalised: by repetition (as
+    transformers' processor), then by frequency and presence.
+
+    transformers and vLLM have the same order. Double precision, as products of large logits and
+    penalties must stay finite.
+    """
+    changed = logits.to(torch.float64, copy=True)
+    _add_bias(changed, sampling)
+    _penalise(changed, sampling, counts)
+    return changed
+
+
+def _add_bias(logits: Tensor, sampling: Sequence[Sampling]) -> None:
+    biases = [s.logit_bias for s in sampling]
+    tokens = np.array([token for bias in biases for token in bias], dtype=np.int64)
+    if not tokens.size:
+        return
+    values = np.array([value for bias in biases for value in bias.values()])
+    where = _index(logits, [len(bias) for bias in biases], tokens)
+    logits[where] += torch.from_numpy(values).to(logits.device)
+
+
+def _penalise(logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[TokenCounts]) -> None:
+    lengths = [len(each.tokens) for each in counts]
+    if not any(lengths):
+        return
+
+    def each(values: Sequence[float]) -> Tensor:
+        return _on(np.repeat(np.array(values, dtype=np.float64), lengths), logits)
+
+    where = _index(logits, lengths, np.concatenate([c.tokens for c in counts]))
+    times = _on(np.concatenate([c.counts for c in counts]), logits)
+    repetition = each([s.repetition_penalty for s in sampling])
+    values = logits[where]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    values -= each([s.frequency_penalty for s in sampling]) * times
+    values -= each([s.presence_penalty for s in sampling]) * (times > 0)
+    logits[where] = values
+
+
+def _index(logits: Tensor, lengths: Sequence[int], tokens: TokenIds) -> tuple[Tensor, Tensor]:
+    """Rows and columns of `tokens`, of which the first `lengths[0]` are of row 0 and so on."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    return _on(rows, logits), _on(tokens, logits)
+
+
+def _on(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], logits: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(logits.device)

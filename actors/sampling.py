@@ -1,0 +1,143 @@
+"""How the next token of a request is chosen, as a job, a row or a model's makers say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quant.errors import SpecError
+
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Least and most. In use are 0.8 to 2; far beyond, the logits of any type stay finite."""
+
+ADDITIVE_PENALTY = 2.0
+"""At most, either way, of presence and frequency penalties; as OpenAI's interface has it."""
+
+LARGEST_BIAS = 100.0
+"""Of a logit, either way; as OpenAI's interface has it."""
+
+_ID_DIGITS = 18  # of a token id: what an int64 holds
+_FIRST_FIELDS = frozenset(
+    ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop", "ignore_eos")
+)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when a request ends.
+
+    `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` keep every token. Draws are keyed
+    by `seed`, the request's `custom_id` and the position, so they do not depend on how requests are
+    batched. `max_new_tokens=None` means the plan's `new_tokens`.
+
+    `repetition_penalty` (1: none) counts the tokens of the prompt and the generated ones, as in
+    transformers; `presence_penalty` and `frequency_penalty` (0: none) count the generated ones, as
+    OpenAI defines them; `logit_bias` is added to the logits of its token ids. All four also hold
+    where the choice is greedy.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """Check ranges; raises `SpecError` naming the field."""
+        least, most = REPETITION_PENALTIES
+        largest = ADDITIVE_PENALTY
+        rules = {
+            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "max_new_tokens": (
+                self.max_new_tokens is None or self.max_new_tokens >= 1,
+                "1 or more",
+            ),
+            "stop": (all(self.stop), "free of empty strings"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
+            "repetition_penalty": (
+                least <= self.repetition_penalty <= most,
+                f"from {least:g} to {most:g}; 1 is none",
+            ),
+            "presence_penalty": (
+                abs(self.presence_penalty) <= largest,
+                f"from {-largest:g} to {largest:g}",
+            ),
+            "frequency_penalty": (
+                abs(self.frequency_penalty) <= largest,
+                f"from {-largest:g} to {largest:g}",
+            ),
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise SpecError(f"sampling.{name} is {getattr(self, name)!r}; it must be {wanted}")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it matters which tokens a request has had."""
+        return self.repetition_penalty != 1 or self.counts_generated
+
+    @property
+    def counts_generated(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are biased or penalised before a token is chosen."""
+        return bool(self.logit_bias) or self.penalises
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its fields for a digest: the first seven always, those that came later where they are
+        set, so that jobs of older versions go on.
+        """
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name in _FIRST_FIELDS or value != getattr(GREEDY, name)
+        }
+
+
+def _checked_bias(given: Mapping[Any, Any]) -> dict[int, float]:
+    """`logit_bias` by token id, which in JSON is text; `SpecError` naming the token."""
+    if not isinstance(given, Mapping):
+        raise SpecError(
+            f"sampling.logit_bias is {given!r:.80}; it must map token ids to numbers from "
+            f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+        )
+    found: dict[int, float] = {}
+    for key, value in given.items():
+        if not _is_token_id(key):
+            raise SpecError(
+                f"sampling.logit_bias has {key!r:.80}, which is no token id; give whole numbers of "
+                "at least 0"
+            )
+        if type(value) not in (int, float) or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+            raise SpecError(
+                f"sampling.logit_bias of token {key!r:.80} is {value!r:.80}; it must be a number "
+                f"from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+            )
+        found[int(key)] = float(value)
+    return dict(sorted(found.items()))
+
+
+def _is_token_id(key: object) -> bool:
+    if isinstance(key, str):
+        short = key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS
+        return short and str(int(key)) == key
+    return type(key) is int and 0 <= key < 10**_ID_DIGITS
+
+
+GREEDY = Sampling()
+"""What holds where nothing is set."""
