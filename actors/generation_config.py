@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from quant.errors import CheckpointError
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -30,11 +28,11 @@ def read_generation_config(folder: Path) -> Mapping[str, Any]:
     return {name: value for name, value in content.items() if value is not None}
 
 
-def eos_token_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
-    """End-of-sequence tokens of a checkpoint: its generation config's, else its model config's."""
-    found = read_generation_config(folder).get("eos_token_id")
-    if found is None:
-        found = getattr(config, "eos_token_id", None)
+def eos_token_ids(folder: Path, otherwise: object) -> tuple[int, ...]:
+    """End-of-sequence tokens of a checkpoint: one or a list, as its generation config says it, and
+    `otherwise` as its model config does.
+    """
+    found = read_generation_config(folder).get("eos_token_id", otherwise)
     if found is None:
         return ()
     tokens = tuple(found) if isinstance(found, list) else (found,)

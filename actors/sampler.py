@@ -80,7 +80,7 @@ class Sampler:
     @classmethod
     def for_checkpoint(cls, folder: Path, config: PretrainedConfig) -> Sampler:
         """A sampler with the checkpoint's own end-of-sequence tokens."""
-        return cls(eos_token_ids(folder, config), folder=folder)
+        return cls(eos_token_ids(folder, getattr(config, "eos_token_id", None)), folder=folder)
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
         """One token for each request of `batch`; `logits`: `[requests, vocabulary]`."""

@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actors.messages import Sampling, Transport
+from actors.messages import Transport
 from actors.recovery import OnDeviceLoss, OnEvent, Recovery, ignore_event
 from llmpq.jobs.stream import Results
 from llmpq.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.report import write_report
 from llmpq.rows import RowInput, rows_of
+from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput
 from llmpq.text import Document
 from planner.costs import CostModel
 from planner.explain import Explanation, StageLimits, explain, stage_limits
@@ -114,7 +115,7 @@ class Plan:
     def run(
         self,
         rows: Iterable[RowInput],
-        sampling: Sampling | None = None,
+        sampling: SamplingInput = None,
         model: str | None = None,
         address: str | None = None,
         cache_dir: str | Path | None = None,
@@ -127,6 +128,7 @@ class Plan:
         hang_s: float = Recovery.hang_s,
         replace_s: float = Recovery.replace_s,
         on_event: OnEvent = ignore_event,
+        generation_config: GenerationConfigUse = "model",
     ) -> Results:
         """Generate for every row; yields results in the order they finish.
 
@@ -141,13 +143,17 @@ class Plan:
         beside the simulated batch. When a device is gone for `replace_s`, `on_device_loss` is
         "replan" for what is left, "wait" or "fail"; a stage without progress for `hang_s` is
         started again; a row in flight at `retries` faults is run apart from the others. `on_event`
-        is told of every fault. Raises what `llmpq.errors` lists before anything is started.
+        is told of every fault. `sampling`: a `Sampling` settles every field; a mapping, such as
+        `{"temperature": 0.7}`, those that it names, and the others are those of the model's
+        generation_config.json, or with `generation_config="none"` greedy; what holds is in the
+        results' `sampling`. Raises what `llmpq.errors` lists before anything is started.
         """
         from llmpq.run import Run, RunOptions
 
         options = RunOptions(
             model=model,
-            sampling=sampling or Sampling(),
+            sampling=sampling,
+            generation_config=generation_config,
             address=address,
             cache=cache_settings(cache_dir, cache_limit_gib, no_cache),
             transport=transport,
@@ -162,11 +168,12 @@ class Plan:
     def run_dataset(
         self,
         dataset: Any,
-        sampling: Sampling | None = None,
+        sampling: SamplingInput = None,
         model: str | None = None,
         cache_dir: str | Path | None = None,
         no_cache: bool = False,
         transport: Transport = "auto",
+        generation_config: GenerationConfigUse = "model",
     ) -> Any:
         """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
 
@@ -180,7 +187,8 @@ class Plan:
 
         options = RunOptions(
             model=model,
-            sampling=sampling or Sampling(),
+            sampling=sampling,
+            generation_config=generation_config,
             cache=cache_settings(cache_dir, None, no_cache),
             transport=transport,
         )

@@ -15,7 +15,7 @@ from typing import Any
 from actors.messages import Sampling
 from llmpq.jobs.ledger import Ledger
 from llmpq.row_ids import Occurrences
-from quant.errors import MESSAGE_CHARACTERS, InputError, LlmpqError
+from quant.errors import MESSAGE_CHARACTERS, InputError, LlmpqError, SpecError
 from quant.printable import printable
 
 Messages = tuple[Mapping[str, Any], ...]
@@ -28,6 +28,9 @@ _IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "stream"})
 _LARGEST = 2**53  # whole numbers up to here are exact in every format
 _DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
 _PROMPT_FIELDS = ("prompt", "messages")
+_NUMBERS = frozenset(
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+)
 
 
 @dataclass(frozen=True)
@@ -188,18 +191,22 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """`value` as the type that `Sampling.name` has, or a row error."""
+    """`value` as the type that `Sampling.name` has, or `SpecError`; a bias is checked there."""
+    if name == "logit_bias":
+        return value
     if name == "stop":
         if isinstance(value, list | tuple) and all(
             isinstance(s, str) and _is_text(s) for s in value
         ):
             return tuple(value)
-        raise _RowError("stop must be a string or a list of strings")
-    wants_bool, wants_float = name == "ignore_eos", name in ("temperature", "top_p")
+        raise SpecError("stop must be a string or a list of strings")
+    wants_bool, wants_float = name == "ignore_eos", name in _NUMBERS
     accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
-    if type(value) not in accepted or abs(value) > _LARGEST:
+    fits = type(value) in accepted
+    if not fits or abs(value) > _LARGEST:
         kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
-        raise _RowError(f"{name} is {value!r}; it must be {kind}")
+        limit = f" of at most {_LARGEST}" if fits else ""
+        raise SpecError(f"{name} is {value!r:.80}; it must be {kind}{limit}")
     return float(value) if wants_float else value
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.messages import Finished, Request, Sampling, StageStats, Transport
+from actors.messages import Finished, Request, StageStats, Transport
 from actors.recovery import OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.jobs.identity import model_digest
 from llmpq.jobs.manifest import JobIdentity
@@ -18,8 +19,9 @@ from llmpq.monitor import RunMeter, RunState
 from llmpq.replan import replan_for_rest, replanned_text
 from llmpq.results import Result
 from llmpq.rows import BadRow, Row
+from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput, job_sampling
 from llmpq.session import ray_session
-from llmpq.tokenize import RequestMaker, load_tokenizer
+from llmpq.tokenize import RequestMaker, beyond_vocabulary, load_tokenizer
 from planner.model_shape import ModelShape, model_shape
 from planner.plan import Plan
 from planner.run_trace import check_trace_path
@@ -61,11 +63,13 @@ class RunOptions:
     """`model`: checkpoint folder or hub id, where the plan's own is not to be used; `address`:
     Ray's; `cache`: where each node keeps packed layers for the next start; `transport` between
     stages; `trace`: where to write every micro-batch's times; `job` names the run in Ray's metrics;
-    `recovery`: how it goes on after faults, of which `on_event` is told.
+    `recovery`: how it goes on after faults, of which `on_event` is told; `generation_config`: whose
+    sampling holds where `sampling` settles none.
     """
 
     model: str | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingInput = None
+    generation_config: GenerationConfigUse = "model"
     address: str | None = None
     cache: CacheSettings = CacheSettings()  # noqa: RUF009  (frozen)
     transport: Transport = "auto"
@@ -89,6 +93,8 @@ class Run:
 
     When devices are lost, another plan takes its place: `plan` is the present one, and `follow` is
     told. `tell` hears of faults. `errors` counts what failed so far, `first_error` is the first.
+    `sampling` is that of rows without their own; what a model's generation config asks for beyond
+    it is warned of.
     """
 
     def __init__(self, plan: Plan, options: RunOptions) -> None:
@@ -102,6 +108,11 @@ class Run:
         self._options = options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
+        self.sampling = job_sampling(
+            options.sampling, options.generation_config, self._folder, plan.workload
+        )
+        if self.sampling.warning:
+            warnings.warn(self.sampling.warning, stacklevel=3)
         self._maker = self._request_maker()
         if str(self._folder) == self._checkpoint:
             Checkpoint(self._folder).check_files()
@@ -116,7 +127,7 @@ class Run:
 
     def identity(self) -> JobIdentity:
         """What all rows of a job with these options share."""
-        sampling = self._options.sampling
+        sampling = self.sampling.sampling
         most = sampling.max_new_tokens or self.plan.workload.new_tokens
         return JobIdentity(
             model_digest(self._folder, self._checkpoint),
@@ -125,7 +136,7 @@ class Run:
         )
 
     def _request_maker(self) -> RequestMaker:
-        plan, sampling = self.plan, self._options.sampling
+        plan, sampling = self.plan, self.sampling.sampling
         if (sampling.max_new_tokens or 0) > plan.workload.new_tokens:
             raise SpecError(
                 f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
@@ -134,6 +145,9 @@ class Run:
         shape = model_shape(str(self._folder))
         if plan.stand_in is None:
             shape = shape_for_plan(plan, self._folder)
+        beyond = beyond_vocabulary(sampling, shape.vocab_size)
+        if beyond:
+            raise SpecError(beyond)
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
     def results(

@@ -42,6 +42,9 @@ class RequestMaker:
         problem = self._problem(prompt_ids)
         if problem:
             return BadRow(row.custom_id, problem)
+        beyond = beyond_vocabulary(sampling, self.vocab_size)
+        if beyond:
+            return BadRow(row.custom_id, beyond)
         if sampling.stop and self.tokenizer is None:
             return BadRow(row.custom_id, "stop strings need a tokenizer, which the model has not")
         return Request(row.custom_id, prompt_ids, wanted, sampling)
@@ -80,6 +83,17 @@ class RequestMaker:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         ends = [found for found in (text.find(s) for s in stop) if found >= 0]
         return text[: min(ends)] if ends else text
+
+
+def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
+    """What is wrong with token ids of `logit_bias`, if there is such."""
+    largest = max(sampling.logit_bias, default=0)
+    if largest < vocab_size:
+        return None
+    return (
+        f"logit_bias has token id {largest}, the model's vocabulary ends at {vocab_size - 1}; take "
+        "the ids of this model's own tokenizer"
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:

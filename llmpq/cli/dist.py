@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from actors.messages import TRANSPORTS, Sampling
 from actors.recovery import Recovery
@@ -31,7 +33,9 @@ from llmpq.jobs.sinks import open_output
 from llmpq.plan import Plan
 from llmpq.progress import RunProgress
 from llmpq.ray_jobs import keep_folder_to_driver
+from llmpq.rows import merge_sampling
 from llmpq.run import Run, RunOptions, RunSize
+from llmpq.sampling_defaults import GENERATION_CONFIGS
 from llmpq.submit import known_job, split_options, submit, submit_parser
 from llmpq.tables import plan_table, summary_table
 from planner.option_rules import Rule
@@ -39,7 +43,7 @@ from planner.run_trace import check_trace_path
 from quant.cache.settings import cache_settings
 from quant.errors import PlanMismatchError, SpecError
 
-_SAMPLING = ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "ignore_eos")
+_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 _RULES = (
     Rule(
         ("retry_errors",),
@@ -95,6 +99,7 @@ def _run(options: argparse.Namespace) -> int:
         RunOptions(
             model=getattr(options, "model", None),
             sampling=_sampling(options),
+            generation_config=options.generation_config,
             address=getattr(options, "address", None),
             cache=cache_settings(
                 getattr(options, "cache_dir", None),
@@ -133,6 +138,8 @@ def _run_job(run: Run, job: Job, plan: Plan, fail: bool, seen: Sequence[int]) ->
     """Do what is left of `job`; the exit code."""
     tally = job.tally
     if tally.left:
+        if run.sampling.note:
+            _say(run.sampling.note)
         if tally.resumed:
             _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
         progress = RunProgress(console(stderr=True), tally.left, plan=plan.data)
@@ -193,9 +200,27 @@ def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequ
                 raise KeyboardInterrupt
 
 
-def _sampling(options: argparse.Namespace) -> Sampling:
+def _sampling(options: argparse.Namespace) -> Mapping[str, Any]:
+    """The fields that are given; raises `SpecError` for values out of range."""
     given = {name: getattr(options, name) for name in _SAMPLING if name in options}
-    return Sampling(**given, stop=tuple(getattr(options, "stop", ())))
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    merge_sampling(Sampling(), given)
+    return given
+
+
+def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
+    """Bias by token id, of words such as `50256=-100`."""
+    bias = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            bias[token] = float(value)
+        except ValueError:
+            raise SpecError(
+                f"--logit_bias has {pair!r:.80}; give TOKEN=BIAS, such as 50256=-100"
+            ) from None
+    return bias
 
 
 def _parser() -> Parser:
@@ -244,14 +269,30 @@ def _parser() -> Parser:
     parser.add_argument(
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
     )
+    _add_sampling(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    add = parser.option
+    add(
+        "--generation_config",
+        choices=GENERATION_CONFIGS,
+        default="model",
+        help="sampling that is not set: of the model's generation_config.json, or none (greedy)",
+    )
     add("--temperature", type=float, help="0 is greedy (0)")
     add("--top_k", type=int, help="keep the most probable tokens, 0 is off (0)")
     add("--top_p", type=float, help="keep the tokens that make up this probability (1)")
+    add("--min_p", type=float, help="keep tokens with this share of the most probable's (0)")
+    add("--repetition_penalty", type=float, help="of tokens of prompt and answer, 1 is off (1)")
+    add("--presence_penalty", type=float, help="of tokens in the answer, -2 to 2 (0)")
+    add("--frequency_penalty", type=float, help="for each time in the answer, -2 to 2 (0)")
+    add("--logit_bias", nargs="+", metavar="TOKEN=BIAS", help="added to logits, -100 to 100")
     add("--seed", type=int, help="of the random draws (0)")
     add("--max_new_tokens", type=int, help="at most the plan's (the plan's)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
     add("--ignore_eos", action="store_const", const=True, help="generate on after end of sequence")
-    return parser
 
 
 def _add_recovery(parser: Parser) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import Sampling
+from actors.sampling import GREEDY
 from llmpq.jobs.files import Files, write_whole
 from llmpq.row_ids import FINGERPRINT_HEX, digest
 from llmpq.rows import BadRow, Row, merge_sampling
@@ -33,7 +34,7 @@ class JobIdentity:
         content: Mapping[str, Any]
         if isinstance(row, Row):
             sampling = merge_sampling(self.sampling, row.sampling)
-            content = {**row.content, "sampling": vars(sampling)}
+            content = {**row.content, "sampling": sampling.settings}
         else:
             content = {"error": row.error}
         return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
@@ -100,8 +101,9 @@ class Manifest:
                 f"{other.model_name}, or other weights of that name); {remedy}"
             )
         for name, value in other.sampling.items():
-            if self.sampling.get(name) != value:
+            earlier = self.sampling.get(name, getattr(GREEDY, name))  # older jobs lack later fields
+            if earlier != value:
                 raise InputError(
-                    f"output {output} was made with {name} {self.sampling.get(name)!r}, this job "
+                    f"output {output} was made with {name} {earlier!r}, this job "
                     f"has {value!r}; pass --{name} as then, {remedy}"
                 )

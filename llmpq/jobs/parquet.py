@@ -28,7 +28,8 @@ def require_pyarrow() -> None:
 def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of prompts as a JSONL line would hold them; a missing value is a missing field.
 
-    `messages` may be a list of structs or JSON text. Raises `InputError` for a file that is none.
+    `messages` may be a list of structs or JSON text, `sampling` and `logit_bias` a struct or JSON
+    text. Raises `InputError` for a file that is none.
     """
     return map(plain_row, _read(path, None))
 
@@ -36,7 +37,7 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """A row of columns as a JSONL line would hold it."""
     given = {name: value for name, value in row.items() if value is not None}
-    for name in ("messages", "sampling"):
+    for name in ("messages", "sampling", "logit_bias"):
         if name in given:
             given[name] = _plain(given[name])
     return given

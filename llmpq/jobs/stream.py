@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
+from actors.messages import Sampling
 from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from llmpq.run import Run, RunSummary
@@ -23,6 +24,11 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         self._run = run
         self._results = run.results(rows)
         self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """What holds for rows that have no sampling of their own."""
+        return self._run.sampling.sampling
 
     @property
     def summary(self) -> RunSummary | None:
