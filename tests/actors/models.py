@@ -133,13 +133,13 @@ def generate(
     new_tokens: int | Sequence[int],
     prefill: int,
     decode: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008  (frozen)
 ) -> list[list[int]]:
     """New tokens of every prompt through the stages, in the order of the prompts."""
     counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     requests = [
-        Request(str(i), prompt, count, sampling or Sampling())
-        for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True))
+        Request(str(i), *row) for i, row in enumerate(zip(prompts, counts, each, strict=True))
     ]
     results: dict[str, list[int]] = {}
     scheduler = QueueScheduler(stages[0].spec.slots, prefill, decode, len(stages))
@@ -150,16 +150,15 @@ def generate(
 
 
 def reference(
-    model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False
+    model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False, **options: Any
 ) -> list[int]:
-    """What transformers' greedy `generate` adds to one unpadded prompt."""
+    """What transformers' `generate` adds to one unpadded prompt; greedy unless `options` say so."""
     ids = torch.tensor([prompt])
-    options: dict[str, Any] = {"eos_token_id": None} if ignore_eos else {}
+    options = ({"eos_token_id": None} if ignore_eos else {}) | {"do_sample": False} | options
     out = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
-        do_sample=False,
         pad_token_id=0,
         **options,
     )

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
@@ -27,17 +32,30 @@ def batch(slots: Sequence[int], admitted: Sequence[Admission] = ()) -> MicroBatc
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 7, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.6), (1.3, 1, 0.1)],
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 7, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (0.7, 12, 0.6, 0.0),
+        (1.3, 1, 0.1, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.5, 0, 0.9, 0.3),
+        (1.7, 9, 0.8, 0.05),
+        (0.8, 0, 1.0, 1.0),
+    ],
 )
 def test_probabilities_equal_transformers_warpers(
-    temperature: float, top_k: int, top_p: float
+    temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
+    """In the order in which transformers' `generate` lists them."""
     raw = logits(6)
     warped = TemperatureLogitsWarper(temperature)(None, raw)
     warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
     warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
-    sampling = [Sampling(temperature, top_k, top_p)] * len(raw)
+    warped = MinPLogitsWarper(min_p)(None, warped)
+    sampling = [Sampling(temperature, top_k, top_p, min_p=min_p)] * len(raw)
     probabilities, order = filtered_probabilities(raw, sampling)
     by_token = torch.zeros_like(probabilities).scatter(1, order, probabilities)
     torch.testing.assert_close(by_token.float(), warped.softmax(-1), atol=1e-6, rtol=1e-4)
@@ -153,8 +171,36 @@ def test_stop_string_across_tokens() -> None:
         {"top_k": -1},
         {"max_new_tokens": 0},
         {"stop": ("",)},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": 101.0},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": {3: 100.5}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: True}},
+        {"logit_bias": {3: "1"}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {10**18: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {"03": 1.0}},
+        {"logit_bias": {"³": 1.0}},
+        {"logit_bias": {"9" * 5000: 1.0}},
+        {"logit_bias": {1.0: 1.0}},
+        {"logit_bias": [3]},
     ],
 )
 def test_sampling_refuses_values_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+def test_bias_by_text_and_by_number_is_the_same() -> None:
+    assert Sampling(logit_bias={"12": -1, "3": 2.5}) == Sampling(logit_bias={3: 2.5, 12: -1.0})
+    assert list(Sampling(logit_bias={12: 1.0, 3: 1.0}).logit_bias) == [3, 12]

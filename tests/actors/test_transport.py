@@ -17,12 +17,17 @@ HOST = "127.0.0.1"
 
 
 def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch:
-    sampling = Sampling(0.7, 5, 0.9, -3, None, ("ende", "\0"), True)
+    sampling = Sampling(
+        0.7, 5, 0.9, -3, None, ("ende", "\0"), True, 0.1, 1.1, 0.5, -0.5, {7: -100.0, 12: 0.25}
+    )
     return MicroBatch(
         slots=np.arange(requests) * 2,
         starts=np.arange(requests) % 3,
         counts=np.full(requests, tokens),
-        admitted=tuple(Admission(i, f"{custom_id}{i}", 9, sampling) for i in range(requests // 2)),
+        admitted=tuple(
+            Admission(i, f"{custom_id}{i}", 9, sampling, (4, 4), (1, 2**40))
+            for i in range(requests // 2)
+        ),
     )
 
 
