@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -343,6 +344,11 @@ def shorter(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (["--top_p", "0"], "top_p"),
         (["--max-new-tokens", "999"], "room for 8"),
         (["--stop", ""], "stop"),
+        (["--repetition-penalty", "0"], "repetition_penalty"),
+        (["--min_p", "nan"], "min_p"),
+        (["--logit_bias", "5"], "TOKEN=BIAS"),
+        (["--logit_bias", "5=1", "6=200"], "token '6' is 200"),
+        (["--logit_bias", "199=1"], "vocabulary ends at 198"),
     ],
 )
 def test_sampling_options_out_of_range(
@@ -354,6 +360,27 @@ def test_sampling_options_out_of_range(
 ) -> None:
     prompts = prompts_file(tmp_path, {"prompt": [3]})
     check_refused(capsys, run_dist(plan_file, prompts, tmp_path / "r.jsonl", *option), message)
+
+
+def test_defaults_of_the_model_are_told_and_part_of_the_job(
+    tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a row that cannot run, so that nothing is started for it."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny[0], folder)
+    config = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "no_repeat_ngram_size": 2}
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    prompts = prompts_file(tmp_path, {"prompt": [3] * 99})
+    arguments = (plan_file, prompts, tmp_path / "r.jsonl", "--model", str(folder))
+    with pytest.warns(UserWarning, match="no_repeat_ngram_size 2"):
+        assert run_dist(*arguments, "--top_p", "0.5", "--logit_bias", "7=-1.5", "8=2") == 3
+    told = capsys.readouterr().err
+    assert "defaults of the model's generation_config.json: temperature 0.6; --gen" in told
+    manifest = json.loads((tmp_path / "r.jsonl.job" / "job.json").read_text())
+    kept = {"temperature": 0.6, "top_p": 0.5, "logit_bias": {"7": -1.5, "8": 2.0}}
+    assert kept.items() <= manifest["sampling"].items()
+    code = run_dist(*arguments, "--generation_config", "none")
+    check_refused(capsys, code, "was made with temperature 0.6, this job has 0.0")
 
 
 def test_no_ray_at_the_address(

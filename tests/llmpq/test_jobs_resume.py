@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -16,9 +17,11 @@ import pytest
 from actors.messages import Sampling
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally
+from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.output import JobOutput, OutputOptions
 from llmpq.jobs.sinks import open_output
 from llmpq.results import Result
+from llmpq.rows import Row
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
     IDENTITY,
@@ -227,3 +230,25 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.3 * peaks[0]
+
+
+def test_jobs_from_before_a_sampling_field_go_on(source: Path, target: Path) -> None:
+    """Their manifest lacks it, and their fingerprints did not count it."""
+    row = Row("a", text="p", sampling={"top_p": 0.5})
+    sampling = Sampling(temperature=0.5, max_new_tokens=8, stop=("x",))
+    identity = JobIdentity("0123456789ab", "n", sampling)
+    assert identity.fingerprint(row) == "0123456789ab-995719e2fa5a55d35e0c"  # of such a job
+    for name, value in (("min_p", 0.1), ("logit_bias", {"5": 1}), ("repetition_penalty", 1.1)):
+        other = replace(row, sampling={"top_p": 0.5, name: value})
+        assert identity.fingerprint(other) != identity.fingerprint(row)
+    run_job(source, target)
+    path = target.with_name("out.jsonl.job") / "job.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sampling"]["min_p"], manifest["sampling"]["logit_bias"]
+    path.write_text(json.dumps(manifest))
+    done = run_job(source, target)
+    assert done.resumed == done.rows > 0
+    path.write_text(json.dumps(manifest))
+    biased = replace(IDENTITY, sampling=replace(IDENTITY.sampling, logit_bias={5: 1.0}))
+    with pytest.raises(InputError, match=r"made with logit_bias \{\}"):
+        run_job(source, target, identity=biased)

@@ -35,6 +35,11 @@ def test_accepted_forms(tmp_path: Path) -> None:
             "url": "/v1/completions",
             "body": {"model": "m", "prompt": "p", "max_tokens": 9, "top_p": 0.5},
         },
+        {
+            "custom_id": "penalised",
+            "body": {"prompt": "p", "presence_penalty": 1, "logit_bias": {"50": -100, "7": 0.5}},
+        },
+        {"custom_id": "f", "prompt": "p", "repetition_penalty": 1.1, "min_p": 0.1},
     )
     assert rows[1].custom_id.startswith("p-")
     assert rows == (
@@ -42,7 +47,15 @@ def test_accepted_forms(tmp_path: Path) -> None:
         Row(rows[1].custom_id, token_ids=(1, 2, 3), sampling={"max_new_tokens": 4, "stop": "x"}),
         Row("c", messages=tuple(chat), sampling={"temperature": 1, "seed": 7}),
         Row("batch", text="p", sampling={"max_new_tokens": 9, "top_p": 0.5}),
+        Row(
+            "penalised",
+            text="p",
+            sampling={"presence_penalty": 1, "logit_bias": {"50": -100, "7": 0.5}},
+        ),
+        Row("f", text="p", sampling={"repetition_penalty": 1.1, "min_p": 0.1}),
     )
+    settled = merge_sampling(Sampling(), rows[4].sampling)
+    assert settled == Sampling(presence_penalty=1.0, logit_bias={7: 0.5, 50: -100.0})
 
 
 @pytest.mark.parametrize(
@@ -73,6 +86,14 @@ def test_accepted_forms(tmp_path: Path) -> None:
         ('{"custom_id": "\\ud800", "prompt": "a"}', "surrogate"),
         ('{"prompt": "a", "stop": "\\udfff"}', "list of strings"),
         ('{"prompt": "a", "n": 5}', "n must be 1"),
+        ('{"prompt": "a", "repetition_penalty": 0}', "from 0.01 to 100; 1 is none"),
+        ('{"prompt": "a", "repetition_penalty": NaN}', "from 0.01 to 100"),
+        ('{"prompt": "a", "presence_penalty": 2.5}', "presence_penalty is 2.5"),
+        ('{"prompt": "a", "frequency_penalty": "1"}', "a number"),
+        ('{"prompt": "a", "min_p": 1.5}', "from 0 (off) to 1"),
+        ('{"prompt": "a", "logit_bias": {"5": 101}}', "token '5' is 101"),
+        ('{"prompt": "a", "logit_bias": {"five": 1}}', "'five', which is no token id"),
+        ('{"prompt": "a", "logit_bias": [5]}', "must map token ids to numbers"),
         ("[" * 100000, "not JSON"),
     ],
 )

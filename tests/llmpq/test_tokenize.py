@@ -48,6 +48,14 @@ def test_stop_strings_without_a_tokenizer() -> None:
     assert "tokenizer" in bad.error
 
 
+def test_bias_of_tokens_that_the_model_has_not() -> None:
+    row = Row("a", token_ids=(5, 6), sampling={"logit_bias": {"2047": 1.0, "3": 1.0}})
+    assert isinstance(maker().request(row), Request)
+    bad = maker().request(Row("a", token_ids=(5, 6), sampling={"logit_bias": {"2048": 1.0}}))
+    assert isinstance(bad, BadRow)
+    assert "token id 2048, the model's vocabulary ends at 2047" in bad.error
+
+
 def test_text_is_cut_before_the_first_stop_string() -> None:
     made = maker()
     ids = tuple(made.tokenizer("return the list of values")["input_ids"])

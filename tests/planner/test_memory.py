@@ -6,12 +6,15 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.messages import Admission, MicroBatch, Sampling
+from actors.sampler import Sampler
 from planner.architectures import shape_from_config
 from planner.cluster import ClusterSpec
 from planner.device import Device
@@ -124,6 +127,31 @@ def test_temporaries_cover_blooms_spelled_out_activation() -> None:
         shape, Workload(2, 256, 1), 2, 2, "float32", False, False, quantized=False
     )
     assert seen.peak <= estimated <= 3 * seen.peak
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_temporaries_cover_what_sampling_allocates(
+    temperature: float, penalty: float, dtype: str
+) -> None:
+    """Of all requests of a batch, in the costliest way: every filter, penalties and a bias."""
+    requests = 8
+    sampling = Sampling(
+        temperature, 40, 0.9, min_p=0.01, repetition_penalty=penalty, logit_bias={3: 1.0}
+    )
+    seen_tokens = tuple(range(300))
+    admitted = [Admission(i, str(i), 9, sampling, (), seen_tokens) for i in range(requests)]
+    slots = np.arange(requests)
+    batch = MicroBatch(slots, slots * 0, slots * 0 + 1, tuple(admitted))
+    logits = torch.randn(requests, OPT_30B.vocab_size).to(getattr(torch, dtype))
+    with torch.inference_mode(), PeakBytes() as seen:
+        Sampler(()).sample(batch, logits)
+    shape = replace(OPT_30B, hidden_size=64, intermediate_size=64)
+    estimated = temporary_bytes(
+        shape, Workload(requests, 1, 1), requests, requests, dtype, False, True, quantized=False
+    )
+    assert seen.peak + logits.nbytes <= estimated
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from actors.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
 from actors.messages import Sampling
 from llmpq.jobs.finished import identity
 from llmpq.jobs.inputs import JobInput
@@ -27,6 +28,7 @@ from llmpq.jobs.manifest import Manifest
 from llmpq.report import report_page
 from llmpq.row_ids import FINGERPRINT_HEX, digest
 from llmpq.rows import BadRow, Row, merge_sampling, row_from_line
+from llmpq.sampling_defaults import job_sampling
 from llmpq.tables import comparison_table, plan_table
 from llmpq.text import read_documents
 from planner.cluster import ClusterSpec
@@ -34,6 +36,7 @@ from planner.model_shape import model_shape
 from planner.plan import Plan
 from planner.profile_rows import read_profiles, write_profiles
 from planner.sensitivity import load_omega
+from planner.workload import Workload
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from quant.errors import LlmpqError, SpecError
 from quant.gptq.config import read_gptq_config
@@ -48,6 +51,7 @@ from tests.properties.seeds import (
     BITS,
     cluster_seeds,
     config_seeds,
+    generation_seeds,
     gptq_seeds,
     index_seed,
     line_seeds,
@@ -183,6 +187,17 @@ def _config(data: bytes, folder: Path) -> bool:
     return True
 
 
+def _generation(data: bytes, folder: Path) -> bool:
+    _file(folder, GENERATION_CONFIG_FILE, data)
+    found = job_sampling(None, "model", folder, Workload(4, 100, 50))
+    assert 0 <= found.sampling.temperature < math.inf
+    for text in (found.note or "", found.warning or ""):
+        assert text.isprintable()
+        assert len(text) < MESSAGE_CHARACTERS
+    assert all(type(token) is int for token in eos_token_ids(folder, 2))
+    return True
+
+
 def _gptq(data: bytes, folder: Path) -> bool:
     _file(folder, "quantize_config.json", data)
     found = read_gptq_config(folder)
@@ -248,6 +263,7 @@ def parsers() -> dict[str, Parser]:
         Parser("profile CSV", profile_seeds, mutate_cells, _profile),
         Parser("omega file", omega_seeds, mutate_json, _omega),
         Parser("config.json", config_seeds, mutate_json, _config),
+        Parser("generation_config.json", generation_seeds, mutate_json, _generation),
         Parser("quantize_config.json", gptq_seeds, mutate_json, _gptq),
         Parser("safetensors", lambda: (safetensors_seed(),), mutate_framed, _safetensors),
         Parser("shard index", index_seed, mutate_json, _index),

@@ -99,11 +99,14 @@ def _short(modelled: Any) -> Any:
 
 def line_seeds() -> tuple[bytes, ...]:
     """Plain and OpenAI Batch lines."""
-    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    body = {
+        "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}],
+        "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"50": -100, "7": 1.5},
+    }  # fmt: skip
     rows: tuple[dict[str, Any], ...] = (
         {"custom_id": "a/../b", "prompt": "Hello", "temperature": 0.5, "top_k": 4, "seed": 7},
-        {"custom_id": "b", "prompt": [1, 2, 3], "sampling": {"stop": ["."], "top_p": 0.9}},
-        {"prompt": "no id", "ignore_eos": True, "n": 1, "max_new_tokens": 3},
+        {"custom_id": "b", "prompt": [1, 2, 3], "sampling": {"stop": ["."], "min_p": 0.9}},
+        {"prompt": "no id", "ignore_eos": True, "n": 1, "repetition_penalty": 1.5},
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
     )
     return tuple(json.dumps(row).encode() for row in rows)
@@ -182,6 +185,19 @@ def config_seeds() -> tuple[bytes, ...]:
     mistral = {**_LLAMA, "model_type": "mistral", "sliding_window": 32}
     listed = (_LLAMA, opt, bloom, qwen, stored, neox, mistral)
     return tuple(json.dumps(each).encode() for each in listed)
+
+
+def generation_seeds() -> tuple[bytes, ...]:
+    """Of a chat model, and of one with much that is not followed."""
+    chat = {
+        "do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.1,
+        "repetition_penalty": 1.05, "eos_token_id": [2, 7], "stop_strings": ["###"],
+    }  # fmt: skip
+    other = {
+        "bad_words_ids": [[5]], "num_beams": 4, "max_new_tokens": 3, "max_length": 20,
+        "temperature": 0.5, "eos_token_id": 2, "typical_p": 0.9,
+    }  # fmt: skip
+    return tuple(json.dumps(each).encode() for each in (chat, other))
 
 
 def gptq_seeds() -> tuple[bytes, ...]:
