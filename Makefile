@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo_output
 
-.PHONY: install demo test check clean
+.PHONY: install demo test check gpu clean
 
 install: $(VENV)/.installed
 
@@ -32,5 +32,10 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Measures on the GPU here, in 35 minutes at most; GPU_ARGS=--dry_run does it on the CPU (docs/gpu.md).
+gpu:
+	@test -n "$(PYTHON)" || { echo "llmpq needs Python 3.11 or newer; pass PYTHON=/path/to/python"; exit 2; }
+	$(PYTHON) -m benchmarks.gpu.launch --venv $(VENV) $(GPU_ARGS)
+
 clean:
-	rm -rf $(VENV) $(DEMO) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DEMO) .venv-gpu gpu_output build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -29,12 +29,12 @@ from actors.mending import bring_up
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
 from actors.observing import Observer
 from actors.placement import Placement, place
+from actors.planned_stage import stage_spec
 from actors.recovery import OnEvent, Recovery, ignore_event
 from actors.stage_actor import CONTROL, QueueSizes, StageActor
 from actors.stage_spec import StageSpec
 from actors.telemetry import TelemetryOptions
 from actors.watch import Watch, get_watched
-from planner.accelerators import find_accelerator
 from planner.model_shape import model_shape
 from planner.plan import Plan, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -346,24 +346,3 @@ class StageGroup:
         for group in self._groups:
             remove_placement_group(group)
         self._actors, self._groups, self._serving = [], [], []
-
-
-def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
-    """What the actor of `stage` is told."""
-    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
-    return StageSpec(
-        index=stage.index,
-        stages=len(plan.stages),
-        layers=stage.layers,
-        bitwidths=stage.bitwidths,
-        dtype=stage.dtype,
-        slots=plan.workload.global_batch,
-        max_tokens=plan.workload.total_length,
-        backends=dict(stage.backends),
-        memory_limit_bytes=stage.memory_limit_bytes,
-        device_name=stage.device,
-        accelerator=None if on_host else stage.accelerator,
-        head_on_first=plan.head_on_first,
-        rounding=plan.rounding,
-        kv_bits=plan.kv_bits,
-    )

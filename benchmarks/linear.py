@@ -28,6 +28,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.machine import processor_name
+from benchmarks.timing import EVICTING_BYTES, seconds_of
 from planner.model_shape import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, self_test
@@ -39,8 +40,8 @@ from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
 MODELS = ("llama-3-8b", "opt-13b", "opt-30b")
 ROWS = (1, 8, 64, 512)
 PLAIN = "plain"
-CACHE_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}
-"""More than the last cache holds: 32 MB of a server core's neighbours, 50 MB of an H200."""
+CACHE_BYTES = {"cpu": 1 << 26, "cuda": EVICTING_BYTES}
+"""More than the last cache holds, of a CPU 32 MB of a server core's neighbours."""
 CALLS = {"cpu": 4, "cuda": 20}
 """Calls between two readings of the clock, as the linears of a layer follow each other: a CPU's
 caches then hold the code, and a GPU's launches hide behind its work."""
@@ -55,11 +56,20 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in which type to compute, and for how long about to measure each case."""
+    """Where and in which type to compute, and for how long about to measure each case.
+
+    Weights lie in copies of `cache_bytes` together, None: more than the device's caches hold.
+    """
 
     device: torch.device
     dtype: torch.dtype
     seconds: float
+    cache_bytes: int | None = None
+
+    def copies(self, nbytes: int) -> int:
+        """Of a weight of so many bytes."""
+        together = CACHE_BYTES[self.device.type] if self.cache_bytes is None else self.cache_bytes
+        return max(1, math.ceil(together / nbytes))
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Result:
-    """One backend on one shape at one number of rows; `error`s as in the module's header."""
+    """One backend on one shape at one number of rows; `error`s as in the module's header.
+
+    `kernel_error`: of the output, relative to the float64 product with the dequantized weight.
+    """
 
     shape: LinearShape
     rows: int
@@ -88,6 +101,7 @@ class Result:
     plain_seconds: float
     error: float
     own_error: float
+    kernel_error: float
     bytes_per_s: float
 
     @property
@@ -124,25 +138,38 @@ def usable_rules(setting: Setting) -> list[KernelRule]:
 
 
 def hold(shape: LinearShape, rules: Sequence[KernelRule], setting: Setting) -> list[Held]:
-    """The same random weight as each backend holds it, the plain one first."""
-    generator = torch.Generator().manual_seed(shape.in_features + shape.out_features)
-    weight = torch.randn(shape.out_features, shape.in_features, generator=generator)
-    weight = weight.mul_(0.02).to(setting.dtype)
-    sample = weight[_sampled(shape)].to(setting.device)
-    copies = _copies(weight.nbytes, setting.device)
-    plain = [_plain_product(weight.to(setting.device, copy=True)) for _ in range(copies)]
-    held = [Held(PLAIN, 16, weight.nbytes, plain, sample.double())]
+    """The same random weight as each backend that takes it holds it, the plain one first."""
+    weight = random_weight(shape, setting)
     processor, dtype = local_processor(setting.device), dtype_name(setting.dtype)
-    for rule in rules:
-        if not rule.supports(processor, shape, dtype):
-            continue
-        backend: type[PackedWeight] = BACKENDS[rule.name]
-        count = _copies(rule.nbytes(shape, dtype), setting.device)
-        packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in range(count)]
-        represented = backend.represent(sample).double()
-        products = [each.forward for each in packed]
-        held.append(Held(rule.name, rule.bits, packed[0].nbytes, products, represented))
-    return held
+    taken = [rule for rule in rules if rule.supports(processor, shape, dtype)]
+    return [hold_plain(weight, setting), *(hold_packed(rule, weight, setting) for rule in taken)]
+
+
+def random_weight(shape: LinearShape, setting: Setting) -> torch.Tensor:
+    """Normal random numbers `[out, in]` on the device, in the compute type."""
+    generator = torch.Generator(setting.device).manual_seed(shape.in_features + shape.out_features)
+    size = (shape.out_features, shape.in_features)
+    weight = torch.randn(size, generator=generator, device=setting.device)
+    return weight.mul_(0.02).to(setting.dtype)
+
+
+def hold_plain(weight: torch.Tensor, setting: Setting) -> Held:
+    """As `nn.Linear` holds `weight`."""
+    copies = range(setting.copies(weight.nbytes))
+    products = [_plain_product(weight.clone()) for _ in copies]
+    sample = weight[_sampled(len(weight))].double()
+    return Held(PLAIN, 16, weight.nbytes, products, sample)
+
+
+def hold_packed(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Held:
+    """As the backend of `rule` holds `weight`."""
+    backend: type[PackedWeight] = BACKENDS[rule.name]
+    shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
+    count = setting.copies(rule.nbytes(shape, dtype_name(setting.dtype)))
+    packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in range(count)]
+    represented = backend.represent(weight[_sampled(len(weight))]).double()
+    products = [each.forward for each in packed]
+    return Held(rule.name, rule.bits, packed[0].nbytes, products, represented)
 
 
 def measure(shape: LinearShape, rows: int, held: Sequence[Held], setting: Setting) -> list[Result]:
@@ -154,7 +181,8 @@ def measure(shape: LinearShape, rows: int, held: Sequence[Held], setting: Settin
     wanted = x.double() @ held[0].represented.t()
     results = []
     for each, taken in zip(held, seconds, strict=True):
-        out = each.products[0](x)[:, _sampled(shape)].double()
+        out = each.products[0](x)[:, _sampled(shape.out_features)].double()
+        meant = x.double() @ each.represented.t()
         results.append(
             Result(
                 shape=shape,
@@ -164,7 +192,8 @@ def measure(shape: LinearShape, rows: int, held: Sequence[Held], setting: Settin
                 seconds=taken,
                 plain_seconds=seconds[0],
                 error=_relative(out, wanted),
-                own_error=_relative(x.double() @ each.represented.t(), wanted),
+                own_error=_relative(meant, wanted),
+                kernel_error=_relative(out, meant),
                 bytes_per_s=each.nbytes / taken,
             )
         )
@@ -209,13 +238,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
     """Bytes read and written in a second by a copy that no cache holds."""
     source = torch.ones(CACHE_BYTES[device.type], dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    taken = []
-    for _ in range(10):
-        _finish(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _finish(device)
-        taken.append(time.perf_counter() - start)
+    taken = [seconds_of(device, lambda: target.copy_(source)) for _ in range(10)]
     return 2 * source.nbytes / median(taken)
 
 
@@ -319,13 +342,9 @@ def _plain_product(weight: torch.Tensor) -> Product:
     return lambda x: functional.linear(x, weight)
 
 
-def _copies(nbytes: int, device: torch.device) -> int:
-    return math.ceil(CACHE_BYTES[device.type] / nbytes)
-
-
-def _sampled(shape: LinearShape) -> slice:
+def _sampled(outputs: int) -> slice:
     """Outputs that errors are taken over: every n-th."""
-    return slice(None, None, max(1, shape.out_features // SAMPLED_OUTPUTS))
+    return slice(None, None, max(1, outputs // SAMPLED_OUTPUTS))
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:

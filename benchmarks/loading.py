@@ -34,10 +34,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PretrainedConfig,
+)
 from transformers.utils import logging
 
 from actors.architectures import empty_model
+from planner.accelerators import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
 from quant.checkpoint import Checkpoint
@@ -101,12 +107,13 @@ def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
     )
 
 
-def write_checkpoint(folder: Path, config: LlamaConfig) -> None:
+def write_checkpoint(folder: Path, config: PretrainedConfig) -> None:
     """A file for each layer and one for the rest; layers share their random values."""
     config.save_pretrained(folder)
     with torch.device("meta"):
         parameters = dict(AutoModelForCausalLM.from_config(config).named_parameters())
-    first = "model.layers.0."
+    stack = next(name for name in parameters if ".layers." in name).partition("0.")[0]
+    first = f"{stack}0."
     values = {
         name: torch.randn(parameter.shape, dtype=torch.bfloat16) * 0.02
         for name, parameter in parameters.items()
@@ -119,7 +126,7 @@ def write_checkpoint(folder: Path, config: LlamaConfig) -> None:
         weight_map.update(dict.fromkeys(tensors, file))
 
     for index in range(config.num_hidden_layers):
-        own = f"model.layers.{index}."
+        own = f"{stack}{index}."
         layer = {n.replace(first, own): t for n, t in values.items() if n.startswith(first)}
         write(f"layer-{index:03d}.safetensors", layer)
     write("others.safetensors", {n: t for n, t in values.items() if ".layers." not in n})
@@ -143,8 +150,16 @@ def bring_into_memory(folders: Iterable[Path]) -> None:
                 pass
 
 
-def load(folder: Path, way: Way, cache_folder: Path) -> object:
-    """Load the whole model; what is returned holds it. Prints a line just before it begins."""
+def load(
+    folder: Path,
+    way: Way,
+    cache_folder: Path,
+    device: torch.device = CPU,
+    backend: str | None = None,
+) -> object:
+    """Load the whole model onto `device`; what is returned holds it. Prints a line just before it
+    begins. `backend` is that of the kernels, None the preferred one.
+    """
     if way.peer:
         print("begin", flush=True)
         return AutoModelForCausalLM.from_pretrained(
@@ -159,7 +174,7 @@ def load(folder: Path, way: Way, cache_folder: Path) -> object:
         )
     checkpoint = Checkpoint(folder)
     model: Any = empty_model(LlamaConfig.from_pretrained(folder))
-    form = LayerForm(way.bits, local_processor(CPU), torch.bfloat16, CPU)
+    form = LayerForm(way.bits, local_processor(device), dtype_on(device), device, backend)
     loads = [
         LayerLoad(layer, f"model.layers.{index}", form)
         for index, layer in enumerate(model.model.layers)
@@ -174,8 +189,15 @@ def load(folder: Path, way: Way, cache_folder: Path) -> object:
         for each in loads:
             load_layer_as(each, checkpoint, cache)
         for name, part in parts.items():
-            load_tensors(part, checkpoint, name, torch.bfloat16, CPU)
+            load_tensors(part, checkpoint, name, form.dtype, device)
     return model
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """The 16-bit type that stages compute in on `device`."""
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) >= BFLOAT16_CAPABILITY:
+        return torch.bfloat16
+    return torch.float16
 
 
 def run_child(arguments: Sequence[str]) -> None:

@@ -153,7 +153,7 @@ def reference(
     model: Any, prompt: tuple[int, ...], new_tokens: int, ignore_eos: bool = False, **options: Any
 ) -> list[int]:
     """What transformers' `generate` adds to one unpadded prompt; greedy unless `options` say so."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     options = ({"eos_token_id": None} if ignore_eos else {}) | {"do_sample": False} | options
     out = model.generate(
         input_ids=ids,

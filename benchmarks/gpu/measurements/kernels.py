@@ -1,0 +1,215 @@
+"""One kernel backend: right against float64, fast against the plain product and the memory.
+
+Weights lie in as many copies as leave the GPU's cache behind, and each call takes the next one.
+*eager*: twenty calls from an idle GPU on, launches included, as the runtime makes them today.
+*in a graph*: the same kernels replayed, which leaves the GPU's own time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.findings import Findings, Table
+from benchmarks.gpu.place import Place
+from benchmarks.linear import (
+    Held,
+    Product,
+    Result,
+    Setting,
+    copy_bytes_per_s,
+    distinct_shapes,
+    hold_packed,
+    hold_plain,
+    measure,
+    random_weight,
+)
+from benchmarks.timing import captured, seconds_of
+from planner.accelerators import BFLOAT16_CAPABILITY
+from quant.backends.cuda.driver import kernels_for
+from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
+from quant.backends.registry import BACKENDS, self_test
+from quant.linear import dtype_name
+from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
+
+MODELS = ("llama-3-8b", "opt-30b")
+SMALL = LinearShape(in_features=256, out_features=192)
+ROWS = (1, 8, 32, 512)
+TURNING_ROWS = (8, 16, 24, 32, 48, 64)
+GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.01, 64, 5, 5
+SECONDS = 0.25
+GB = 1e9
+
+ROUNDS_ACTIVATIONS = ("bnb_int8",)
+_ERROR_OF_ROUNDED = 0.03
+_ERRORS_IN_UNITS = 2.0
+"""Relative error (Frobenius norm) that a right kernel stays below: rounding outputs, and weights
+that are restored first, to the compute type costs about 0.3 of its `eps` each; rounding activations
+to 8 bit 0.009."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One weight as the backend and as the plain product hold it."""
+
+    shape: LinearShape
+    plain: Held
+    packed: Held
+
+
+def run(findings: Findings, place: Place, backend: str) -> None:
+    """Measure `backend` in float16, on one model's shapes in bfloat16 too where the GPU has it."""
+    if backend.startswith("bnb"):
+        importlib.import_module("bitsandbytes")
+    rule = next(each for each in KERNEL_RULES if each.name == backend)
+    copy_rate = copy_bytes_per_s(place.device)
+    findings.note(f"a copy moves {copy_rate / GB:.0f} GB/s, bytes read and written")
+    table = findings.table(
+        "", type="{}", out_x_in="{}", rows="{}", eager="{:.1f} us", __of_plain="{:.2f} x",
+        in_a_graph="{:.1f} us", of_plain_="{:.2f} x", GB_per_s="{:.0f}", of_copy="{:.0%}",
+        error="{:.2%}", kernel_error="{:.4%}",
+    )  # fmt: skip
+    with torch.inference_mode():
+        for setting, shapes in _settings(place):
+            _check_self(findings, rule, setting)
+            for shape in shapes:
+                case = _hold(shape, rule, setting)
+                for rows in place.size(ROWS, (1, 30)):
+                    _measure_rows(findings, table, case, rows, setting, copy_rate)
+        if issubclass(BACKENDS[backend], CudaPacked):
+            _turning_point(findings, rule, place)
+
+
+def _settings(place: Place) -> list[tuple[Setting, list[LinearShape]]]:
+    seconds = place.size(SECONDS, 0.0)
+    if place.dry_run:
+        return [(Setting(place.device, torch.bfloat16, seconds, cache_bytes=0), [SMALL])]
+    settings = [(Setting(place.device, torch.float16, seconds), list(distinct_shapes(MODELS)))]
+    if torch.cuda.get_device_capability(place.device) >= BFLOAT16_CAPABILITY:
+        own = Setting(place.device, torch.bfloat16, seconds)
+        settings.append((own, list(distinct_shapes(MODELS[:1]))))
+    return settings
+
+
+def _check_self(findings: Findings, rule: KernelRule, setting: Setting) -> None:
+    complaint = self_test(BACKENDS[rule.name], setting.dtype, setting.device)
+    if complaint is not None:
+        findings.complain(f"{rule.name} in {dtype_name(setting.dtype)}: {complaint}")
+
+
+def _hold(shape: LinearShape, rule: KernelRule, setting: Setting) -> _Case:
+    weight = random_weight(shape, setting)
+    return _Case(shape, hold_plain(weight, setting), hold_packed(rule, weight, setting))
+
+
+def _measure_rows(
+    findings: Findings, table: Table, case: _Case, rows: int, setting: Setting, copy_rate: float
+) -> None:
+    plain, own = measure(case.shape, rows, [case.plain, case.packed], setting)
+    x = torch.randn(rows, case.shape.in_features, device=setting.device).to(setting.dtype)
+    replayed = _graph_seconds(findings, case.packed, x, own.seconds)
+    plain_replayed = _graph_seconds(findings, case.plain, x, plain.seconds)
+    ratio = plain_replayed / replayed if plain_replayed and replayed else None
+    bytes_per_s = case.packed.nbytes / (replayed or own.seconds)
+    findings.row(
+        table,
+        dtype_name(setting.dtype),
+        f"{case.shape.out_features} x {case.shape.in_features}",
+        rows,
+        own.seconds * 1e6,
+        own.ratio,
+        None if replayed is None else replayed * 1e6,
+        ratio,
+        bytes_per_s / GB,
+        bytes_per_s / copy_rate,
+        own.error,
+        own.kernel_error,
+    )
+    for each in (plain, own):
+        complaint = wrong(each, setting.dtype)
+        if complaint is not None:
+            findings.complain(complaint)
+
+
+def wrong(result: Result, dtype: torch.dtype) -> str | None:
+    """What is wrong with the output that `result` was taken of, computed in `dtype`; else None."""
+    limit = _ERRORS_IN_UNITS * torch.finfo(dtype).eps
+    if result.backend in ROUNDS_ACTIVATIONS:
+        limit = _ERROR_OF_ROUNDED
+    if result.kernel_error <= limit:  # and not NaN
+        return None
+    return (
+        f"{result.backend} computes {result.rows} rows of {result.shape.out_features} x "
+        f"{result.shape.in_features} wrongly in {dtype_name(dtype)}: off by "
+        f"{result.kernel_error:.2%}, at most {limit:.2%} can be rounding"
+    )
+
+
+def _graph_seconds(findings: Findings, held: Held, x: torch.Tensor, eager_s: float) -> float | None:
+    """Seconds of one product in a graph of many; None, with a note, where it cannot be recorded."""
+    try:
+        return replayed_seconds(held.products, x, eager_s)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        findings.note(f"{held.backend}, {len(x)} rows: no graph can be recorded: {reason}")
+        return None
+
+
+def replayed_seconds(products: Sequence[Product], x: torch.Tensor, eager_s: float) -> float:
+    """Seconds of one of `products`, each in turn, in a replayed graph of whole turns.
+
+    `eager_s`: of one call, about. The graph is long enough for its launch to be nothing beside it.
+    """
+    least = min(MOST_CALLS, math.ceil(GRAPH_S / eager_s))
+    calls = list(products) * (math.ceil(least / len(products)) if x.is_cuda else 1)
+
+    def work() -> None:
+        for product in calls:
+            product(x)
+
+    recorded = captured(x.device, work)
+    burst = max(1, min(MOST_REPLAYS, int(GRAPH_S / seconds_of(x.device, recorded.replay))))
+
+    def replays() -> None:  # the GPU does not wait for the next one to be launched
+        for _ in range(burst):
+            recorded.replay()
+
+    taken = [seconds_of(x.device, replays) for _ in range(SAMPLES)]
+    return median(taken) / (len(calls) * burst)
+
+
+def _turning_point(findings: Findings, rule: KernelRule, place: Place) -> None:
+    """Both ways of our CUDA kernels by the number of rows: `FUSED_TOKENS` should part them."""
+    if place.dry_run:
+        findings.note("where products turn from packed to restored weights has no CPU twin")
+        return
+    setting = Setting(place.device, torch.float16, SECONDS)
+    table = findings.table(
+        f"Packed and restored weights by turns, in a graph (they part at {FUSED_TOKENS} rows)",
+        out_x_in="{}", rows="{}", packed="{:.1f} us", restored="{:.1f} us",
+    )  # fmt: skip
+    backend: Any = BACKENDS[rule.name]
+    for shape in (LinearShape(4096, 4096), LinearShape(4096, 14336)):
+        weight = random_weight(shape, setting)
+        copies = range(setting.copies(rule.nbytes(shape, "float16")))
+        packed = [backend.from_weight(weight, setting.dtype, setting.device) for _ in copies]
+        for rows in TURNING_ROWS:
+            x = torch.randn(rows, shape.in_features, device=setting.device).half()
+            ways = [[_product(each, x, restores) for each in packed] for restores in (False, True)]
+            seconds = [replayed_seconds(way, x, GRAPH_S) for way in ways]
+            size = f"{shape.out_features} x {shape.in_features}"
+            findings.row(table, size, rows, *(each * 1e6 for each in seconds))
+
+
+def _product(packed: CudaPacked, x: torch.Tensor, restores: bool) -> Product:
+    """The product with one of the two ways, whatever the number of rows."""
+    kernels = kernels_for(packed.bits, x.dtype, x.device)
+    out = x.new_empty(len(x), packed.packed.shape[0])
+    multiply = packed._multiply_restored if restores else packed._multiply_packed
+    return lambda x: multiply(x, out, kernels)

@@ -1,0 +1,154 @@
+"""Seconds of decoder layers by the datasheet's estimate, and as they are.
+
+Layers pass as in a stage, from an idle GPU whose cache holds none of their weights. What is
+measured is kept as a profile, by which part `plan` predicts once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, quantiles
+
+import torch
+
+from actors.layer_timing import TimedLayers
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.measurements.models import (
+    accelerator_of,
+    backends_here,
+    note_substitutes,
+    opt_config,
+    planned_device,
+    quiet,
+)
+from benchmarks.gpu.place import Place
+from benchmarks.timing import evictor, seconds_of
+from planner.architectures import shape_from_config
+from planner.device import Device
+from planner.model_shape import ModelShape
+from planner.profile_design import DesignSpace, LayerWorkload, design
+from planner.profile_rows import LayerTerms, ProfileRow, write_profiles
+from planner.roofline import RooflineLatency
+from quant.cache.layer import LayerForm
+from quant.processor import local_processor
+from quant.scheme import BITWIDTHS
+
+PROFILE = "layer_profile.csv"
+BUDGET_S = 30.0
+"""For each bitwidth; what is left of its workloads then is not measured."""
+MOST_PASSES = 20
+LONG_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """One workload: median seconds of a layer, and their interquartile range over it."""
+
+    bits: int
+    workload: LayerWorkload
+    seconds: float
+    spread: float
+    passes: int
+
+
+def run(findings: Findings, place: Place, _: str) -> None:
+    """Measure a design of workloads at every bitwidth, and hold the estimates against them."""
+    quiet()
+    accelerator_of(place)
+    device, config = planned_device(place), opt_config(place)
+    dtype = device.compute_dtype()
+    shape = shape_from_config("opt", config.to_dict())
+    backends = backends_here(place, BITWIDTHS, dtype)
+    note_substitutes(findings, place, backends, dtype)
+    roofline = RooflineLatency(shape)
+    table = findings.table(
+        "", bits="{}", backend="{}", phase="{}", requests="{}", length="{}",
+        estimated="{:.1f} us", measured="{:.1f} us", measured_over_estimated="{:.2f}",
+        spread="{:.0%}",
+    )  # fmt: skip
+    found: list[_Timed] = []
+    ratios: dict[tuple[int, str], list[float]] = {}
+    for bits in BITWIDTHS:
+        for each in _timed(place, bits, dtype, backends[bits]):
+            found.append(each)
+            estimated = _estimated_s(roofline, device, each, dtype)
+            ratio = each.seconds / estimated
+            ratios.setdefault((bits, each.workload.phase), []).append(ratio)
+            work = each.workload
+            findings.row(
+                table, bits, backends[bits], work.phase, work.batch_size, work.length,
+                estimated * 1e6, each.seconds * 1e6, ratio, each.spread,
+            )  # fmt: skip
+    _summarise(findings, ratios)
+    write_profiles(place.kept / PROFILE, _rows(found, shape, device, dtype))
+
+
+def profile_of(place: Place) -> Path | None:
+    """What this part has measured, if it has."""
+    path = place.kept / PROFILE
+    return path if path.exists() else None
+
+
+def _summarise(findings: Findings, ratios: dict[tuple[int, str], list[float]]) -> None:
+    table = findings.table(
+        "Measured over estimated", bits="{}", phase="{}", geometric_mean="{:.2f}", least="{:.2f}",
+        most="{:.2f}",
+    )  # fmt: skip
+    for (bits, phase), own in ratios.items():
+        findings.row(table, bits, phase, geometric_mean(own), min(own), max(own))
+
+
+def _estimated_s(roofline: RooflineLatency, device: Device, each: _Timed, dtype: str) -> float:
+    work = each.workload
+    estimate = roofline.layer_prefill_s if work.phase == "prefill" else roofline.layer_decode_s
+    return estimate(device, each.bits, work.batch_size, work.length, dtype)
+
+
+def _timed(place: Place, bits: int, dtype: str, backend: str) -> Iterator[_Timed]:
+    device = place.device
+    form = LayerForm(bits, local_processor(device), getattr(torch, dtype), device, backend)
+    layers, evict = TimedLayers(opt_config(place), form), evictor(device)
+    space = place.size(DesignSpace(), DesignSpace((1, 2), 4, 16, 32, 32))
+    points = place.size(8, 4)
+    workloads = design(space, "prefill", points) + design(space, "decode", points)
+    end = time.monotonic() + BUDGET_S
+    for workload in workloads:
+        if time.monotonic() > end:
+            return
+        prepared = layers.prepare(workload)
+        taken: list[float] = []
+        while len(taken) < place.size(MOST_PASSES, 2) and sum(taken) < LONG_S:
+            evict()
+            seconds = seconds_of(device, lambda: layers.pass_through(prepared))  # noqa: B023
+            taken.append(seconds / prepared.copies)
+        low, middle, high = quantiles(
+            taken if len(taken) > 1 else taken * 2, n=4, method="inclusive"
+        )
+        yield _Timed(bits, workload, middle, (high - low) / middle, len(taken))
+
+
+def _rows(
+    found: Iterable[_Timed], shape: ModelShape, device: Device, dtype: str
+) -> Iterator[ProfileRow]:
+    for each in found:
+        is_prefill = each.workload.phase == "prefill"
+        yield ProfileRow(
+            device=device.accelerator.name,
+            model=shape.name,
+            layer=LayerTerms.of(shape),
+            intermediate_size=shape.intermediate_size,
+            phase=each.workload.phase,
+            bits=each.bits,
+            batch_size=each.workload.batch_size,
+            prompt_length=each.workload.length if is_prefill else 1,
+            context_length=0 if is_prefill else each.workload.length,
+            seconds=each.seconds,
+            dtype=dtype,
+            threads=device.threads,
+            spread=each.spread,
+            repetitions=each.passes,
+            source=PROFILE,
+        )

@@ -1,0 +1,222 @@
+"""A plan for this GPU, run in this process: what was predicted, and what it took.
+
+The OPT-1.3b-like model at each bitwidth, with 3, 4, 8 and 16 bit in turn from layer to layer, and
+as the planner mixes them where memory has room for part of the weights only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.messages import MicroBatch, Request, Sampled, TokenIds
+from actors.pipeline import LocalPipeline, drive
+from actors.planned_stage import stage_spec
+from actors.scheduler import QueueScheduler
+from actors.stage import Stage
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.measurements.layers import profile_of
+from benchmarks.gpu.measurements.models import (
+    MIXED,
+    backends_here,
+    note_substitutes,
+    opt_checkpoint,
+    opt_config,
+    planned_device,
+    quiet,
+    requests_of,
+)
+from benchmarks.gpu.place import Place
+from planner.cluster import ClusterSpec
+from planner.costs import CostModel
+from planner.model_shape import model_shape
+from planner.optimiser.problem import Assignment, evaluate
+from planner.options import PlanOptions
+from planner.plan import Plan, Prediction
+from planner.plan_builder import Solution, build_plan
+from planner.search import find_plan, planning_costs
+from planner.workload import Workload
+from quant.processor import local_processor
+from quant.scheme import BITWIDTHS
+
+WEIGHTS_WITH_ROOM = 0.5
+"""Share of the 16-bit layers that the memory of the mixed plan has room for."""
+PASSES = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one global batch: all of it, and what prefill and decode micro-batches took."""
+
+    latency_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class TimedPipeline(LocalPipeline):
+    """A pipeline in this process that counts the seconds of each phase."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self.prefill_s = self.decode_s = 0.0
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
+        """Compute the micro-batch now."""
+        began = time.perf_counter()
+        sampled = super().submit(batch, token_ids)
+        seconds = time.perf_counter() - began
+        if batch.is_decode:
+            self.decode_s += seconds
+        else:
+            self.prefill_s += seconds
+        return sampled
+
+
+def run(findings: Findings, place: Place, _: str) -> None:
+    """Plan, run and compare."""
+    quiet()
+    folder, spec, workload = opt_checkpoint(place), one_device(place), workload_of(place)
+    profile = profile_of(place)
+    findings.note(
+        "predictions by profile take the layer times that part `layers` measured"
+        if profile
+        else "part `layers` has left no profile: predictions are the datasheet's alone"
+    )
+    dtype = spec.devices[0].compute_dtype()
+    backends = backends_here(place, BITWIDTHS, dtype)
+    note_substitutes(findings, place, backends, dtype)
+    table = findings.table(
+        f"{workload.global_batch} prompts of {workload.prompt_length} tokens, "
+        f"{workload.new_tokens} new ones",
+        bits="{}", phase="{}", datasheet="{:.3f} s", profile="{:.3f} s", measured="{:.3f} s",
+        measured_over_datasheet="{:.2f}", measured_over_profile="{:.2f}",
+        measured_tokens_per_s="{:.0f}",
+    )  # fmt: skip
+    for name, plan, cluster in plans(spec, folder, workload):
+        by_profile = None if profile is None else predicted(cluster, plan, workload, profile)
+        measured = measure(with_backends(plan, backends), folder, place)
+        _compare(findings, table, name, plan.predicted, by_profile, measured, workload)
+
+
+def workload_of(place: Place) -> Workload:
+    """The paper's 32 prompts of 512 tokens and 100 new ones, or a small one."""
+    return Workload(*place.size((32, 512, 100), (2, 16, 4)))
+
+
+def one_device(place: Place, memory_bytes: int | None = None) -> ClusterSpec:
+    """A cluster of the device here, with all of its memory or less."""
+    device = planned_device(place)
+    device = replace(device, memory_bytes=memory_bytes or device.memory_bytes)
+    return ClusterSpec("this GPU", (device,), internode_bytes_per_s=1e9)
+
+
+def plans(
+    spec: ClusterSpec, folder: Path, workload: Workload
+) -> Iterator[tuple[str, Plan, ClusterSpec]]:
+    """What to run, each with its name and the cluster it was planned for."""
+    layers = model_shape(folder).layers
+    whole = uniform = None
+    for bits in reversed(BITWIDTHS):
+        uniform = fixed_plan(spec, folder, workload, [bits] * layers)
+        whole = whole or uniform
+        yield f"{bits}", uniform, spec
+    mixed = [MIXED[i % len(MIXED)] for i in range(layers)]
+    yield "3/4/8/16 in turn", fixed_plan(spec, folder, workload, mixed), spec
+    assert whole is not None
+    memory = whole.stages[0].memory
+    room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
+    tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
+    chosen = find_plan(tight, model_shape(folder), str(folder), workload, PlanOptions())
+    yield _described(chosen), chosen, tight
+
+
+def fixed_plan(
+    spec: ClusterSpec, folder: Path, workload: Workload, bitwidths: Sequence[int]
+) -> Plan:
+    """The plan of these bitwidths on one device, in the micro-batches that suit it best."""
+    shape, options = model_shape(folder), PlanOptions(theta=0.0, bits=tuple(set(bitwidths)))
+    found = find_plan(spec, shape, str(folder), workload, options)
+    return priced(planning_costs(spec, shape, workload, options)[0], found, bitwidths)
+
+
+def predicted(spec: ClusterSpec, plan: Plan, workload: Workload, profile: Path) -> Prediction:
+    """What the profile predicts of `plan`."""
+    bitwidths = plan.stages[0].bitwidths
+    options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), profiles=profile)
+    shape = model_shape(plan.model.source)
+    costs, _ = planning_costs(spec, shape, workload, options)
+    return priced(costs, plan, bitwidths).predicted
+
+
+def priced(costs: CostModel, like: Plan, bitwidths: Sequence[int]) -> Plan:
+    """`like` with other bitwidths, by `costs`."""
+    problem = costs.problem(costs.cluster.devices, like.micro_batches)
+    choices = tuple(costs.options.bits.index(bits) for bits in bitwidths)
+    bounds = (0, len(choices))
+    objective = evaluate(problem, bounds, choices)
+    assignment = Assignment(bounds, choices, objective, objective, "uniform", 0.0)
+    solution = Solution(costs.cluster.devices, like.micro_batches, assignment, objective, 1, 1, 0.0)
+    return build_plan(costs, like.model.source, solution, like.sensitivity_source, ())
+
+
+def with_backends(plan: Plan, backends: Mapping[int, str]) -> Plan:
+    """`plan` with the kernel backends that can be had here."""
+    stages = tuple(
+        replace(stage, backends={bits: backends[bits] for bits in stage.backends})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=stages)
+
+
+def measure(plan: Plan, folder: Path, place: Place) -> Measured:
+    """The last of several passes over the workload: the others warm up."""
+    device, workload = place.device, plan.workload
+    processor = local_processor(device)
+    stages = [Stage(stage_spec(plan, each), folder, device, processor) for each in plan.stages]
+    vocabulary = opt_config(place).vocab_size
+    requests = requests_of(
+        workload.global_batch, workload.prompt_length, workload.new_tokens, vocabulary
+    )
+    return [one_pass(plan, stages, requests) for _ in range(place.size(PASSES, 1))][-1]
+
+
+def one_pass(plan: Plan, stages: Sequence[Stage], requests: Sequence[Request]) -> Measured:
+    """All requests through the stages."""
+    sizes, pipeline = plan.micro_batches, TimedPipeline(stages)
+    scheduler = QueueScheduler(plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages))
+    scheduler.add(requests, last=True)
+    began = time.perf_counter()
+    finished = sum(len(each) for each in drive(scheduler, pipeline))
+    latency_s = time.perf_counter() - began
+    if finished != len(requests):
+        raise AssertionError(f"{finished} of {len(requests)} requests came back")
+    return Measured(latency_s, pipeline.prefill_s, pipeline.decode_s)
+
+
+def _described(plan: Plan) -> str:
+    """Of a plan for little memory: how many layers have which bits."""
+    counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in BITWIDTHS}
+    return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
+
+
+def _compare(
+    findings: Findings,
+    table: object,
+    name: str,
+    datasheet: Prediction,
+    profile: Prediction | None,
+    measured: Measured,
+    workload: Workload,
+) -> None:
+    for phase in ("prefill", "decode", "latency"):
+        own = getattr(measured, f"{phase}_s")
+        by_datasheet = getattr(datasheet, f"{phase}_s")
+        by_profile = None if profile is None else getattr(profile, f"{phase}_s")
+        tokens = workload.global_batch * workload.new_tokens
+        findings.row(
+            table, name, phase, by_datasheet, by_profile, own, own / by_datasheet,
+            own / by_profile if by_profile else None,
+            tokens / own if phase == "latency" else None,
+        )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Two stage actors on one GPU through Ray: the whole runtime with its links, but for a second GPU.
+
+Ray is told of two GPUs and kept from choosing between them, so that both actors compute on the
+first. A tiny model in float32 must give the tokens of transformers' `generate`; the OPT-1.3b-like
+one is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import ray
+
+from actors.messages import Request, Sampling, Transport
+from actors.stage_group import StageGroup
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.measurements.models import (
+    MIXED,
+    backends_here,
+    note_substitutes,
+    one_thread_a_stage,
+    opt_checkpoint,
+    opt_config,
+    planned_device,
+    quiet,
+    requests_of,
+)
+from benchmarks.gpu.measurements.planned_run import with_backends, workload_of
+from benchmarks.gpu.place import Place
+from planner.cluster import ClusterSpec
+from planner.model_shape import model_shape
+from planner.options import PlanOptions
+from planner.plan import Plan
+from planner.search import find_plan
+from planner.workload import Workload
+from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+
+TRANSPORTS: tuple[Transport, ...] = tuple(t for t in get_args(Transport) if t != "auto")
+SHARE = 0.45
+"""Of the GPU's memory for each of the two."""
+TINY, PROMPTS, PROMPT, NEW_TOKENS = "opt", 6, 9, 12
+
+
+def run(findings: Findings, place: Place, _: str) -> None:
+    """Tokens, then times, by each transport."""
+    quiet()
+    spec = two_devices(place)
+    table = findings.table(
+        "", model="{}", transport="{}", requests="{}", new_tokens="{}", seconds="{:.2f} s",
+        tokens_per_s="{:.0f}", tokens="{}",
+    )  # fmt: skip
+    with local_ray(place):
+        _check_tokens(findings, table, spec, place)
+        _time(findings, table, spec, place)
+
+
+def two_devices(place: Place) -> ClusterSpec:
+    """The GPU twice, each with a part of its memory; on a CPU two parts of its cores."""
+    device = planned_device(place)
+    threads = one_thread_a_stage() if place.dry_run else None
+    halves = tuple(
+        replace(device, index=i, memory_bytes=round(SHARE * device.memory_bytes), threads=threads)
+        for i in range(2)
+    )
+    return ClusterSpec("one GPU, twice", halves, internode_bytes_per_s=1e9)
+
+
+@contextmanager
+def local_ray(place: Place) -> Iterator[None]:
+    """Ray on this machine, with two of the GPU that every process sees as its only one."""
+    options: dict[str, object] = {}
+    if not place.dry_run:
+        os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        visible = os.environ.pop("CUDA_VISIBLE_DEVICES", "0")  # it would not let Ray have two
+        name = planned_device(place).accelerator.name
+        options = {
+            "num_gpus": 2,
+            "resources": {name: 2.0},
+            "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": visible}},
+        }
+    ray.init(address="local", log_to_driver=False, include_dashboard=False, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def plan_for_two(spec: ClusterSpec, folder: Path, workload: Workload, options: PlanOptions) -> Plan:
+    """A plan that takes both devices."""
+    options = replace(options, keep_all_devices=True)
+    return find_plan(spec, model_shape(folder), str(folder), workload, options)
+
+
+def _check_tokens(findings: Findings, table: object, spec: ClusterSpec, place: Place) -> None:
+    folder = place.folder / f"tiny-actors-{TINY}"
+    model = save_tiny(folder, CONFIGS[TINY]).to(place.device)
+    prompts = random_prompts([PROMPT] * PROMPTS)
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    del model
+    options = PlanOptions(bits=(16,), dtype="float32")
+    plan = plan_for_two(spec, folder, Workload(PROMPTS, PROMPT, NEW_TOKENS), options)
+    requests = [Request(str(i), p, NEW_TOKENS, Sampling()) for i, p in enumerate(prompts)]
+    for transport in TRANSPORTS:
+        _, found = _generate(plan, folder, requests, transport, passes=1)
+        equal = sum(found[str(i)] == tokens for i, tokens in enumerate(expected))
+        findings.row(
+            table, f"tiny {TINY}, float32", transport, PROMPTS, NEW_TOKENS, None, None,
+            f"{equal} of {PROMPTS} equal",
+        )  # fmt: skip
+        if equal != PROMPTS:
+            findings.complain(f"{transport}: {PROMPTS - equal} requests got other tokens")
+
+
+def _time(findings: Findings, table: object, spec: ClusterSpec, place: Place) -> None:
+    folder, workload = opt_checkpoint(place), workload_of(place)
+    found = plan_for_two(spec, folder, workload, PlanOptions(theta=0.0, bits=(16,)))
+    plan = _mixed(found, place, findings)
+    requests = requests_of(
+        workload.global_batch, workload.prompt_length, workload.new_tokens,
+        opt_config(place).vocab_size,
+    )  # fmt: skip
+    for transport in TRANSPORTS:
+        seconds, tokens = _generate(plan, folder, requests, transport, place.size(2, 1))
+        count = sum(map(len, tokens.values()))
+        findings.row(
+            table, "OPT-1.3b-like, 3/4/8/16 bit", transport, len(requests), workload.new_tokens,
+            seconds, count / seconds, None,
+        )  # fmt: skip
+
+
+def _mixed(plan: Plan, place: Place, findings: Findings) -> Plan:
+    """`plan` with 3, 4, 8 and 16 bit in turn, which need no more memory."""
+    dtype = plan.stages[0].dtype
+    backends = backends_here(place, MIXED, dtype)
+    note_substitutes(findings, place, backends, dtype)
+    stages = tuple(
+        replace(
+            stage,
+            bitwidths=tuple(MIXED[i % len(MIXED)] for i in stage.layers),
+            backends=dict.fromkeys(MIXED, ""),
+        )
+        for stage in plan.stages
+    )
+    return with_backends(replace(plan, stages=stages), backends)
+
+
+def _generate(
+    plan: Plan, folder: Path, requests: list[Request], transport: Transport, passes: int
+) -> tuple[float, dict[str, list[int]]]:
+    """Seconds of the last pass, and the tokens of each request."""
+    with StageGroup(plan, str(folder), transport=transport) as group:
+        for _ in range(passes):
+            began = time.perf_counter()
+            found = {
+                each.custom_id: list(each.token_ids)
+                for finished in group.generate(requests)
+                for each in finished
+            }
+            seconds = time.perf_counter() - began
+    return seconds, found

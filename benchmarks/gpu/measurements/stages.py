@@ -1,0 +1,64 @@
+"""Two stages on one GPU in one process: the very tokens that transformers generates, in float32."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import PretrainedConfig
+
+from actors.stage import Stage
+from actors.stage_spec import StageSpec
+from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.measurements.models import quiet
+from benchmarks.gpu.place import Place
+from quant.processor import local_processor
+from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, reference, save_tiny
+
+LENGTHS = (5, 11, 1, 8, 17, 2, 11)
+NEW_TOKENS = 14
+DRY_FAMILIES = ("llama", "opt")
+CUT = 2
+
+
+def run(findings: Findings, place: Place, _: str) -> None:
+    """Every architecture that stages know, tiny and random."""
+    quiet()
+    torch.set_float32_matmul_precision("highest")
+    table = findings.table(
+        "", family="{}", requests="{}", tokens="{}", equal="{}", seconds="{:.1f}"
+    )
+    for name, config in CONFIGS.items():
+        if place.dry_run and name not in DRY_FAMILIES:
+            continue
+        began = time.perf_counter()
+        expected, found = both(name, config, place)
+        equal = sum(a == b for a, b in zip(expected, found, strict=True))
+        findings.row(
+            table, name, len(expected), sum(map(len, expected)), f"{equal} of {len(expected)}",
+            time.perf_counter() - began,
+        )  # fmt: skip
+        if equal != len(expected):
+            findings.complain(f"{name}: {len(expected) - equal} requests got other tokens")
+
+
+def both(
+    name: str, config: PretrainedConfig, place: Place
+) -> tuple[list[list[int]], list[list[int]]]:
+    """New tokens of every prompt by `generate` and by two stages, both on the device."""
+    folder, device = place.folder / f"tiny-{name}", place.device
+    model = save_tiny(folder, config).to(device)
+    prompts = random_prompts(LENGTHS)
+    stages = [
+        Stage(
+            StageSpec(
+                j, 2, span, (16,) * len(span), "float32", len(prompts), max(LENGTHS) + NEW_TOKENS
+            ),
+            folder,
+            device,
+            local_processor(device),
+        )
+        for j, span in enumerate((range(CUT), range(CUT, LAYERS)))
+    ]
+    expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
+    return expected, generate(stages, prompts, NEW_TOKENS, prefill=2, decode=3)

@@ -1,0 +1,77 @@
+"""The parts of a GPU report, each with a time limit of its own, and how they are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TIME_LIMIT_S = 35 * 60
+"""For all parts together."""
+
+_PACKAGE = "benchmarks.gpu.measurements"
+
+
+@dataclass(frozen=True)
+class Part:
+    """`module.run(findings, place, argument)` in a process of its own for `limit_s` at most."""
+
+    name: str
+    title: str
+    limit_s: float
+    module: str
+    argument: str = ""
+
+
+def _kernel_part(backend: str) -> Part:
+    title = f"Products with backend {backend}"
+    return Part(f"kernels.{backend}", title, 60, f"{_PACKAGE}.kernels", backend)
+
+
+def _graph_part(bits: int) -> Part:
+    title = f"A decode step at {bits} bit, with CUDA graphs on and off"
+    return Part(f"graphs.{bits}bit", title, 75, f"{_PACKAGE}.graphs", str(bits))
+
+
+PARTS: tuple[Part, ...] = (
+    Part("tests", "Tests that need a GPU", 180, f"{_PACKAGE}.gpu_tests"),
+    _kernel_part("cuda_3bit"),
+    _kernel_part("cuda_4bit"),
+    _kernel_part("cuda_8bit"),
+    _kernel_part("bnb_nf4"),
+    _kernel_part("bnb_int8"),
+    _kernel_part("torch_3bit"),
+    _kernel_part("torch_4bit"),
+    _kernel_part("torch_8bit"),
+    Part("layers", "Decoder layers: estimated and measured", 180, f"{_PACKAGE}.layers"),
+    Part("plan", "A plan for this GPU, and its run", 240, f"{_PACKAGE}.planned_run"),
+    Part("memory", "Memory: planned and held", 120, f"{_PACKAGE}.memory"),
+    _graph_part(16),
+    _graph_part(3),
+    _graph_part(4),
+    _graph_part(8),
+    Part("stages", "Two stages on one GPU, in one process", 150, f"{_PACKAGE}.stages"),
+    Part("actors", "Two actors on one GPU, through Ray", 150, f"{_PACKAGE}.ray_actors"),
+    Part("loading", "Loading", 150, f"{_PACKAGE}.loading"),
+)
+"""In the order of what is to be known first: a run that is cut short has those."""
+
+
+def choose(names: Sequence[str]) -> list[Part]:
+    """Parts by name, or by the part of it before the dot; all where no name is given.
+
+    ValueError for a name that none has.
+    """
+    for name in names:
+        if not any(_is_meant(part, name) for part in PARTS):
+            known = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in PARTS))
+            raise ValueError(f"no part {name!r}; choose among {known}, or {PARTS[1].name}")
+    return [part for part in PARTS if not names or any(_is_meant(part, name) for name in names)]
+
+
+def part_named(name: str) -> Part:
+    """The part of exactly that name."""
+    return next(part for part in PARTS if part.name == name)
+
+
+def _is_meant(part: Part, name: str) -> bool:
+    return name in (part.name, part.name.split(".")[0])
