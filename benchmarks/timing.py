@@ -39,11 +39,11 @@ def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def captured(device: torch.device, work: Callable[[], Any]) -> Captured:
-    """`work`, warmed up on a side stream and recorded as a CUDA graph; on a CPU `work` itself.
+    """`work`, warmed up and recorded as a CUDA graph on a side stream; on a CPU `work` itself.
 
     `work` reads and writes the same tensors each time. RuntimeError where it waits for the device
     or copies from pageable host memory, which a graph cannot hold.
@@ -57,7 +57,7 @@ def captured(device: torch.device, work: Callable[[], Any]) -> Captured:
             work()
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # whose handles and workspaces are there now
         output = work()
     return Captured(graph.replay, output)
 

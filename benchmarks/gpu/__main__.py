@@ -74,16 +74,19 @@ def _machine(place: Place) -> dict[str, Any] | None:
             timeout=_DESCRIBING_LIMIT_S, env=child_environment(place),
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
-        return _refuse(f"torch does not come up with {sys.executable}:\n{error.stderr[-2000:]}")
+        _refuse(f"torch does not come up with {sys.executable}:\n{error.stderr[-2000:]}")
+        return None
     except subprocess.TimeoutExpired:
-        return _refuse(f"torch does not come up within {_DESCRIBING_LIMIT_S} s")
+        _refuse(f"torch does not come up within {_DESCRIBING_LIMIT_S} s")
+        return None
     machine: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if machine["gpu"] is None and not place.dry_run:
         torch = machine["packages"].get("torch")
-        return _refuse(
+        _refuse(
             f"torch {torch} of {sys.executable} sees no CUDA GPU; look at nvidia-smi, name another "
             "interpreter in GPU_PYTHON, or try the parts on the CPU with --dry_run"
         )
+        return None
     return machine
 
 

@@ -135,7 +135,8 @@ def _completed(path: str) -> str:
     try:
         subprocess.run(pip, check=True, timeout=_INSTALL_LIMIT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        print(f"going on without what cannot be installed: {error}", flush=True)
+        print(f"going on without {', '.join(lacking)}: {error}", flush=True)
+        return path
     return str(overlay)
 
 

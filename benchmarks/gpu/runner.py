@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,12 @@ def _verdict(code: int | None, limit_s: float, found: dict[str, Any], tail: str)
         return "timed out", f"it ran past its limit of {limit_s:.0f} s"
     if code < 0:
         return "failed", f"its process was ended by {signal.Signals(-code).name}"
-    last = next((line for line in reversed(tail.splitlines()) if line.strip()), "")
     complaints = "; ".join(found.get("complaints", []))
-    return "failed", complaints or last or f"exit code {code}"
+    return "failed", complaints or _last_error(tail) or f"exit code {code}"
+
+
+def _last_error(log: str) -> str:
+    """The last line that names an exception, else the last that says anything."""
+    lines = [line for line in reversed(log.splitlines()) if line.strip()]
+    named = (line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line))
+    return next(named, lines[0] if lines else "")

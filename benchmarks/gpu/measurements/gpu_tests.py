@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, NotRunError
 from benchmarks.gpu.place import Place
 
 _TESTS = Path(__file__).resolve().parents[3] / "tests"
@@ -19,7 +19,8 @@ _MARK = "pytest.mark.gpu"
 
 def run(findings: Findings, place: Place, _: str) -> None:
     """Run them; in a dry run whole files instead, whose other tests are of the CPU twins."""
-    importlib.import_module("pytest")  # where it is missing nothing can be said
+    if importlib.util.find_spec("pytest") is None:
+        raise NotRunError("pytest is missing")
     marked = list(marked_tests(_TESTS))
     if place.dry_run:
         marked = list(dict.fromkeys(name.partition("::")[0] for name in marked))
@@ -30,7 +31,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
     for number, name in enumerate(marked):
         outcome = run_tests(name, place.folder / f"tests-{number}.xml")
         findings.row(table, name, *outcome)
-        passed, failed, *_ = outcome
+        passed, failed, *_others = outcome
         if failed or not passed:
             findings.complain(f"{name}: {failed} failed, {passed} passed")
 

@@ -29,9 +29,10 @@ from benchmarks.gpu.measurements.models import (
     opt_config,
     quiet,
 )
+from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
 from benchmarks.loading import dtype_on
-from benchmarks.timing import captured, seconds_of
+from benchmarks.timing import seconds_of
 from quant.linear import dtype_name
 from quant.processor import local_processor
 
@@ -85,26 +86,24 @@ def run(findings: Findings, place: Place, argument: str) -> None:
     layers = range(opt_config(place).num_hidden_layers)
     spec = StageSpec(0, 1, layers, (bits,) * len(layers), dtype, *most, backends)
     stage = Stage(spec, folder, device, local_processor(device))
+    recorder = Recorder(findings, device)
     with torch.inference_mode():
         for requests, length in sizes:
             step = DecodeStep(stage, requests, length)
-            cells = _measured(findings, step, device, place.size(REPEATS, 2))
+            cells = _measured(findings, recorder, step, place)
             findings.row(table, requests, length, *cells)
 
 
-def _measured(
-    findings: Findings, step: DecodeStep, device: torch.device, repeats: int
-) -> list[Cell]:
+def _measured(findings: Findings, recorder: Recorder, step: DecodeStep, place: Place) -> list[Cell]:
     wanted = step.as_it_runs().clone()  # also warms up
 
     def milliseconds(work: Callable[[], object]) -> float:
-        return 1e3 * median(seconds_of(device, work) for _ in range(repeats))
+        repeats = range(place.size(REPEATS, 2))
+        return 1e3 * median(seconds_of(place.device, work) for _ in repeats)
 
     plain: list[float] = [milliseconds(step.as_it_runs), milliseconds(step.addresses_kept)]
-    try:
-        recorded = captured(device, step.addresses_kept)
-    except RuntimeError as error:
-        findings.note(f"the step cannot be recorded: {str(error).partition(chr(10))[0]}")
+    recorded = recorder.record("the step", step.addresses_kept)
+    if recorded is None:
         return [*plain, None, None, None]
     recorded.replay()
     replayed = milliseconds(recorded.replay)

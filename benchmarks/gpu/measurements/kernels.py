@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.findings import Findings, Table
+from benchmarks.gpu.measurements.recorder import Recorder
 from benchmarks.gpu.place import Place
 from benchmarks.linear import (
     Held,
@@ -30,7 +31,7 @@ from benchmarks.linear import (
     measure,
     random_weight,
 )
-from benchmarks.timing import captured, seconds_of
+from benchmarks.timing import seconds_of
 from planner.accelerators import BFLOAT16_CAPABILITY
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
@@ -43,6 +44,7 @@ SMALL = LinearShape(in_features=256, out_features=192)
 ROWS = (1, 8, 32, 512)
 TURNING_ROWS = (8, 16, 24, 32, 48, 64)
 GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.01, 64, 5, 5
+SHORT_CALL_S = 1e-4
 SECONDS = 0.25
 GB = 1e9
 
@@ -63,6 +65,16 @@ class _Case:
     packed: Held
 
 
+@dataclass(frozen=True)
+class _Bench:
+    """What all cases of a part share; `copy_rate` in bytes a second, read and written."""
+
+    findings: Findings
+    table: Table
+    copy_rate: float
+    recorder: Recorder
+
+
 def run(findings: Findings, place: Place, backend: str) -> None:
     """Measure `backend` in float16, on one model's shapes in bfloat16 too where the GPU has it."""
     if backend.startswith("bnb"):
@@ -75,15 +87,16 @@ def run(findings: Findings, place: Place, backend: str) -> None:
         in_a_graph="{:.1f} us", of_plain_="{:.2f} x", GB_per_s="{:.0f}", of_copy="{:.0%}",
         error="{:.2%}", kernel_error="{:.4%}",
     )  # fmt: skip
+    bench = _Bench(findings, table, copy_rate, Recorder(findings, place.device))
     with torch.inference_mode():
         for setting, shapes in _settings(place):
             _check_self(findings, rule, setting)
             for shape in shapes:
                 case = _hold(shape, rule, setting)
                 for rows in place.size(ROWS, (1, 30)):
-                    _measure_rows(findings, table, case, rows, setting, copy_rate)
+                    _measure_rows(bench, case, rows, setting)
         if issubclass(BACKENDS[backend], CudaPacked):
-            _turning_point(findings, rule, place)
+            _turning_point(bench, rule, place)
 
 
 def _settings(place: Place) -> list[tuple[Setting, list[LinearShape]]]:
@@ -108,17 +121,17 @@ def _hold(shape: LinearShape, rule: KernelRule, setting: Setting) -> _Case:
     return _Case(shape, hold_plain(weight, setting), hold_packed(rule, weight, setting))
 
 
-def _measure_rows(
-    findings: Findings, table: Table, case: _Case, rows: int, setting: Setting, copy_rate: float
-) -> None:
+def _measure_rows(bench: _Bench, case: _Case, rows: int, setting: Setting) -> None:
     plain, own = measure(case.shape, rows, [case.plain, case.packed], setting)
     x = torch.randn(rows, case.shape.in_features, device=setting.device).to(setting.dtype)
-    replayed = _graph_seconds(findings, case.packed, x, own.seconds)
-    plain_replayed = _graph_seconds(findings, case.plain, x, plain.seconds)
+    plain_replayed, replayed = (
+        replayed_seconds(bench.recorder, held.backend, held.products, x, result.seconds)
+        for held, result in ((case.plain, plain), (case.packed, own))
+    )
     ratio = plain_replayed / replayed if plain_replayed and replayed else None
     bytes_per_s = case.packed.nbytes / (replayed or own.seconds)
-    findings.row(
-        table,
+    bench.findings.row(
+        bench.table,
         dtype_name(setting.dtype),
         f"{case.shape.out_features} x {case.shape.in_features}",
         rows,
@@ -127,14 +140,14 @@ def _measure_rows(
         None if replayed is None else replayed * 1e6,
         ratio,
         bytes_per_s / GB,
-        bytes_per_s / copy_rate,
+        bytes_per_s / bench.copy_rate,
         own.error,
         own.kernel_error,
     )
     for each in (plain, own):
         complaint = wrong(each, setting.dtype)
         if complaint is not None:
-            findings.complain(complaint)
+            bench.findings.complain(complaint)
 
 
 def wrong(result: Result, dtype: torch.dtype) -> str | None:
@@ -151,20 +164,13 @@ def wrong(result: Result, dtype: torch.dtype) -> str | None:
     )
 
 
-def _graph_seconds(findings: Findings, held: Held, x: torch.Tensor, eager_s: float) -> float | None:
-    """Seconds of one product in a graph of many; None, with a note, where it cannot be recorded."""
-    try:
-        return replayed_seconds(held.products, x, eager_s)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        findings.note(f"{held.backend}, {len(x)} rows: no graph can be recorded: {reason}")
-        return None
-
-
-def replayed_seconds(products: Sequence[Product], x: torch.Tensor, eager_s: float) -> float:
+def replayed_seconds(
+    recorder: Recorder, name: str, products: Sequence[Product], x: torch.Tensor, eager_s: float
+) -> float | None:
     """Seconds of one of `products`, each in turn, in a replayed graph of whole turns.
 
     `eager_s`: of one call, about. The graph is long enough for its launch to be nothing beside it.
+    None where it cannot be recorded.
     """
     least = min(MOST_CALLS, math.ceil(GRAPH_S / eager_s))
     calls = list(products) * (math.ceil(least / len(products)) if x.is_cuda else 1)
@@ -173,7 +179,9 @@ def replayed_seconds(products: Sequence[Product], x: torch.Tensor, eager_s: floa
         for product in calls:
             product(x)
 
-    recorded = captured(x.device, work)
+    recorded = recorder.record(f"{name} on {len(x)} rows", work)
+    if recorded is None:
+        return None
     burst = max(1, min(MOST_REPLAYS, int(GRAPH_S / seconds_of(x.device, recorded.replay))))
 
     def replays() -> None:  # the GPU does not wait for the next one to be launched
@@ -184,13 +192,13 @@ def replayed_seconds(products: Sequence[Product], x: torch.Tensor, eager_s: floa
     return median(taken) / (len(calls) * burst)
 
 
-def _turning_point(findings: Findings, rule: KernelRule, place: Place) -> None:
+def _turning_point(bench: _Bench, rule: KernelRule, place: Place) -> None:
     """Both ways of our CUDA kernels by the number of rows: `FUSED_TOKENS` should part them."""
     if place.dry_run:
-        findings.note("where products turn from packed to restored weights has no CPU twin")
+        bench.findings.note("where products turn from packed to restored weights has no CPU twin")
         return
     setting = Setting(place.device, torch.float16, SECONDS)
-    table = findings.table(
+    table = bench.findings.table(
         f"Packed and restored weights by turns, in a graph (they part at {FUSED_TOKENS} rows)",
         out_x_in="{}", rows="{}", packed="{:.1f} us", restored="{:.1f} us",
     )  # fmt: skip
@@ -202,9 +210,11 @@ def _turning_point(findings: Findings, rule: KernelRule, place: Place) -> None:
         for rows in TURNING_ROWS:
             x = torch.randn(rows, shape.in_features, device=setting.device).half()
             ways = [[_product(each, x, restores) for each in packed] for restores in (False, True)]
-            seconds = [replayed_seconds(way, x, GRAPH_S) for way in ways]
+            seconds = [
+                replayed_seconds(bench.recorder, rule.name, way, x, SHORT_CALL_S) for way in ways
+            ]
             size = f"{shape.out_features} x {shape.in_features}"
-            findings.row(table, size, rows, *(each * 1e6 for each in seconds))
+            bench.findings.row(table, size, rows, *(each and each * 1e6 for each in seconds))
 
 
 def _product(packed: CudaPacked, x: torch.Tensor, restores: bool) -> Product:
@@ -212,4 +222,9 @@ def _product(packed: CudaPacked, x: torch.Tensor, restores: bool) -> Product:
     kernels = kernels_for(packed.bits, x.dtype, x.device)
     out = x.new_empty(len(x), packed.packed.shape[0])
     multiply = packed._multiply_restored if restores else packed._multiply_packed
-    return lambda x: multiply(x, out, kernels)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        multiply(x, out, kernels)
+        return out
+
+    return product

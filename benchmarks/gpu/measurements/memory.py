@@ -129,6 +129,7 @@ def _measured(
     device = place.device
     stage = Stage(spec, folder, device, local_processor(device))
     stats = stage.stats()
+    _prefill(stage, sizes, np.arange(1))  # libraries' workspaces are the runtime's, not temporary
     prefill = _peak(place, lambda: _prefill_all(stage, sizes))
     decode = _peak(place, lambda: _decode_last(stage, sizes))
     found: dict[str, int | None] = {
@@ -166,13 +167,15 @@ def _peak(place: Place, work: Callable[[], object]) -> int | None:
 
 def _prefill_all(stage: Stage, sizes: _Sizes) -> None:
     """Fill every slot with a prompt, in micro-batches."""
-    length, slots = sizes.workload.prompt_length, sizes.workload.global_batch
+    slots = sizes.workload.global_batch
     for first in range(0, slots, sizes.prefill):
-        own = np.arange(first, min(first + sizes.prefill, slots))
-        starts = np.zeros(len(own), dtype=np.int64)
-        counts = np.full(len(own), length)
-        batch = MicroBatch(own, starts, counts, _admissions(own, sizes))
-        stage.step(batch, torch.full((int(counts.sum()),), 3))
+        _prefill(stage, sizes, np.arange(first, min(first + sizes.prefill, slots)))
+
+
+def _prefill(stage: Stage, sizes: _Sizes, slots: np.ndarray) -> None:
+    counts = np.full(len(slots), sizes.workload.prompt_length)
+    batch = MicroBatch(slots, np.zeros_like(slots), counts, _admissions(slots, sizes))
+    stage.step(batch, torch.full((int(counts.sum()),), 3))
 
 
 def _decode_last(stage: Stage, sizes: _Sizes) -> None:

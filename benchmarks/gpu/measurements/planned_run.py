@@ -16,7 +16,7 @@ from actors.pipeline import LocalPipeline, drive
 from actors.planned_stage import stage_spec
 from actors.scheduler import QueueScheduler
 from actors.stage import Stage
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.layers import profile_of
 from benchmarks.gpu.measurements.models import (
     MIXED,
@@ -203,7 +203,7 @@ def _described(plan: Plan) -> str:
 
 def _compare(
     findings: Findings,
-    table: object,
+    table: Table,
     name: str,
     datasheet: Prediction,
     profile: Prediction | None,

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import ray
 
 from actors.messages import Request, Sampling, Transport
 from actors.stage_group import StageGroup
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.models import (
     MIXED,
     backends_here,
@@ -31,7 +31,7 @@ from benchmarks.gpu.measurements.models import (
     quiet,
     requests_of,
 )
-from benchmarks.gpu.measurements.planned_run import with_backends, workload_of
+from benchmarks.gpu.measurements.planned_run import workload_of
 from benchmarks.gpu.place import Place
 from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
@@ -74,7 +74,7 @@ def two_devices(place: Place) -> ClusterSpec:
 @contextmanager
 def local_ray(place: Place) -> Iterator[None]:
     """Ray on this machine, with two of the GPU that every process sees as its only one."""
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if not place.dry_run:
         os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         visible = os.environ.pop("CUDA_VISIBLE_DEVICES", "0")  # it would not let Ray have two
@@ -97,7 +97,7 @@ def plan_for_two(spec: ClusterSpec, folder: Path, workload: Workload, options: P
     return find_plan(spec, model_shape(folder), str(folder), workload, options)
 
 
-def _check_tokens(findings: Findings, table: object, spec: ClusterSpec, place: Place) -> None:
+def _check_tokens(findings: Findings, table: Table, spec: ClusterSpec, place: Place) -> None:
     folder = place.folder / f"tiny-actors-{TINY}"
     model = save_tiny(folder, CONFIGS[TINY]).to(place.device)
     prompts = random_prompts([PROMPT] * PROMPTS)
@@ -117,7 +117,7 @@ def _check_tokens(findings: Findings, table: object, spec: ClusterSpec, place: P
             findings.complain(f"{transport}: {PROMPTS - equal} requests got other tokens")
 
 
-def _time(findings: Findings, table: object, spec: ClusterSpec, place: Place) -> None:
+def _time(findings: Findings, table: Table, spec: ClusterSpec, place: Place) -> None:
     folder, workload = opt_checkpoint(place), workload_of(place)
     found = plan_for_two(spec, folder, workload, PlanOptions(theta=0.0, bits=(16,)))
     plan = _mixed(found, place, findings)
@@ -143,11 +143,11 @@ def _mixed(plan: Plan, place: Place, findings: Findings) -> Plan:
         replace(
             stage,
             bitwidths=tuple(MIXED[i % len(MIXED)] for i in stage.layers),
-            backends=dict.fromkeys(MIXED, ""),
+            backends={MIXED[i % len(MIXED)]: backends[MIXED[i % len(MIXED)]] for i in stage.layers},
         )
         for stage in plan.stages
     )
-    return with_backends(replace(plan, stages=stages), backends)
+    return replace(plan, stages=stages)
 
 
 def _generate(
