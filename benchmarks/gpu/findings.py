@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from quant.errors import LlmpqError
 
 Cell = str | float | int | bool | None
 
@@ -57,6 +61,16 @@ class Findings:
         """Note that something is wrong: the part goes on, and counts as failed."""
         self.complaints.append(text)
         self._save()
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Make a complaint of what goes wrong inside, so that the part goes on with the rest."""
+        try:
+            yield
+        except (RuntimeError, LlmpqError) as error:
+            traceback.print_exc()
+            reason = str(error).partition("\n")[0]
+            self.complain(f"{what}: {type(error).__name__}: {reason}")
 
     def not_run(self, reason: str) -> None:
         """Note why the part did not run."""

@@ -24,7 +24,7 @@ class Part:
 
 def _kernel_part(backend: str) -> Part:
     title = f"Products with backend {backend}"
-    return Part(f"kernels.{backend}", title, 60, f"{_PACKAGE}.kernels", backend)
+    return Part(f"kernels.{backend}", title, 75, f"{_PACKAGE}.kernels", backend)
 
 
 def _graph_part(bits: int) -> Part:

@@ -18,6 +18,7 @@ from benchmarks.gpu.parts import PARTS, TIME_LIMIT_S, Part, choose
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import PartResult, Report
 from benchmarks.gpu.runner import Runner, child_environment
+from quant.errors import DeviceError
 
 MACHINE = {
     "gpu": "NVIDIA Toy", "capability": "9.0", "memory_bytes": 2**34, "multiprocessors": 7,
@@ -166,6 +167,16 @@ def test_a_part_sees_one_gpu_or_none(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
     found = child_environment(Place(tmp_path, tmp_path, dry_run))
     assert found["CUDA_VISIBLE_DEVICES"] == visible
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel\nfailed"), DeviceError("a kernel")])
+def test_what_is_tried_does_not_end_the_part(error: Exception, tmp_path: Path) -> None:
+    findings = Findings(tmp_path / "found.json")
+    with findings.trying("4 bit"):
+        raise error
+    assert findings.complaints == [f"4 bit: {type(error).__name__}: a kernel"]
+    with pytest.raises(TypeError), findings.trying("8 bit"):
+        raise TypeError
 
 
 def test_rows_have_a_cell_for_every_column(tmp_path: Path) -> None:

@@ -39,13 +39,15 @@ from quant.backends.registry import BACKENDS, self_test
 from quant.linear import dtype_name
 from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
 
-MODELS = ("llama-3-8b", "opt-30b")
+MODEL, LARGE_MODEL = "llama-3-8b", "opt-30b"
 SMALL = LinearShape(in_features=256, out_features=192)
-ROWS = (1, 8, 32, 512)
+ROWS = (1, 8, 64, 512)
 TURNING_ROWS = (8, 16, 24, 32, 48, 64)
-GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.01, 64, 5, 5
+GRAPH_S, MOST_CALLS, MOST_REPLAYS, SAMPLES = 0.005, 64, 5, 3
 SHORT_CALL_S = 1e-4
-SECONDS = 0.25
+SECONDS = 0.1
+"""About, for each case as it runs: a part has some thirty."""
+BFLOAT16_SHAPES = 2
 GB = 1e9
 
 ROUNDS_ACTIVATIONS = ("bnb_int8",)
@@ -76,7 +78,7 @@ class _Bench:
 
 
 def run(findings: Findings, place: Place, backend: str) -> None:
-    """Measure `backend` in float16, on one model's shapes in bfloat16 too where the GPU has it."""
+    """Measure `backend` in float16, on some shapes in bfloat16 too where the GPU has it."""
     if backend.startswith("bnb"):
         importlib.import_module("bitsandbytes")
     rule = next(each for each in KERNEL_RULES if each.name == backend)
@@ -103,10 +105,12 @@ def _settings(place: Place) -> list[tuple[Setting, list[LinearShape]]]:
     seconds = place.size(SECONDS, 0.0)
     if place.dry_run:
         return [(Setting(place.device, torch.bfloat16, seconds, cache_bytes=0), [SMALL])]
-    settings = [(Setting(place.device, torch.float16, seconds), list(distinct_shapes(MODELS)))]
+    shapes = list(distinct_shapes([MODEL]))
+    largest = max(distinct_shapes([LARGE_MODEL]), key=lambda shape: shape.parameters)
+    settings = [(Setting(place.device, torch.float16, seconds), [*shapes, largest])]
     if torch.cuda.get_device_capability(place.device) >= BFLOAT16_CAPABILITY:
         own = Setting(place.device, torch.bfloat16, seconds)
-        settings.append((own, list(distinct_shapes(MODELS[:1]))))
+        settings.append((own, shapes[:BFLOAT16_SHAPES]))
     return settings
 
 

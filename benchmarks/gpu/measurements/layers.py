@@ -23,6 +23,7 @@ from benchmarks.gpu.measurements.models import (
     opt_config,
     planned_device,
     quiet,
+    release,
 )
 from benchmarks.gpu.place import Place
 from benchmarks.timing import evictor, seconds_of
@@ -72,7 +73,11 @@ def run(findings: Findings, place: Place, _: str) -> None:
     found: list[_Timed] = []
     ratios: dict[tuple[int, str], list[float]] = {}
     for bits in BITWIDTHS:
-        for each in _timed(place, bits, dtype, backends[bits]):
+        timed: list[_Timed] = []
+        with findings.trying(f"{bits} bit"):
+            timed += _timed(place, bits, dtype, backends[bits])
+        release(place.device)
+        for each in timed:
             found.append(each)
             estimated = _estimated_s(roofline, device, each, dtype)
             ratio = each.seconds / estimated

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.findings import Cell, Findings
-from benchmarks.gpu.measurements.models import backends_here, note_substitutes, quiet
+from benchmarks.gpu.measurements.models import backends_here, note_substitutes, quiet, release
 from benchmarks.gpu.place import Place
 from benchmarks.loading import Way, bring_into_memory, config_of, dtype_on, load, write_checkpoint
 from benchmarks.timing import seconds_of
@@ -60,11 +59,9 @@ def _one(folder: Path, way: Way, cache: Path, backend: str, place: Place) -> lis
     """Seconds of one load; MiB that are held then, and at most beyond that meanwhile."""
     device, kept = place.device, []
     bring_into_memory([folder, cache])
-    gc.collect()
+    release(device)
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
     seconds = seconds_of(device, lambda: kept.append(load(folder, way, cache, device, backend)))
     if not on_gpu:

@@ -6,7 +6,6 @@ on the GPU, its CUDA context included; the plan promises that neither is more th
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from benchmarks.gpu.measurements.models import (
     opt_checkpoint,
     planned_device,
     quiet,
+    release,
 )
 from benchmarks.gpu.place import Place
 from planner.device import Device
@@ -85,6 +85,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
             workload.total_length, backends,
         )  # fmt: skip
         measured = _measured(spec, folder, place, sizes, before)
+        release(place.device)
         for what, own in measured.items():
             expected = planned[what]
             findings.row(
@@ -144,10 +145,6 @@ def _measured(
         found["reserved"] = torch.cuda.max_memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
         found["on the device"] = total - free - before
-        del stage
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -125,6 +126,14 @@ def requests_of(count: int, prompt: int, new_tokens: int, vocabulary: int) -> li
         Request(f"r{i}", tuple(draw.integers(3, vocabulary, prompt).tolist()), new_tokens, sampling)
         for i in range(count)
     ]
+
+
+def release(device: torch.device) -> None:
+    """Give back what models that are no longer used have left, and forget the peaks."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def one_thread_a_stage() -> int:

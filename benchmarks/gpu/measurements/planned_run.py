@@ -26,11 +26,13 @@ from benchmarks.gpu.measurements.models import (
     opt_config,
     planned_device,
     quiet,
+    release,
     requests_of,
 )
 from benchmarks.gpu.place import Place
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
+from planner.memory import FULL_BITS
 from planner.model_shape import model_shape
 from planner.optimiser.problem import Assignment, evaluate
 from planner.options import PlanOptions
@@ -43,7 +45,7 @@ from quant.scheme import BITWIDTHS
 
 WEIGHTS_WITH_ROOM = 0.5
 """Share of the 16-bit layers that the memory of the mixed plan has room for."""
-PASSES = 3
+PASSES = 2
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ def run(findings: Findings, place: Place, _: str) -> None:
     )  # fmt: skip
     for name, plan, cluster in plans(spec, folder, workload):
         by_profile = None if profile is None else predicted(cluster, plan, workload, profile)
-        measured = measure(with_backends(plan, backends), folder, place)
-        _compare(findings, table, name, plan.predicted, by_profile, measured, workload)
+        with findings.trying(name):
+            measured = measure(with_backends(plan, backends), folder, place)
+            _compare(findings, table, name, plan.predicted, by_profile, measured, workload)
+        release(place.device)
 
 
 def workload_of(place: Place) -> Workload:
@@ -105,11 +109,9 @@ def workload_of(place: Place) -> Workload:
     return Workload(*place.size((32, 512, 100), (2, 16, 4)))
 
 
-def one_device(place: Place, memory_bytes: int | None = None) -> ClusterSpec:
-    """A cluster of the device here, with all of its memory or less."""
-    device = planned_device(place)
-    device = replace(device, memory_bytes=memory_bytes or device.memory_bytes)
-    return ClusterSpec("this GPU", (device,), internode_bytes_per_s=1e9)
+def one_device(place: Place) -> ClusterSpec:
+    """A cluster of the device here."""
+    return ClusterSpec("this GPU", (planned_device(place),), internode_bytes_per_s=1e9)
 
 
 def plans(
@@ -117,15 +119,12 @@ def plans(
 ) -> Iterator[tuple[str, Plan, ClusterSpec]]:
     """What to run, each with its name and the cluster it was planned for."""
     layers = model_shape(folder).layers
-    whole = uniform = None
+    uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
     for bits in reversed(BITWIDTHS):
-        uniform = fixed_plan(spec, folder, workload, [bits] * layers)
-        whole = whole or uniform
-        yield f"{bits}", uniform, spec
+        yield f"{bits}", uniform[bits], spec
     mixed = [MIXED[i % len(MIXED)] for i in range(layers)]
     yield "3/4/8/16 in turn", fixed_plan(spec, folder, workload, mixed), spec
-    assert whole is not None
-    memory = whole.stages[0].memory
+    memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
     chosen = find_plan(tight, model_shape(folder), str(folder), workload, PlanOptions())

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from actors.stage import Stage
 from actors.stage_spec import StageSpec
-from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.models import quiet
 from benchmarks.gpu.place import Place
 from quant.processor import local_processor
@@ -28,18 +28,22 @@ def run(findings: Findings, place: Place, _: str) -> None:
     table = findings.table(
         "", family="{}", requests="{}", tokens="{}", equal="{}", seconds="{:.1f}"
     )
-    for name, config in CONFIGS.items():
+    for name in CONFIGS:
         if place.dry_run and name not in DRY_FAMILIES:
             continue
-        began = time.perf_counter()
-        expected, found = both(name, config, place)
-        equal = sum(a == b for a, b in zip(expected, found, strict=True))
-        findings.row(
-            table, name, len(expected), sum(map(len, expected)), f"{equal} of {len(expected)}",
-            time.perf_counter() - began,
-        )  # fmt: skip
-        if equal != len(expected):
-            findings.complain(f"{name}: {len(expected) - equal} requests got other tokens")
+        with findings.trying(name):
+            _compare(findings, table, name, place)
+
+
+def _compare(findings: Findings, table: Table, name: str, place: Place) -> None:
+    began = time.perf_counter()
+    expected, found = both(name, CONFIGS[name], place)
+    seconds = time.perf_counter() - began
+    equal = sum(a == b for a, b in zip(expected, found, strict=True))
+    tokens = sum(map(len, expected))
+    findings.row(table, name, len(expected), tokens, f"{equal} of {len(expected)}", seconds)
+    if equal != len(expected):
+        findings.complain(f"{name}: {len(expected) - equal} requests got other tokens")
 
 
 def both(
