@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.launch [--venv .venv] [arguments of benchmarks.gpu]
 
-Taken in this order: GPU_PYTHON; the environment in `--venv`; python3 and python of the PATH: the
-first whose torch sees a GPU (with `--dry_run`: that has torch). Where none does, `make install`
-makes `--venv`. What that Python lacks of the libraries is installed into an environment over it
-(`.venv-gpu`), if a package registry can be reached; without, the parts that need it say so.
+Taken in this order: GPU_PYTHON, as it is; the environment in `--venv`; python3 and python of the
+PATH: the first whose torch sees a GPU (with `--dry_run`: that has torch). Where none does and
+NVIDIA's driver is there, `make install` makes `--venv`. What that Python lacks of the libraries is
+installed into an environment over it (`.venv-gpu`), if a package registry can be reached; without,
+the parts that need it say so.
 Standard library only.
 """
 
@@ -18,8 +19,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.parts import TIME_LIMIT_S
@@ -37,14 +37,6 @@ _EXTRAS = ("bitsandbytes", "cpu")
 _FOR_TESTS = "pytest>=8.3"
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """A Python that has torch; `sees_gpu`: torch can use one."""
-
-    path: str
-    sees_gpu: bool
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start `benchmarks.gpu` with the Python that was found; its exit code, or 2 without one."""
     began = time.monotonic()
@@ -55,11 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         venv = rest[at + 1]
         del rest[at : at + 2]
     dry_run = "--dry_run" in rest
-    found = find(candidates(os.environ, venv), dry_run) or _made(venv, dry_run)
-    if found is None:
+    named = os.environ.get("GPU_PYTHON")
+    python = named or find(candidates(venv), dry_run)
+    if python is None and not dry_run and not _has_driver():
+        print("no NVIDIA driver is here; --dry_run goes the same way on the CPU", file=sys.stderr)
+        return 2
+    python = python or _made(venv)
+    if python is None:
         print("no Python here has torch, and none could be installed", file=sys.stderr)
         return 2
-    python = found.path if "GPU_PYTHON" in os.environ else _completed(found.path)
+    python = named or _completed(python)
     if not any(each.startswith("--time_limit_s") for each in rest):
         left = TIME_LIMIT_S - (time.monotonic() - began)
         rest += ["--time_limit_s", f"{left:.0f}"]
@@ -67,22 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return subprocess.run([python, "-m", "benchmarks.gpu", *rest], check=False).returncode
 
 
-def candidates(environment: Mapping[str, str], venv: str) -> list[str]:
-    """Interpreters to try, the first choice first; one that was named is the only one."""
-    if named := environment.get("GPU_PYTHON"):
-        return [named]
+def candidates(venv: str) -> list[str]:
+    """Interpreters to try, the first choice first."""
     own = str(Path(venv).absolute() / "bin" / "python")
     on_path = [shutil.which(name) for name in ("python3", "python", "python3.12", "python3.11")]
     return list(dict.fromkeys(each for each in (own, *on_path, sys.executable) if each))
 
 
-def find(paths: Sequence[str], dry_run: bool) -> Interpreter | None:
+def find(paths: Sequence[str], dry_run: bool) -> str | None:
     """The first that sees a GPU, in a dry run that has torch at all."""
-    for path in paths:
-        sees_gpu = _probe(path)
-        if sees_gpu or (dry_run and sees_gpu is not None):
-            return Interpreter(path, sees_gpu)
-    return None
+    wanted = (True, False) if dry_run else (True,)
+    return next((path for path in paths if _probe(path) in wanted), None)
 
 
 def missing(requirements: Sequence[str], installed: set[str]) -> list[str]:
@@ -103,15 +95,18 @@ def _probe(path: str) -> bool | None:
     return lines[-1] == "True" if lines else None
 
 
-def _made(venv: str, dry_run: bool) -> Interpreter | None:
-    """The environment that `make install` makes."""
-    print("no Python with a torch that sees a GPU; making one …", flush=True)
+def _has_driver() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists()
+
+
+def _made(venv: str) -> str | None:
+    """The environment that `make install` makes; whether it sees a GPU `benchmarks.gpu` says."""
+    print("no Python has a torch that serves; making an environment …", flush=True)
     command = ["make", "install", f"VENV={venv}"]
     if subprocess.run(command, cwd=_ROOT, check=False).returncode:
         return None
     path = str(Path(venv).absolute() / "bin" / "python")
-    sees_gpu = _probe(path)  # without a GPU benchmarks.gpu says what is wrong
-    return None if sees_gpu is None else Interpreter(path, sees_gpu)
+    return None if _probe(path) is None else path
 
 
 def _completed(path: str) -> str:
