@@ -24,9 +24,10 @@ import torch
 
 from actors.messages import Request, Sampling, StageStats
 from actors.pipeline import LocalPipeline, drive
+from actors.planned_stage import stage_spec
 from actors.scheduler import QueueScheduler
 from actors.stage import Stage
-from actors.stage_group import StageGroup, stage_spec
+from actors.stage_group import StageGroup
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL
 from benchmarks.throughput_cases import Case

@@ -20,7 +20,7 @@ from actors.emulation import (
     warm_up,
 )
 from actors.messages import MicroBatch, Sampled
-from actors.stage_group import stage_spec
+from actors.planned_stage import stage_spec
 from actors.transport.wire import decode, encode
 from planner.cluster import ClusterSpec
 from planner.micro_batches import MicroBatches

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from actors.attention import RaggedContext, attend
 from actors.kv_cache import KVCache, SlotRows, Stored, quantized
 from actors.messages import MicroBatch
+from actors.planned_stage import stage_spec
 from actors.stage import Stage, make_cache, run_decoder
-from actors.stage_group import stage_spec
 from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
 from planner.options import PlanOptions

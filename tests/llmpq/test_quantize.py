@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
+from actors.planned_stage import stage_spec
 from actors.stage import Stage
-from actors.stage_group import stage_spec
 from actors.streaming import LayerStream, stream_layers
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo

@@ -100,7 +100,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
         by_profile = None if profile is None else predicted(cluster, plan, workload, profile)
         with findings.trying(name):
             measured = measure(with_backends(plan, backends), folder, place)
-            _compare(findings, table, name, plan.predicted, by_profile, measured, workload)
+            _compare(findings, table, name, plan, by_profile, measured)
         release(place.device)
 
 
@@ -204,16 +204,16 @@ def _compare(
     findings: Findings,
     table: Table,
     name: str,
-    datasheet: Prediction,
+    plan: Plan,
     profile: Prediction | None,
     measured: Measured,
-    workload: Workload,
 ) -> None:
+    """A row for each phase, and one for both together."""
+    tokens = plan.workload.global_batch * plan.workload.new_tokens
     for phase in ("prefill", "decode", "latency"):
         own = getattr(measured, f"{phase}_s")
-        by_datasheet = getattr(datasheet, f"{phase}_s")
+        by_datasheet = getattr(plan.predicted, f"{phase}_s")
         by_profile = None if profile is None else getattr(profile, f"{phase}_s")
-        tokens = workload.global_batch * workload.new_tokens
         findings.row(
             table, name, phase, by_datasheet, by_profile, own, own / by_datasheet,
             own / by_profile if by_profile else None,
