@@ -125,7 +125,7 @@ def _time(findings: Findings, table: Table, spec: ClusterSpec, place: Place) -> 
         workload.global_batch, workload.prompt_length, workload.new_tokens,
         opt_config(place).vocab_size,
     )  # fmt: skip
-    for transport in TRANSPORTS:
+    for transport in place.size(TRANSPORTS, TRANSPORTS[:1]):
         seconds, tokens = _generate(plan, folder, requests, transport, place.size(2, 1))
         count = sum(map(len, tokens.values()))
         findings.row(
