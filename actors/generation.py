@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from actors.head import check_head, references_of
 from actors.health import BatchFailure, SoFar
 from actors.ledger import Fault, Ledger
 from actors.mending import Aftermath, Stages, hung_by, mend, settle
@@ -119,6 +120,7 @@ class Generation:
 
     def _recover(self, error: Exception) -> Iterator[tuple[Finished, ...]]:
         """Bring all stages to rest, judge what happened, and link them again."""
+        check_head()  # stages die with it, and nothing starts them again
         began_s = time.monotonic()
         after = settle(self._stages, hung_by(error), self._recovery)
         new = self._ledger.finish(self._rest_of_streams())
@@ -143,7 +145,7 @@ class Generation:
         finished: list[Finished] = []
         for stream in self._streams:
             try:
-                for reference in stream:
+                for reference in references_of(stream):
                     finished += self._stages.get(reference)
             except (StageLostError, RayTaskError):
                 continue

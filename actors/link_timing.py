@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from actors.environment import stage_environment
+from actors.head import get_while_it_lives
 from actors.messages import MicroBatch
 from actors.placement import CRUMB, Placement
 from actors.transport.links import Links, Meeting, MeetingPlace
@@ -185,18 +186,18 @@ def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[M
     found: list[MeasuredHop] = []
     if "gloo" in ways and _linked(first, second):
         serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
-        found += ray.get(first.by_gloo.remote(turns))
-        ray.get(serving)
+        found += get_while_it_lives(first.by_gloo.remote(turns))
+        get_while_it_lives(serving)
     if "ray" in ways:
-        found += ray.get(first.by_ray.remote(second, turns))
+        found += get_while_it_lives(first.by_ray.remote(second, turns))
     return tuple(found)
 
 
 def _linked(first: Any, second: Any) -> bool:
     """Whether both could be connected."""
-    meeting = ray.get(first.open.remote())
+    meeting = get_while_it_lives(first.open.remote())
     try:
-        ray.get([first.connect.remote(meeting, 0), second.connect.remote(meeting, 1)])
+        get_while_it_lives([first.connect.remote(meeting, 0), second.connect.remote(meeting, 1)])
     except RayTaskError as error:
         if not isinstance(error.cause, DeviceError):
             raise

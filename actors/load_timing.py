@@ -22,6 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.architectures import architecture_of, empty_model, keep_stage
 from actors.environment import stage_environment
+from actors.head import get_while_it_lives
 from actors.layer_timing import library_config, with_layers
 from actors.placement import place
 from actors.profiling import Wanted
@@ -78,7 +79,7 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
         max_retries=0,
     )
     try:
-        found: tuple[MeasuredLoad, ...] = ray.get(remote.remote(task))
+        found: tuple[MeasuredLoad, ...] = get_while_it_lives(remote.remote(task))
     except RayTaskError as error:
         if isinstance(error.cause, LlmpqError):
             raise error.cause from None

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 import ray
 from ray.exceptions import RayTaskError
 
+from actors.head import check_head
 from actors.health import BatchFailure, Settled, SoFar
 from actors.messages import Chunk
 from actors.recovery import OnEvent, Recovery, RecoveryEvent
@@ -41,7 +42,7 @@ class Stages(Protocol):
     def raise_failure(self, *noticed: Exception) -> NoReturn:
         """Of stages that no longer serve."""
 
-    def get(self, references: Any, timeout_s: float | None = None) -> Any:
+    def get(self, references: Any) -> Any:
         """`ray.get` with errors that name stages."""
 
     def name(self, stage: int) -> str:
@@ -190,6 +191,7 @@ def _first_load(stages: Stages, limit_s: float, recovery: Recovery) -> Aftermath
     vigil = _Vigil(stages, after, recovery.hang_s)
     while pending:
         done, _ = ray.wait(list(pending), timeout=vigil.interval_s)
+        check_head()
         if not done and time.monotonic() > ends_s:
             names = ", ".join(map(stages.name, pending.values()))
             raise DeviceError(f"{names} did not load within {limit_s:g} s")
@@ -279,6 +281,7 @@ def _await(
     reported_s = entered_s = time.monotonic()
     while missing and time.monotonic() - entered_s < recovery.replace_s:
         done, _ = ray.wait(list(missing), num_returns=len(missing), timeout=_LOOK_S)
+        check_head()
         for reference in done:
             stages.get(reference)
         missing = {ref: stage for ref, stage in missing.items() if ref not in done}

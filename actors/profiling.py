@@ -15,6 +15,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from actors.environment import stage_environment
+from actors.head import get_while_it_lives, references_of
 from actors.layer_timing import PreparedWorkload, TimedLayers, library_config
 from actors.pace import Pace
 from actors.placement import place
@@ -244,9 +245,9 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
         num_returns="streaming",
         max_retries=0,
     )
-    for reference in remote.remote(task, device.accelerator.name):
+    for reference in references_of(remote.remote(task, device.accelerator.name)):
         try:
-            yield ray.get(reference)
+            yield get_while_it_lives(reference)
         except RayTaskError as error:
             if isinstance(error.cause, LlmpqError):
                 raise error.cause from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import Any, NoReturn
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import (
-    GetTimeoutError,
     ObjectLostError,
     OutOfMemoryError,
     RayActorError,
@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.emulation import check_planned_memory, hold_of, stand_in_spec
 from actors.environment import stage_environment
 from actors.generation import Generation
+from actors.head import LOOK_S, check_head, ended_process, get_while_it_lives
 from actors.ledger import Ledger
 from actors.mending import bring_up
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
@@ -170,7 +171,7 @@ class StageGroup:
             return [{} for _ in placements]
         group = placement_group(bundles, strategy="PACK")
         self._groups.append(group)
-        if not group.wait(self._timeouts.placement_s):
+        if not _is_granted(group, self._timeouts.placement_s):
             raise DeviceError(
                 f"Ray did not grant {bundles} within {self._timeouts.placement_s:g} s: the "
                 f"devices exist but are in use; free now: {ray.available_resources()}"
@@ -305,10 +306,10 @@ class StageGroup:
         """Figures of every stage."""
         return tuple(self.get([actor.stats.remote() for actor in self._actors]))
 
-    def get(self, references: Any, timeout_s: float | None = None) -> Any:
+    def get(self, references: Any) -> Any:
         """`ray.get` with errors that name stages."""
         try:
-            return ray.get(references, timeout=timeout_s)
+            return get_while_it_lives(references)
         except RayTaskError as error:
             cause = self._cause_of(error)
             raise cause from cause.__cause__
@@ -318,8 +319,6 @@ class StageGroup:
             raise StageLostError(f"a stage's process was killed: {error}") from error
         except ObjectLostError as error:
             raise StageLostError(f"a stage's results were lost with its node: {error}") from error
-        except GetTimeoutError as error:
-            raise DeviceError(f"stages were not ready within {timeout_s:g} s") from error
 
     def _cause_of(self, error: RayTaskError) -> BaseException:
         """What the user should see of an error inside an actor: their own mistake bare, ours with
@@ -341,8 +340,19 @@ class StageGroup:
         return lost
 
     def _release(self) -> None:
+        if ended_process() is not None:  # there is nobody who could free them, nor any need
+            self._groups = []
         for actor in self._actors:
             ray.kill(actor)
         for group in self._groups:
             remove_placement_group(group)
         self._actors, self._groups, self._serving = [], [], []
+
+
+def _is_granted(group: PlacementGroup, limit_s: float) -> bool:
+    ends_s = time.monotonic() + limit_s
+    while not group.wait(LOOK_S):
+        check_head()
+        if time.monotonic() > ends_s:
+            return False
+    return True

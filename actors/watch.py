@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from actors.head import check_head
 from actors.health import Pulse, SoFar
 from quant.errors import DeviceError, StageLostError
 
@@ -54,11 +55,14 @@ class Watch:
         self._done: dict[int, int] = {}
 
     def look(self) -> None:
-        """Take in answers and ask again, where it is time; raises `HangError`."""
+        """Take in answers and ask again, where it is time; raises `HangError`, and `HeadLostError`
+        where Ray is gone.
+        """
         now_s = self._clock()
         since_s = now_s - self._looked_s
         if self._asked and since_s < self.interval_s:
             return
+        check_head()
         if since_s > _AWAY_S:
             self._forgive(since_s)
         self._looked_s = now_s

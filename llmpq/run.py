@@ -30,6 +30,7 @@ from quant.errors import DeviceLostError, PlanMismatchError, SpecError
 
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
+    from llmpq.local_head import GiveUp
 
 NOT_FINITE = (
     "the model's logits are not finite: its values overflow the compute type on some stage; plan "
@@ -92,9 +93,9 @@ class Run:
     """Runs a plan over rows; afterwards `summary` holds the figures.
 
     When devices are lost, another plan takes its place: `plan` is the present one, and `follow` is
-    told. `tell` hears of faults. `errors` counts what failed so far, `first_error` is the first.
-    `sampling` is that of rows without their own; what a model's generation config asks for beyond
-    it is warned of.
+    told. `tell` hears of faults. `give_up`: how to end the process where a local Ray that is gone
+    blocks it. `errors` counts what failed so far, `first_error` is the first. `sampling` is that of
+    rows without their own; what a model's generation config asks for beyond it is warned of.
     """
 
     def __init__(self, plan: Plan, options: RunOptions) -> None:
@@ -118,6 +119,7 @@ class Run:
             Checkpoint(self._folder).check_files()
         self.meter = RunMeter(None, None)
         self.show: list[Callable[[RunState], None]] = []
+        self.give_up: GiveUp | None = None
         self.rows = self.errors = 0
         self.first_error: Result | None = None
         self._under_way: dict[str, Request] = {}
@@ -171,7 +173,7 @@ class Run:
     def _generate(self, items: Iterator[Request | BadRow], resumed: int) -> Generator[Result]:
         bad_rows: deque[BadRow] = deque()
         requests = self._requests(items, bad_rows)
-        with ray_session(self._options.address):
+        with ray_session(self._options.address, self.give_up):
             began = time.perf_counter()
             while True:
                 group = self._group()

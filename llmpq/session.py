@@ -7,38 +7,68 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import environ
+from typing import TYPE_CHECKING, Any
 
-from quant.errors import DeviceError
+from quant.errors import DeviceError, StageLostError
+
+if TYPE_CHECKING:
+    from llmpq.local_head import GiveUp
 
 CONNECT_TIMEOUT_S = 10.0
+_LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600}
+"""Ray ends a process that has missed GCS for so long (60 s), whatever it does: here a run ends by
+itself before, and who takes its results slowly has time to be told so.
+"""
 
 
 @contextmanager
-def ray_session(address: str | None = None) -> Iterator[None]:
+def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> Iterator[None]:
     """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, else a local
-    one.
+    one, which `LocalHead` looks after with `give_up`.
 
     What is started or joined here is left at the end; what was there before stays. Raises
-    `DeviceError` when no cluster answers at `address`.
+    `DeviceError` when no cluster answers at `address`, and `HeadLostError` for what fails because a
+    Ray of this process's own is gone.
     """
     import ray
 
+    from llmpq.local_head import LocalHead
+
     if ray.is_initialized():
-        yield
+        with _blaming_head():
+            yield
         return
+    target = address or environ.get("RAY_ADDRESS") or "local"
+    with ExitStack() as stack:
+        _start(target)
+        stack.enter_context(_quiet())
+        if target == "local":
+            head = stack.enter_context(LocalHead(give_up))
+            stack.callback(ray.shutdown)
+            stack.callback(head.note_started)
+        else:
+            stack.callback(ray.shutdown)
+        stack.enter_context(_blaming_head())
+        yield
+
+
+def _start(target: str) -> None:
+    """Initialise Ray, and leave SIGTERM to whom it was."""
+    import ray
+
     # What stages that die were still asked is handled where it matters, and no news to anybody.
     environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     handler = signal.getsignal(signal.SIGTERM)
-    target = address or environ.get("RAY_ADDRESS") or "local"
     _check_answers(target)
+    own: dict[str, Any] = {"include_dashboard": False, "_system_config": _LOCAL}
     try:
         ray.init(
             address=target,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            include_dashboard=False if target == "local" else None,
+            **(own if target == "local" else {}),
         )
     except SystemExit as error:
         # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
@@ -52,10 +82,32 @@ def ray_session(address: str | None = None) -> Iterator[None]:
         ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+
+
+@contextmanager
+def _blaming_head() -> Iterator[None]:
+    """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
+    from ray.exceptions import RayError
+
+    from actors.head import check_head
+
+    try:
+        yield
+    except (RayError, StageLostError, DeviceError, OSError):
+        check_head()
+        raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Ray's nodes report off stdout, where results may go, as Ray's debugger does."""
+    from ray._private import worker
+
+    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
     try:
         yield
     finally:
-        ray.shutdown()
+        worker._worker_logs_enabled = before
 
 
 def _check_answers(target: str) -> None:

@@ -10,7 +10,7 @@ from actors.stage_group import StageGroup
 from llmpq.monitor import Monitor, RunMeter, RunState
 from llmpq.run_trace import save_trace
 from planner.plan import Plan
-from quant.errors import InputError
+from quant.errors import HeadLostError, InputError
 
 
 @contextmanager
@@ -22,13 +22,15 @@ def watching(
     trace: Path | None,
 ) -> Iterator[None]:
     """Around generating: `show` is told the state about once a second, and the trace is written
-    however the run ends.
+    however the run ends, but for the loss of Ray itself.
     """
     if trace is not None:
         group.observer.align()
     try:
         with Monitor(meter, group.observer.figures, show):
             yield
+    except HeadLostError:  # the stages have gone with it, or are on their way
+        raise
     except BaseException:
         if trace is not None:
             with suppress(InputError):  # what ended the run matters more

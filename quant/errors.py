@@ -41,6 +41,12 @@ class StageLostError(Exception):
     """A stage's process died while it was needed: no mistake of the user's, and the run is over."""
 
 
+class HeadLostError(Exception):
+    """A process of the Ray that this process started has ended: no mistake of the user's, and since
+    a local Ray does not come back, the run is over.
+    """
+
+
 class DeviceLostError(StageLostError):
     """Devices are gone and did not come back in time: `stages` of the plan have none, `devices` are
     their names. What is left may still hold the model with another plan.

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from planner.option_rules import Rule, refuse_ignored
-from quant.errors import LlmpqError, SpecError, StageLostError
+from quant.errors import HeadLostError, LlmpqError, SpecError, StageLostError
 from quant.printable import printable
 
 EXIT_DONE = 0
@@ -95,14 +95,14 @@ def console(stderr: bool = False) -> Console:
 
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Exit code of `command`; what the user can mend becomes one message and exit code 2,
-    a lost stage one message and 1.
+    a lost stage or Ray one message and 1.
     """
     try:
         return command()
     except LlmpqError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return EXIT_BAD_INPUT
-    except StageLostError as error:
+    except (StageLostError, HeadLostError) as error:
         sys.stderr.write(f"{name}: failed: {printable(str(error))}\n")
         return EXIT_FAILED
     except KeyboardInterrupt:

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions
 from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.jobs.signals import stop_signals
-from llmpq.jobs.sinks import open_output
+from llmpq.jobs.sinks import Output, open_output
 from llmpq.plan import Plan
 from llmpq.progress import RunProgress
 from llmpq.ray_jobs import keep_folder_to_driver
@@ -41,7 +42,7 @@ from llmpq.tables import plan_table, summary_table
 from planner.option_rules import Rule
 from planner.run_trace import check_trace_path
 from quant.cache.settings import cache_settings
-from quant.errors import PlanMismatchError, SpecError
+from quant.errors import HeadLostError, InputError, PlanMismatchError, SpecError, StageLostError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 _RULES = (
@@ -125,6 +126,7 @@ def _run(options: argparse.Namespace) -> int:
                 job = Job(source, output, run.identity(), JobOptions(options.retry_errors, fail))
                 if options.show_plan:
                     console(stderr=True).print(plan_table(plan.data))
+                run.give_up = partial(_end_at_once, output)
                 return _run_job(run, job, plan, fail, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
@@ -132,6 +134,21 @@ def _run(options: argparse.Namespace) -> int:
                 soft_wrap=True,
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
+        except (StageLostError, HeadLostError) as error:
+            _say(_failed(str(error), output))
+            return EXIT_FAILED
+
+
+def _failed(why: str, output: Output) -> str:
+    return f"llmpq-dist: failed: {why}; {output.rows_kept()} rows are committed{output.kept()}"
+
+
+def _end_at_once(output: Output, why: str) -> None:
+    """Leave although a call to Ray does not come back."""
+    with suppress(InputError):
+        output.commit()
+    _say(_failed(why, output))
+    os._exit(EXIT_FAILED)
 
 
 def _run_job(run: Run, job: Job, plan: Plan, fail: bool, seen: Sequence[int]) -> int:

@@ -75,7 +75,7 @@ class JobOutput:
         path = Path(named)
         path = path.resolve() if path.is_symlink() else path
         self.path = path
-        self.committed = 0
+        self.committed = self._resumed = 0
         self._options = options or OutputOptions()
         self._inputs = inputs
         self._files = files or Files()
@@ -170,6 +170,7 @@ class JobOutput:
                 self._take_shard(shard, retry_errors)
         except OSError as error:
             raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
+        self._resumed, _ = ledger.done_counts()
         if self._options.shard_s is not None:
             threading.Thread(target=self._commit_in_time, daemon=True).start()
 
@@ -308,7 +309,12 @@ class JobOutput:
 
     def kept(self) -> str:
         """Where to go on, for a message."""
-        return f" in {self.folder}; {self._again()} goes on" if self._begun else ""
+        there = self._begun or self._manifest is not None
+        return f" in {self.folder}; {self._again()} goes on from there" if there else ""
+
+    def rows_kept(self) -> int:
+        """Rows that are committed, of earlier runs too."""
+        return self._resumed + self.committed
 
     def _again(self) -> str:
         return "the same command" + " without --overwrite" * self._options.overwrite

@@ -28,8 +28,14 @@ class Output(Protocol):
     def write(self, result: Result) -> bool:
         """Take a result in; False if its row has one already."""
 
+    def commit(self) -> None:
+        """Bring everything that was written to disk."""
+
     def finish(self) -> None:
         """All rows are done."""
+
+    def rows_kept(self) -> int:
+        """Rows that nobody has to generate again."""
 
     def kept(self) -> str:
         """Where to go on, for a message."""
@@ -83,8 +89,15 @@ class ResultStream:
             raise self._unwritable(error) from error
         return True
 
+    def commit(self) -> None:
+        """Everything has been handed on."""
+
     def finish(self) -> None:
         """Everything has been handed on."""
+
+    def rows_kept(self) -> int:
+        """None: a stream does not tell what it has brought."""
+        return 0
 
     def kept(self) -> str:
         """Nowhere."""

@@ -20,6 +20,7 @@ from llmpq.cli import dist
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
+from tests.llmpq.processes import AGENTS, children_of, name_of, wait_until_gone
 
 ROWS = 400
 
@@ -51,8 +52,11 @@ def test_killed_at_once_and_resumed(
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    started = {pid: name_of(pid) for pid in children_of(process.pid)}
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert {"raylet", "gcs_server", "StageActor"} < set(started.values())
+    wait_until_gone({pid for pid, name in started.items() if name not in AGENTS})
     kept = len(list(tmp_path.glob("out.jsonl.job/part-*.jsonl")))
     assert 0 < kept < ROWS
     assert dist.main([*arguments, "--resume"]) == 0
@@ -63,7 +67,7 @@ def test_killed_at_once_and_resumed(
     for i in range(ROWS):
         assert found[f"q{i}"]["token_ids"] == expected[i % 16]
 
-    def no_ray(address: str | None) -> None:
+    def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
 
     monkeypatch.setattr("llmpq.run.ray_session", no_ray)

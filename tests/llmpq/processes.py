@@ -1,0 +1,49 @@
+"""Processes below one that a test has started, from /proc."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+LIMIT_S = 120.0
+AGENTS = {"DashboardAgent", "RuntimeEnvAgent"}
+"""Of Ray; where GCS is gone too they try for a minute to tell it so, and then end."""
+
+
+def children_of(root: int) -> set[int]:
+    """Process ids below `root`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = {root}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        if not more:
+            return found - {root}
+        found |= more
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+
+
+def name_of(pid: int) -> str:
+    """What a process calls itself, without the method it runs; nothing where it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+    return Path(words.partition(" ")[0]).name.removeprefix("ray::").partition(".")[0]
+
+
+def wait_until_gone(pids: set[int]) -> None:
+    assert pids
+    deadline = time.monotonic() + LIMIT_S
+    while alive(pids):
+        assert time.monotonic() < deadline, [name_of(pid) for pid in pids]
+        time.sleep(0.05)
