@@ -10,6 +10,9 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import GetTimeoutError
 
+# isort: split
+import psutil  # Ray brings it, and has just put it on the path
+
 from quant.errors import HeadLostError
 
 LOOK_S = 1.0  # between two looks at its processes
@@ -45,19 +48,15 @@ class Ending(Protocol):
 
 def below_head() -> list[Ending]:
     """Processes that those of the head have started."""
-    import psutil  # Ray brings it, and puts it on the path
-
     found: list[Ending] = []
     for _, process in _started():
-        with suppress(psutil.NoSuchProcess):
+        with suppress(psutil.Error):
             found += psutil.Process(process.pid).children(recursive=True)
     return found
 
 
 def end_all(processes: Iterable[Ending]) -> None:
     """Kill those that are still there."""
-    import psutil
-
     for process in processes:
         with suppress(psutil.Error):
             process.kill()

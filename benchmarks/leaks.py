@@ -1,24 +1,38 @@
 """What many runs leave behind: processes, shared memory, open files, threads.
 
-    python -m benchmarks.leaks [--runs 50]
+    python -m benchmarks.leaks [--runs 50] [--starts 9]
 
-Runs of the demo model on three stages in one local Ray, left in turn at the end, in the middle of
-the results, and by an exception. Exits with 1 where anything grew from the first runs to the last.
+First, runs of the demo model in one local Ray, left in turn at the end, in the middle of the
+results, and by an exception. Exits with 1 where anything grew from the first runs to the last.
+Then runs that start and leave a Ray each, and beside them, each in a process of its own, a bare
+`ray.init` and `ray.shutdown`: what these leave is Ray's. Exits with 1 where a run leaves more.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
-from benchmarks.machine import process_tree, processor_name
+import ray
+
+# isort: split
+import psutil  # Ray has just put it on the path
+
+from benchmarks.machine import processor_name
+from llmpq import Cluster, Plan, Workload
+from llmpq.session import ray_session
+
+T = TypeVar("T")
 
 MODEL = Path("examples/demo_model")
 SETTLE_S = 60.0
@@ -29,43 +43,47 @@ IDLE_WORKER = "ray::IDLE"
 @dataclass(frozen=True)
 class Held:
     """`processes` below this one (Ray's idle workers, which it keeps for the next actor, not
-    counted), files and MiB in shared memory, this process's open files and Python threads, and the
-    placement groups that Ray lists.
+    counted), files and MiB in shared memory, this process's open files and, of them, sockets, its
+    threads (`python_threads`: those that Python knows), and the placement groups that Ray lists.
     """
 
     processes: int
     shared_files: int
     shared_mib: int
     open_files: int
-    placement_groups: int
+    sockets: int
     threads: int
+    python_threads: int
+    placement_groups: int
+
+    def more_than(self, other: Held) -> dict[str, int]:
+        """By how much what grew."""
+        both = zip(fields(self), astuple(self), astuple(other), strict=True)
+        return {field.name: now - then for field, now, then in both if now > then}
 
 
 def held() -> Held:
     """What is held now."""
-    import ray
-
     shared = [path for path in Path("/dev/shm").iterdir() if path.is_file()]
-    groups = ray.util.placement_group_table().values()
+    me = psutil.Process()
+    below = [process for process in me.children(recursive=True) if not _is_idle(process)]
+    groups = ray.util.placement_group_table().values() if ray.is_initialized() else ()
     return Held(
-        processes=_busy_processes(os.getpid()),
+        processes=len(below),
         shared_files=len(shared),
         shared_mib=sum(path.stat().st_blocks for path in shared) // 2048,
-        open_files=len(os.listdir("/proc/self/fd")),
+        open_files=me.num_fds(),
+        sockets=len(me.net_connections("all")),
+        threads=me.num_threads(),
+        python_threads=threading.active_count(),
         placement_groups=sum(group["state"] != "REMOVED" for group in groups),
-        threads=threading.active_count(),
     )
 
 
-def _busy_processes(root: int) -> int:
-    return sum(not _is_idle(pid) for pid in process_tree(root)) - 1
-
-
-def _is_idle(pid: int) -> bool:
-    """Whether it is a worker that waits for the next actor, or has ended."""
+def _is_idle(process: psutil.Process) -> bool:
     try:
-        return IDLE_WORKER in Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
+        return IDLE_WORKER in process.cmdline()[:1]
+    except (psutil.Error, IndexError):
         return True
 
 
@@ -81,11 +99,8 @@ class _LeftEarlyError(Exception):
     pass
 
 
-def run_once(plan: object, number: int) -> None:
+def run_once(plan: Plan, number: int) -> None:
     """One run, left in one of three ways."""
-    from llmpq import Plan
-
-    assert isinstance(plan, Plan)
     prompts = [[5 + i] * 8 for i in range(24)]
     try:
         with plan.run(prompts, no_cache=True) as results:
@@ -101,37 +116,79 @@ def run_once(plan: object, number: int) -> None:
         pass
 
 
+def in_one_ray(plan: Plan, runs: int) -> int:
+    """Runs in a local Ray; 0 where nothing grew."""
+    with ray_session("local"):
+        for number in range(WARM_UP_RUNS):
+            run_once(plan, number)
+        first = settled(lambda now: not now.placement_groups)
+        print(_row("in one Ray", WARM_UP_RUNS, first), flush=True)
+        for number in range(runs):
+            run_once(plan, number)
+        last = settled(lambda now: not now.more_than(first))
+        print(_row("in one Ray", WARM_UP_RUNS + runs, last), flush=True)
+        return 1 if last.more_than(first) else 0
+
+
+def each_in_its_own(what: str, once: Callable[[int], None], starts: int) -> dict[str, int]:
+    """What `starts` of `once`, which starts and leaves a Ray, add to what the first ones left."""
+    for number in range(WARM_UP_RUNS):
+        once(number)
+    first = settled(lambda now: not now.processes)
+    print(_row(what, WARM_UP_RUNS, first), flush=True)
+    for number in range(starts):
+        once(number)
+    last = settled(lambda now: not now.processes)
+    print(_row(what, WARM_UP_RUNS + starts, last), flush=True)
+    return last.more_than(first)
+
+
+def bare(number: int) -> None:
+    """Start Ray as a local run does, and leave it."""
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.shutdown()
+
+
+def _row(what: str, runs: int, now: Held) -> str:
+    return f"| {what} | {runs} | {' | '.join(map(str, astuple(now)))} |"
+
+
+def _apart(work: Callable[..., T], *arguments: Any) -> T:
+    """What `work` returns in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _runs_of_their_own(starts: int) -> dict[str, int]:
+    plan = demo_plan()
+    return each_in_its_own("a Ray each", partial(run_once, plan), starts)
+
+
+def _bare_starts(starts: int) -> dict[str, int]:
+    return each_in_its_own("bare Ray", bare, starts)
+
+
+def demo_plan() -> Plan:
+    """The demo model on all devices of the demo cluster."""
+    cluster = Cluster.from_yaml("cluster_specs/demo_mixed_cpu.yaml")
+    return cluster.plan(MODEL, Workload(8, 16, 24), keep_all_devices=True)
+
+
 def main() -> int:
     """Print what is held after the first runs and after the last one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=50)
-    runs = parser.parse_args().runs
-    from llmpq import Cluster, Workload
-    from llmpq.session import ray_session
-
-    cluster = Cluster.from_yaml("cluster_specs/demo_mixed_cpu.yaml")
-    plan = cluster.plan(MODEL, Workload(8, 16, 24), keep_all_devices=True)
-    print(f"{processor_name()}, {len(plan.stages)} stages\n")
-    print("| runs |", " | ".join(f.name.replace("_", " ") for f in fields(Held)), "|")
-    print("|--:|" + "--:|" * len(fields(Held)))
-    with ray_session("local"):
-        first = last = held()
-        began = time.perf_counter()
-        for number in range(runs + WARM_UP_RUNS):
-            run_once(plan, number)
-            if number == WARM_UP_RUNS - 1:
-                first = settled(lambda now: not now.placement_groups)
-                print("|", WARM_UP_RUNS, "|", " | ".join(map(str, astuple(first))), "|", flush=True)
-        seconds = time.perf_counter() - began
-
-        def is_no_more(now: Held) -> bool:
-            return all(a <= b for a, b in zip(astuple(now), astuple(first), strict=True))
-
-        last = settled(is_no_more)
-        row = " | ".join(map(str, astuple(last)))
-        print("|", runs + WARM_UP_RUNS, "|", row, "|")
-        print(f"\n{seconds / (runs + WARM_UP_RUNS):.1f} s a run")
-        return 0 if is_no_more(last) else 1
+    parser.add_argument("--runs", type=int, default=50, help="in one Ray")
+    parser.add_argument("--starts", type=int, default=9, help="of a Ray of their own")
+    options = parser.parse_args()
+    names = [field.name.replace("_", " ") for field in fields(Held)]
+    print(f"{processor_name()}, Ray {ray.__version__}\n")
+    print("| | runs |", " | ".join(names), "|\n|---|--:|" + "--:|" * len(names), flush=True)
+    failed = _apart(in_one_ray, demo_plan(), options.runs)
+    mine = _apart(_runs_of_their_own, options.starts)
+    rays = _apart(_bare_starts, options.starts)
+    print(f"\n{options.starts} more runs leave {mine or 'nothing'}, as many bare ones {rays or 0}")
+    worse = {name: more for name, more in mine.items() if more > rays.get(name, 0)}
+    return 1 if failed or worse else 0
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ class Plan:
         is told of every fault. `sampling`: a `Sampling` settles every field; a mapping, such as
         `{"temperature": 0.7}`, those that it names, and the others are those of the model's
         generation_config.json, or with `generation_config="none"` greedy; what holds is in the
-        results' `sampling`. Raises what `llmpq.errors` lists before anything is started.
+        results' `sampling`. Raises what `llmpq.errors` lists before anything is started, and
+        `quant.errors.HeadLostError` where the Ray that was started here comes to its end.
         """
         from llmpq.run import Run, RunOptions
 
