@@ -351,7 +351,7 @@ class StageGroup:
 
 def _is_granted(group: PlacementGroup, limit_s: float) -> bool:
     ends_s = time.monotonic() + limit_s
-    while not group.wait(LOOK_S):
+    while not group.wait(min(LOOK_S, limit_s)):
         check_head()
         if time.monotonic() > ends_s:
             return False

@@ -52,7 +52,7 @@ def name_of(process: psutil.Process) -> str:
     """What it calls itself, or the script that it runs."""
     words = process.cmdline()
     scripts = [Path(word).name for word in words if word.endswith(".py")]
-    return [*scripts, Path(words[0].partition(".")[0]).name][0]
+    return [*scripts, Path(words[0]).name.partition(".")[0]][0]
 
 
 class Job:

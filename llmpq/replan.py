@@ -54,8 +54,8 @@ def replan_for_rest(plan: Plan, lost: DeviceLostError, model: str | None = None)
         return replan(plan, lost.devices, model)
     except LlmpqError as error:
         raise DeviceLostError(
-            f"{lost}. There is no plan for what is left: {error}. What was finished is kept; the "
-            "same command goes on when the devices are back, or with another plan",
+            f"{lost}. There is no plan for what is left: {error}. The job can go on when the "
+            "devices are back, or with another plan",
             lost.stages,
             lost.devices,
         ) from error

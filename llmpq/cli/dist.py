@@ -140,7 +140,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _failed(why: str, output: Output) -> str:
-    return f"llmpq-dist: failed: {why}; {output.rows_kept()} rows are committed{output.kept()}"
+    return f"llmpq-dist: failed: {why}; {output.told()}"
 
 
 def _end_at_once(output: Output, why: str) -> None:

@@ -89,6 +89,7 @@ class JobOutput:
         self._mutex = threading.Lock()
         self._left = threading.Event()
         self._ledger: Ledger | None = None
+        self._manifest: Manifest | None = None
 
     def __enter__(self) -> JobOutput:
         """Lock the output; nothing else changes before the first result is committed."""
@@ -312,9 +313,9 @@ class JobOutput:
         there = self._begun or self._manifest is not None
         return f" in {self.folder}; {self._again()} goes on from there" if there else ""
 
-    def rows_kept(self) -> int:
-        """Rows that are committed, of earlier runs too."""
-        return self._resumed + self.committed
+    def told(self) -> str:
+        """Rows that are committed, of earlier runs too, and where to go on."""
+        return f"{self._resumed + self.committed} rows are committed{self.kept()}"
 
     def _again(self) -> str:
         return "the same command" + " without --overwrite" * self._options.overwrite

@@ -34,11 +34,11 @@ class Output(Protocol):
     def finish(self) -> None:
         """All rows are done."""
 
-    def rows_kept(self) -> int:
-        """Rows that nobody has to generate again."""
-
     def kept(self) -> str:
         """Where to go on, for a message."""
+
+    def told(self) -> str:
+        """How much is kept and where to go on, as a message."""
 
     def __enter__(self) -> Self:
         """Open it."""
@@ -95,13 +95,13 @@ class ResultStream:
     def finish(self) -> None:
         """Everything has been handed on."""
 
-    def rows_kept(self) -> int:
-        """None: a stream does not tell what it has brought."""
-        return 0
-
     def kept(self) -> str:
         """Nowhere."""
         return ""
+
+    def told(self) -> str:
+        """Whoever reads the stream has it."""
+        return "what was finished has been handed on"
 
     def _unwritable(self, error: OSError) -> InputError:
         return InputError(f"cannot write output {self.path}: {error.strerror}")

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.llmpq.fake_jobs import (
     IDENTITY,
     SMALL_SHARDS,
     QuickFiles,
+    answer,
     prompts,
     results_in,
     run_job,
@@ -69,6 +71,25 @@ def test_a_job_stopped_on_its_way_goes_on_in_a_folder_too(source: Path, tmp_path
         assert target.is_dir() or not target.exists()
         assert run_job(source, target).resumed == 3
         assert len(results_in(target)) == 7
+
+
+def test_what_is_kept_is_told_with_the_rows_of_earlier_runs(source: Path, target: Path) -> None:
+    run_job(source, target, limit=3)
+    output = JobOutput(target, SMALL_SHARDS, (source,), QuickFiles())
+    there = f"{target}.job; the same command goes on from there"
+    with output:
+        job = Job(JobInput.find([source]), output, IDENTITY)
+        assert output.told() == f"3 rows are committed in {there}"
+        for result in islice(answer(job.todo()), 3):
+            job.write(result)
+    assert output.told() == f"6 rows are committed in {there}"
+
+
+def test_nothing_is_told_of_a_job_that_kept_nothing(source: Path, target: Path) -> None:
+    output = JobOutput(target, SMALL_SHARDS, (source,), QuickFiles())
+    assert output.told() == "0 rows are committed"
+    stream = open_output("/dev/null", SMALL_SHARDS, ())
+    assert stream.told() == "what was finished has been handed on"
 
 
 def test_rows_without_manifest_or_job_folder_are_known(source: Path, target: Path) -> None:
