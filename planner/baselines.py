@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from planner.candidates import orders_of, searched_sizes
 from planner.costs import CostModel
 from planner.device import Device
+from planner.fitting import Fits, SizedProblem, equal_problems, fitting_problems, smallest_sizes
 from planner.micro_batches import MicroBatches
 from planner.offloading import OffloadingEstimate, estimate_offloading
 from planner.optimiser.adabits import solve_adabits
+from planner.optimiser.capacity import is_feasible
 from planner.optimiser.pipeedge import solve_pipeedge
 from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
 from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.recovery import Candidate
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.uniform import solve_uniform, uniform_candidate
+from planner.orders import distinct_orders
 from planner.plan import Baseline
 from planner.plan_builder import Solution
 from planner.simulation import simulate_assignment
-from quant.errors import InfeasibleError
+from quant.errors import DoesNotFitError, InfeasibleError
 
 ADABITS = SolveOptions(time_limit_s=10.0)
 MOST_ORDERS = 24  # all of four unlike groups; further ones hardly differ
@@ -59,7 +61,7 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
 
     The LM head is on the last stage, layers are decided one by one, and the bitwidth is the only
     one; returned with the costs changed so. The lower bound is that of the baseline's own order and
-    sizes. Raises InfeasibleError where it does not fit.
+    sizes. Raises DoesNotFitError where it does not fit.
     """
     name = costs.options.method
     options = replace(costs.options, group=1)
@@ -67,6 +69,17 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
     assignment = RUNNABLE[name](found.costs.problem(found.devices, found.sizes))
     bound = assignment.bound
     return found.costs, Solution(found.devices, found.sizes, assignment, bound, 1, 1, 0.0)
+
+
+def baseline_fits(costs: CostModel) -> bool:
+    """Whether `baseline_solution` has a plan: at the smallest micro-batches, if at any."""
+    costs = replace(costs, head_on_first=False, options=replace(costs.options, group=1))
+    policy, sizes = _POLICIES[costs.options.method], smallest_sizes(costs.options)
+    return any(
+        policy.fits(each.problem(devices, sizes))
+        for each in _allowed(costs, policy)
+        for devices in _orders(costs)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,47 +113,59 @@ class _Found:
         return self.times.quality
 
 
-Sizes = Callable[[CostModel, int], Sequence[MicroBatches]]
+Sized = Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedProblem]]
+"""The problems that a baseline looks at: orders with sizes of micro-batches that fit."""
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """How a baseline decides: the pairs of sizes it tries, its partition, what it looks for.
+    """How a baseline decides: the sizes it tries, its partition, what it looks for.
 
     Of the orders that keep equal devices together (up to `MOST_ORDERS`, of unlike ends first) and
     all sizes it takes the least by the first of `least`, of equal ones the least by the next. With
     `one_bitwidth` that is the highest at which anything fits.
     """
 
-    sizes: Sizes
+    sized: Sized
+    fits: Fits
     solve: Callable[[AssignmentProblem, QualityTables], Candidate | Assignment]
     least: tuple[Callable[[_Found], float], ...]
     one_bitwidth: bool = True
 
 
-def _even_share(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
-    """The batch over the stages, in both phases."""
-    share = -(-costs.workload.global_batch // stages)
-    return (MicroBatches(share, share),)
+def _all_sizes(
+    costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
+) -> Iterator[SizedProblem]:
+    """Every pair of sizes that fits, near the batch over the stages or below."""
+    for devices in orders:
+        yield from fitting_problems(costs, devices, fits)
 
 
-def _searched(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
-    return searched_sizes(costs.workload, stages, costs.options)
+def _fits_evenly(problem: AssignmentProblem) -> bool:
+    """Whether some bitwidth fits where layers are spread evenly."""
+    try:
+        uniform_candidate(problem)
+    except InfeasibleError:
+        return False
+    return True
 
 
 _POLICIES = {
     "uniform": _Policy(
-        _searched,
+        _all_sizes,
+        _fits_evenly,
         lambda problem, _: uniform_candidate(problem),
         (lambda found: found.latency_s,),
     ),
     "pipeedge": _Policy(
-        _even_share,
+        equal_problems,
+        is_feasible,
         lambda problem, _: solve_pipeedge(problem),
         (lambda found: found.slowest_prefill_s,),
     ),
     "adabits": _Policy(
-        _even_share,
+        equal_problems,
+        is_feasible,
         lambda problem, tables: solve_adabits(problem, ADABITS, tables),
         (lambda found: found.sensitivity, lambda found: found.latency_s),
         one_bitwidth=False,
@@ -150,17 +175,23 @@ _POLICIES = {
 
 
 def _find(costs: CostModel, name: str) -> _Found:
-    """What the policy decides for; InfeasibleError where nothing fits."""
+    """What the policy decides for; DoesNotFitError where nothing fits."""
     policy = _POLICIES[name]
-    allowed = _highest_first(costs) if policy.one_bitwidth else iter((costs,))
-    for each in allowed:
+    for each in _allowed(costs, policy):
         found = list(_solved(each, policy))
         if found:
             return _least(found, policy.least)
-    raise InfeasibleError(
+    raise DoesNotFitError(
         f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order of "
-        "the devices; use method auto, allow fewer bits, or lower the batch"
+        "the devices, at any micro-batch sizes allowed"
     )
+
+
+def _allowed(costs: CostModel, policy: _Policy) -> Iterator[CostModel]:
+    """The costs of the policy's plans; where they have one bitwidth, those of the highest first."""
+    if not policy.one_bitwidth:
+        return iter((costs,))
+    return _highest_first(costs)
 
 
 def _highest_first(costs: CostModel) -> Iterator[CostModel]:
@@ -178,13 +209,13 @@ def _of_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
 def _solved(costs: CostModel, policy: _Policy) -> Iterator[_Found]:
     """The policy's assignment for every order and pair of sizes in which it has one."""
     tables = QualityTables(costs.sensitivity)
-    for devices in islice(orders_of(costs, all_orders=False), MOST_ORDERS):
-        for sizes in policy.sizes(costs, len(devices)):
-            problem = costs.problem(devices, sizes)
-            try:
-                yield _Found(costs, devices, sizes, problem, policy.solve(problem, tables))
-            except InfeasibleError:
-                continue
+    for each in policy.sized(costs, _orders(costs), policy.fits):
+        found = policy.solve(each.problem, tables)
+        yield _Found(costs, each.devices, each.sizes, each.problem, found)
+
+
+def _orders(costs: CostModel) -> list[tuple[Device, ...]]:
+    return list(islice(distinct_orders(costs.cluster.devices, all_orders=False), MOST_ORDERS))
 
 
 def _least(found: list[_Found], figures: Sequence[Callable[[_Found], float]]) -> _Found:
@@ -219,7 +250,8 @@ def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
     bits = OFFLOADED[name]
     costs = replace(_of_one_bitwidth(costs, bits), head_on_first=False)
     devices = costs.cluster.devices
-    (sizes,) = _even_share(costs, len(devices))
+    share = -(-costs.workload.global_batch // len(devices))
+    sizes = MicroBatches(share, share)
     on_node = {node: sum(d.node == node for d in devices) for node in costs.cluster.nodes}
     host = [(d.host_memory_bytes or math.inf) / on_node[d.node] for d in devices]
     links = [device.host_link_bytes_per_s for device in devices]

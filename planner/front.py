@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape
 from planner.optimiser.pareto import front
 from planner.options import AUTO, PlanOptions
-from planner.plan_builder import simulate_solution
-from planner.search import planning_costs, theta_solver, with_fitting_cache
+from planner.remedies import PlanningRequest, naming_remedies
+from planner.search import REMEDY_PLANNER, planning_costs, theta_solver, with_fitting_cache
 from planner.workload import Workload
 from quant.errors import SpecError
 
@@ -45,24 +45,32 @@ def trace_front(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[FrontPoint, ...]:
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
+    request = PlanningRequest(cluster, shape, workload, options)
+    with naming_remedies(request, REMEDY_PLANNER):
+        return _trace(request, most_points, clock)
+
+
+def _trace(
+    request: PlanningRequest, most_points: int, clock: Callable[[], float]
+) -> tuple[FrontPoint, ...]:
+    options = request.options
     if options.kv_bits == AUTO:
         return with_fitting_cache(
-            options,
-            lambda chosen: trace_front(cluster, shape, workload, chosen, most_points, clock),
+            options, lambda chosen: _trace(replace(request, options=chosen), most_points, clock)
         )
-    costs, _ = planning_costs(cluster, shape, workload, options)
+    costs, _ = planning_costs(request.cluster, request.shape, request.workload, options)
+    tokens = request.workload.global_batch * request.workload.new_tokens
     points = []
     for point in front(theta_solver(costs, clock), most_points):
-        run = simulate_solution(costs, point.plan)
         choices = point.plan.assignment.bitwidth
         points.append(
             FrontPoint(
                 theta=point.theta,
-                latency_s=run.latency_s,
+                latency_s=point.predicted_s,
                 objective_latency_s=point.latency_s,
-                tokens_per_s=run.tokens_per_s,
+                tokens_per_s=tokens / point.predicted_s,
                 omega=point.omega,
-                bits=sum(options.bits[choice] for choice in choices) / len(choices),
+                bits=sum(costs.options.bits[choice] for choice in choices) / len(choices),
             )
         )
     return tuple(points)

@@ -3,11 +3,13 @@
 `decode` is the paper's xi, `prefill` its eta. Decode is bound by memory traffic, so the global
 batch spread evenly over the stages, or a size near that, keeps all stages busy with the fewest
 passes over the weights; prefill is bound by computing, so any smaller size may fill the pipeline
-sooner (optimization 1: eta in [1, xi]).
+sooner (optimization 1: eta in [1, xi]). Where memory allows none of these, the greatest decode size
+that it allows takes the place of the even share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quant.errors import SpecError
@@ -35,9 +37,25 @@ def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...
             "1 of each"
         )
     sizes = _round_sizes(global_batch)
+    return _with_prefill_sizes(global_batch, _decode_sizes(global_batch, stages, sizes), sizes)
+
+
+def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
+    """The pairs where memory allows no decode size above `most`: that one and round ones below it,
+    as far apart as `micro_batch_pairs` has them.
+    """
+    sizes = _round_sizes(global_batch)
+    near = {size for size in sizes if most <= NEIGHBOURHOOD**2 * size and size <= most}
+    return _with_prefill_sizes(global_batch, _fewest_rows(global_batch, near | {most}), sizes)
+
+
+def _with_prefill_sizes(
+    global_batch: int, decode_sizes: Iterable[int], sizes: set[int]
+) -> tuple[MicroBatches, ...]:
+    """Every decode size with every round prefill size up to it."""
     return tuple(
         MicroBatches(prefill, decode)
-        for decode in _decode_sizes(global_batch, stages, sizes)
+        for decode in decode_sizes
         for prefill in _fewest_rows(global_batch, {size for size in sizes if size <= decode})
     )
 

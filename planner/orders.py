@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, groupby, zip_longest
 from typing import TypeVar
 
-Device = TypeVar("Device")
+from planner.device import Device
+
+Placed = TypeVar("Placed")
 
 MOST_COUNTED = 500
 """States of an order's making up to which orders are counted by going through them."""
@@ -75,6 +78,52 @@ class Beginning:
         return tuple(sorted(node for node in nodes if any(node)))
 
 
+def order_tree(devices: Sequence[Device], all_orders: bool) -> OrderTree:
+    """All orders of devices of a cluster."""
+    return OrderTree(devices, lambda d: d.cost_kind, lambda d: d.node, all_orders)
+
+
+def distinct_orders(devices: Sequence[Device], all_orders: bool) -> Iterator[tuple[Device, ...]]:
+    """The orders one after the other, of unlike ends first."""
+    devices = canonical_devices(devices)
+    parts = order_tree(devices, all_orders).by_ends().values()
+    for turn in zip_longest(*(part.orders() for part in parts)):
+        yield from (tuple(devices[i] for i in order) for order in turn if order is not None)
+
+
+def canonical_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The same for every order in which nodes that cost the same may be written in a file."""
+    nodes: dict[str, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
+    ordered = [sorted(node, key=lambda d: (repr(d.cost_kind), d.index)) for node in nodes.values()]
+    ordered.sort(key=lambda node: [repr(device.cost_kind) for device in node])
+    return tuple(chain.from_iterable(ordered))
+
+
+def one_fewer(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
+    """The sets of devices that lack one, of those that cost the same one."""
+    if len(devices) == 1:
+        return []
+    return distinct_sets(
+        [device for device in devices if device is not dropped] for dropped in devices
+    )
+
+
+def distinct_sets(sets: Iterable[Sequence[Device]]) -> list[tuple[Device, ...]]:
+    """Of sets of devices that cost the same the first, each in canonical order."""
+    found: dict[Hashable, tuple[Device, ...]] = {}
+    for devices in map(canonical_devices, sets):
+        found.setdefault(look_of_set(devices), devices)
+    return list(found.values())
+
+
+def look_of_set(devices: Sequence[Device]) -> Hashable:
+    """Equal for sets of devices that cost the same; `devices` in canonical order."""
+    by_node = groupby(devices, key=lambda device: device.node)
+    return tuple(tuple(device.cost_kind for device in node) for _, node in by_node)
+
+
 class OrderTree:
     """All distinct orders of some devices, of kinds 0 to K-1, by their beginnings.
 
@@ -84,9 +133,9 @@ class OrderTree:
 
     def __init__(
         self,
-        devices: Sequence[Device],
-        kind_of: Callable[[Device], Hashable],
-        node_of: Callable[[Device], Hashable],
+        devices: Sequence[Placed],
+        kind_of: Callable[[Placed], Hashable],
+        node_of: Callable[[Placed], Hashable],
         all_orders: bool = False,
     ) -> None:
         kinds = {kind: index for index, kind in enumerate(dict.fromkeys(map(kind_of, devices)))}

@@ -12,39 +12,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.costs import CostModel, grouped
+from planner.costs import CostModel
 from planner.device import Device
 from planner.micro_batches import MicroBatches
 from planner.optimiser.box_method import ROUNDING, relax
 from planner.optimiser.multipliers import PricedProblem, Prices, onto_simplex
+from planner.optimiser.problem import AssignmentProblem
 from planner.order_bounds import OrderQueue, PricedOrders
 from planner.orders import OrderTree
 
 ELSEWHERE = 10**6  # no device's index on its node
-
-
-class HopTable:
-    """Seconds of the transfers between two kinds of device, per micro-batch of each phase.
-
-    `onward_s` is [2, K, K, 2]: phase, sender, receiver, and whether they share a node; `back_s` is
-    the same for the way back from the last stage to the first.
-    """
-
-    def __init__(
-        self, costs: CostModel, sizes: MicroBatches, devices: Sequence[Device], tree: OrderTree
-    ) -> None:
-        kinds = range(1 + max(tree.kind_of_device))
-        examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
-        self.onward_s = np.zeros((2, len(kinds), len(kinds), 2))
-        self.back_s = np.zeros_like(self.onward_s)
-        transfers = costs.transfers(sizes)
-        for one, other, joined in itertools.product(kinds, kinds, (False, True)):
-            sender = examples[one]
-            node = sender.node if joined else f"not {sender.node}"
-            receiver = replace(examples[other], node=node, index=ELSEWHERE)
-            dtype = costs.dtype(sender)
-            self.onward_s[:, one, other, int(joined)] = transfers.onward_s(sender, receiver, dtype)
-            self.back_s[:, one, other, int(joined)] = transfers.back_s(sender, receiver, dtype)
 
 
 class SharedPrices:
@@ -79,28 +56,49 @@ class SharedPrices:
         )
 
 
+class SizedOrders:
+    """What all orders of `devices` share at one pair of sizes: transfers, and prices once found.
+
+    `onward_s` [2, K, K, 2] are seconds per micro-batch: phase, kinds of sender and receiver, and
+    whether they share a node; `back_s` the same of the way back from the last stage to the first.
+    """
+
+    def __init__(
+        self, costs: CostModel, sizes: MicroBatches, devices: tuple[Device, ...], tree: OrderTree
+    ) -> None:
+        self.costs, self.sizes, self.devices = costs, sizes, devices
+        self.prices = SharedPrices()
+        kinds = range(1 + max(tree.kind_of_device))
+        examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
+        self.onward_s = np.zeros((2, len(kinds), len(kinds), 2))
+        self.back_s = np.zeros_like(self.onward_s)
+        transfers = costs.transfers(sizes)
+        for one, other, joined in itertools.product(kinds, kinds, (False, True)):
+            sender = examples[one]
+            node = sender.node if joined else f"not {sender.node}"
+            receiver = replace(examples[other], node=node, index=ELSEWHERE)
+            dtype = costs.dtype(sender)
+            self.onward_s[:, one, other, int(joined)] = transfers.onward_s(sender, receiver, dtype)
+            self.back_s[:, one, other, int(joined)] = transfers.back_s(sender, receiver, dtype)
+
+
 class OrdersByEnds:
     """The orders of `tree`, between devices of two `kinds`, at one pair of sizes, best first.
 
-    `example` is one of them and `problem` its problem; all are feasible if that is.
+    `example` is one of them, as indices of the devices, and `problem` its problem.
     """
 
     def __init__(
         self,
-        costs: CostModel,
-        sizes: MicroBatches,
-        devices: tuple[Device, ...],
+        sized: SizedOrders,
         tree: OrderTree,
         kinds: tuple[int, int],
-        hops: HopTable,
-        shared: SharedPrices,
+        example: Sequence[int],
+        problem: AssignmentProblem,
     ) -> None:
-        self.costs, self.sizes, self._hops = costs, sizes, hops
-        self.tree, self._devices, self._kinds, self._shared = tree, devices, kinds, shared
-        order = next(tree.orders())
-        self.example = tuple(devices[index] for index in order)
-        self.problem = grouped(costs.problem(self.example, sizes), costs.options.group)
-        self._kind_of_stage = [tree.kind_of_device[index] for index in order]
+        self.sized, self.tree, self.problem = sized, tree, problem
+        self._kinds = kinds
+        self._kind_of_stage = [tree.kind_of_device[index] for index in example]
         self._rough_bound: float | None = None
         self._queue: OrderQueue | None = None
 
@@ -122,20 +120,20 @@ class OrdersByEnds:
         """Work out the orders' bounds by the prices that are best for these ends."""
         relaxed = relax(self.problem)
         prices, rows = relaxed.solution.prices, relaxed.priced.kinds.of_stage.tolist()
-        self._shared.keep(prices, self._kind_of_stage, rows)
+        self.sized.prices.keep(prices, self._kind_of_stage, rows)
         self._queue = OrderQueue(self._priced(relaxed.priced, prices))
 
     def pop(self) -> tuple[float, tuple[Device, ...]]:
         """The most promising order left, with its bound; `refine` comes first."""
         assert self._queue is not None, "orders are asked for before their bounds"
         bound, order = self._queue.pop()
-        return max(0.0, bound * (1 - ROUNDING)), tuple(self._devices[index] for index in order)
+        return max(0.0, bound * (1 - ROUNDING)), tuple(self.sized.devices[index] for index in order)
 
     def _by_shared_prices(self) -> float:
         """A bound without making orders; without prices of other ends, the one of `refine`."""
         priced = PricedProblem(self.problem)
         kinds = [self._kind_of_stage[stage] for stage in priced.kinds.example]
-        prices = self._shared.of(priced, kinds)
+        prices = self.sized.prices.of(priced, kinds)
         if prices is None:
             self.refine()
             return self.bound
@@ -144,7 +142,7 @@ class OrdersByEnds:
 
     def _priced(self, priced: PricedProblem, prices: Prices) -> PricedOrders:
         rows = priced.kinds.of_stage.tolist()
-        back_s = self._hops.back_s[:, self._kinds[1], self._kinds[0]]
+        back_s = self.sized.back_s[:, self._kinds[1], self._kinds[0]]
         if len(rows) == 1:
             back_s = np.zeros_like(back_s)
         return PricedOrders(
@@ -154,6 +152,6 @@ class OrdersByEnds:
             first=rows[0],
             last=rows[-1],
             between=dict(zip(self._kind_of_stage[1:-1], rows[1:-1], strict=True)),
-            hop_s=priced.transfer_price(prices, *self._hops.onward_s),
+            hop_s=priced.transfer_price(prices, *self.sized.onward_s),
             return_s=priced.transfer_price(prices, *back_s),
         )

@@ -1,83 +1,201 @@
-"""What would make an infeasible plan fit: a smaller batch, fewer bits, more devices of a kind."""
+"""What would make a plan possible that was refused: each remedy is tried before it is named."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-from planner.costs import CostModel
+from planner.cluster import ClusterSpec
 from planner.device import Device
 from planner.memory import KV_BITWIDTHS
-from planner.micro_batches import MicroBatches
-from planner.optimiser.capacity import is_feasible
+from planner.model_shape import ModelShape
+from planner.options import PlanOptions
+from planner.workload import Workload
+from quant.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
 from quant.scheme import BITWIDTHS
 
 MOST_MORE_DEVICES = 32
-SMALLEST_SIZES = MicroBatches(prefill=1, decode=1)
+DIGITS = 4  # of a bound that is named
 
 
-def remedies(costs: CostModel, devices: Sequence[Device]) -> str:
-    """One sentence of what would fit, each part tried; `devices` is the order that came closest."""
-    found = [
-        text
-        for text in (
-            _smaller_cache(costs, devices),
-            _smaller_batch(costs, devices),
-            _fewer_bits(costs, devices),
-            _more_devices(costs, devices),
-        )
-        if text
-    ]
-    if not found:
-        return "Nothing simple makes it fit: use a smaller model or GPUs with more memory"
-    return f"It would fit with {', or '.join(found)}"
+@dataclass(frozen=True)
+class PlanningRequest:
+    """All that a plan is asked for with."""
+
+    cluster: ClusterSpec
+    shape: ModelShape
+    workload: Workload
+    options: PlanOptions
+
+    def with_options(self, **changed: Any) -> PlanningRequest:
+        """The same with other options."""
+        return replace(self, options=replace(self.options, **changed))
 
 
-def _fits(costs: CostModel, devices: Sequence[Device]) -> bool:
-    return is_feasible(costs.problem(devices, SMALLEST_SIZES))
+@dataclass(frozen=True)
+class Planner:
+    """How remedies are tried: `fits` looks at memory alone, `plans` really plans."""
+
+    fits: Callable[[PlanningRequest], bool]
+    plans: Callable[[PlanningRequest], bool]
 
 
-def _smaller_cache(costs: CostModel, devices: Sequence[Device]) -> str:
-    """Keys and values in the fewest bits."""
-    fewest = min(KV_BITWIDTHS)
-    options = replace(costs.options, kv_bits=fewest)
-    if costs.kv_bits > fewest and _fits(replace(costs, options=options), devices):
-        return f"keys and values in {fewest} bit (--kv_bits {fewest})"
-    return ""
+@dataclass(frozen=True)
+class Remedy:
+    """A change as the user would make it, and the request with it."""
+
+    text: str
+    request: PlanningRequest
 
 
-def _smaller_batch(costs: CostModel, devices: Sequence[Device]) -> str:
-    """The largest batch that fits, if any does."""
-    low, high = 0, costs.workload.global_batch
+@contextmanager
+def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None]:
+    """Add what would help to a refusal of `request`."""
+    try:
+        yield
+    except BoundNotMetError as error:
+        remedies = remedies_of_bound(request, error, planner)
+        text = _sentence(error, "A plan is found with", remedies)
+        raise BoundNotMetError(text, error.option, error.reachable) from error
+    except DoesNotFitError as error:
+        remedies = remedies_of_memory(request, planner)
+        raise DoesNotFitError(_sentence(error, "It would fit with", remedies)) from error
+
+
+def remedies_of_memory(request: PlanningRequest, planner: Planner) -> list[Remedy]:
+    """What makes a request fit, each alone; those that then miss a bound are left out."""
+    found = (remedy for kind in _KINDS for remedy in kind(request, planner.fits))
+    return [remedy for remedy in found if planner.plans(remedy.request)]
+
+
+def remedies_of_bound(
+    request: PlanningRequest, error: BoundNotMetError, planner: Planner
+) -> list[Remedy]:
+    """The bound that is reachable, and the objective that follows the prediction closest."""
+    reachable = _rounded_up(error.reachable)
+    bounds: dict[str, float | None] = {"max_ppl_delta": None, error.option: reachable}
+    tried = [Remedy(f"--{error.option} {reachable:g}", request.with_options(**bounds))]
+    default = PlanOptions().objective
+    if error.option == "max_latency_s" and request.options.objective != default:
+        other = request.with_options(objective=default)
+        tried.append(Remedy(f"--objective {default}", other))
+    return [remedy for remedy in tried if planner.plans(remedy.request)]
+
+
+def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str:
+    if not remedies:
+        return f"{error}. Nothing simple helps: use a smaller model or more GPUs with more memory"
+    return f"{error}. {start} {', or '.join(remedy.text for remedy in remedies)}"
+
+
+def _rounded_up(value: float) -> float:
+    """To few digits, and never below."""
+    if value <= 0:
+        return 0.0
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
+    return float(f"{math.ceil(value / step * (1 + 1e-9)) * step:.{DIGITS}g}")
+
+
+Fits = Callable[[PlanningRequest], bool]
+
+
+def _other_method(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """The default method, which mixes bitwidths and leaves devices out."""
+    default = PlanOptions().method
+    changed = request.with_options(method=default)
+    if request.options.method != default and fits(changed):
+        yield Remedy(f"--method {default}", changed)
+
+
+def _free_sizes(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Micro-batch sizes that are searched instead of fixed."""
+    names = ("prefill_micro_batch", "decode_micro_batch")
+    fixed = [name for name in names if getattr(request.options, name) is not None]
+    changed = request.with_options(**dict.fromkeys(fixed))
+    if fixed and fits(changed):
+        yield Remedy(" and ".join(f"no --{name}" for name in fixed), changed)
+
+
+def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Devices that may be left out."""
+    changed = request.with_options(keep_all_devices=False)
+    if request.options.keep_all_devices and fits(changed):
+        yield Remedy("no --keep_all_devices", changed)
+
+
+def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Keys and values in the fewest bits; `auto` has tried them."""
+    present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
+    changed = request.with_options(kv_bits=fewest)
+    if isinstance(present, int) and present > fewest and fits(changed):
+        yield Remedy(f"keys and values in {fewest} bit (--kv_bits {fewest})", changed)
+
+
+def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """The largest batch that fits, not below the micro-batches that were fixed."""
+    batch, options = request.workload.global_batch, request.options
+
+    def of(size: int) -> PlanningRequest:
+        return replace(request, workload=replace(request.workload, global_batch=size))
+
+    low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
+    if low >= batch or not fits(of(low)):
+        return
+    high = batch
     while low + 1 < high:
         middle = (low + high) // 2
-        workload = replace(costs.workload, global_batch=middle)
-        fits = _fits(replace(costs, workload=workload), devices)
-        low, high = (middle, high) if fits else (low, middle)
-    if low:
-        return f"--global_bz {low} instead of {costs.workload.global_batch}"
-    return ""
+        low, high = (middle, high) if fits(of(middle)) else (low, middle)
+    yield Remedy(f"--global_bz {low} instead of {batch}", of(low))
 
 
-def _fewer_bits(costs: CostModel, devices: Sequence[Device]) -> str:
+def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     """The highest bitwidth below those allowed that makes it fit."""
-    for bits in reversed([b for b in BITWIDTHS if b < min(costs.options.bits)]):
-        allowed = (bits, *costs.options.bits)
-        options = replace(costs.options, bits=allowed)
-        sensitivity = costs.sensitivity[:, :1].repeat(len(allowed), axis=1)
-        if _fits(replace(costs, options=options, sensitivity=sensitivity), devices):
-            return f"{bits} bit allowed (--bits)"
-    return ""
+    present = request.options.bits
+    for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
+        changed = request.with_options(bits=(bits, *present))
+        if fits(changed):
+            listed = " ".join(map(str, changed.options.bits))
+            yield Remedy(f"{bits} bit allowed (--bits {listed})", changed)
+            return
 
 
-def _more_devices(costs: CostModel, devices: Sequence[Device]) -> str:
-    """How many more of the kind that needs the fewest."""
-    best: tuple[int, str] | None = None
-    for kind in {device.accelerator.name: device for device in devices}.values():
-        most = MOST_MORE_DEVICES if best is None else best[0] - 1
+def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """How many more of the kind of which the fewest are needed."""
+    devices = request.cluster.devices
+    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
+    nodes_of_type = {name: {n for n, a, _ in kinds if a == name} for _, name, _ in kinds}
+    best: Remedy | None = None
+    most = MOST_MORE_DEVICES
+    for kind in kinds.values():
         for count in range(1, most + 1):
-            added = [replace(kind, index=1000 + i) for i in range(count)]
-            if _fits(costs, [*devices, *added]):
-                best = count, kind.accelerator.name
+            changed = replace(request, cluster=_grown(request.cluster, kind, count))
+            if fits(changed):
+                name, most = kind.accelerator.name, count - 1
+                where = f" on {kind.node}" if len(nodes_of_type[name]) > 1 else ""
+                best = Remedy(f"{count} more {name}{where}", changed)
                 break
-    return f"{best[0]} more {best[1]}" if best else ""
+    if best is not None:
+        yield best
+
+
+def _grown(cluster: ClusterSpec, kind: Device, count: int) -> ClusterSpec:
+    """The cluster with `count` more devices like one of its own, on the same node."""
+    of_type = [
+        d.index for d in cluster.devices if (d.node, d.accelerator) == (kind.node, kind.accelerator)
+    ]
+    added = (replace(kind, index=max(of_type) + step) for step in range(1, count + 1))
+    return replace(cluster, devices=(*cluster.devices, *added))
+
+
+_KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
+    _other_method,
+    _free_sizes,
+    _fewer_devices,
+    _smaller_cache,
+    _smaller_batch,
+    _fewer_bits,
+    _more_devices,
+)

@@ -7,7 +7,6 @@ as far as it can beat the best plan found before.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import warnings
@@ -17,14 +16,15 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.assignment import solve
-from planner.baselines import RUNNABLE, baseline_solution, baselines
-from planner.candidates import Candidates, SearchCandidate, canonical_devices
+from planner.baselines import RUNNABLE, baseline_fits, baseline_solution, baselines
+from planner.candidates import Candidates, SearchCandidate
 from planner.cluster import ClusterSpec
+from planner.cost_sources import latency_model_of, omega_of
 from planner.costs import CostModel
 from planner.device import Device
-from planner.kv_latency import EightBitCacheLatency
-from planner.latency import LatencyModel, RememberedLatency
-from planner.memory import FULL_BITS, KV_BITWIDTHS
+from planner.fitting import fitting_sets, misfit
+from planner.latency import RememberedLatency
+from planner.memory import KV_BITWIDTHS
 from planner.model_shape import ModelShape
 from planner.optimiser.adabits import solve_adabits
 from planner.optimiser.auto import solve_automatically
@@ -35,18 +35,18 @@ from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.solve_options import SolveOptions
 from planner.optimiser.solvers import DEFAULT_SOLVER, SolverUnavailableError
 from planner.optimiser.transfer import solve_by_transfer
-from planner.options import AUTO, PlanOptions, kv_bits_of
+from planner.options import AUTO, PlanOptions
+from planner.orders import distinct_sets, look_of_set
 from planner.origin import origin_of
 from planner.perplexity_fit import omega_bound, perplexity_forecast
 from planner.plan import Plan
-from planner.plan_builder import Solution, build_plan, solution_quality
+from planner.plan_builder import Solution, build_plan, simulate_solution, solution_quality
 from planner.profile_links import links_beside
-from planner.profiles import latency_from_profiles
-from planner.roofline import RooflineLatency
-from planner.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
+from planner.remedies import Planner, PlanningRequest, naming_remedies
+from planner.sensitivity import Omega
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
-from quant.errors import InfeasibleError, SpecError
+from quant.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 
 _Found = TypeVar("_Found")
 
@@ -188,26 +188,26 @@ def find_plan(
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
     """
+    request = PlanningRequest(cluster, shape, workload, options)
+    with naming_remedies(request, REMEDY_PLANNER):
+        plan = _find(request, source, clock)
+    return replace(plan, origin=origin_of(cluster, options))
+
+
+def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> Plan:
+    """The plan, without its origin; what is refused is refused without remedies."""
+    options = request.options
     if options.kv_bits == AUTO:
-        found = with_fitting_cache(
-            options, lambda chosen: find_plan(cluster, shape, source, workload, chosen, clock)
+        return with_fitting_cache(
+            options, lambda chosen: _find(replace(request, options=chosen), source, clock)
         )
-        return replace(found, origin=origin_of(cluster, options))
-    costs, omega = planning_costs(cluster, shape, workload, options)
+    costs, omega = _costs_of(request)
     began = clock()
-    try:
-        chosen, solution = _solution(costs, clock)
-    except InfeasibleError as error:
-        if options.max_ppl_delta is None:
-            raise
-        raise InfeasibleError(
-            f"{error} (max_ppl_delta {options.max_ppl_delta:g} allows a summed sensitivity of "
-            f"{costs.options.max_omega:g})"
-        ) from error
+    chosen, solution = _solution(costs, options, clock)
     solution = replace(solution, seconds=clock() - began)
     plan = build_plan(chosen, source, solution, omega.source, baselines(costs))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
-    return replace(plan, perplexity=forecast, origin=origin_of(cluster, options))
+    return replace(plan, perplexity=forecast)
 
 
 def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
@@ -219,17 +219,64 @@ def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Foun
     return find(replace(options, kv_bits=fewest))
 
 
-def _solution(costs: CostModel, clock: Callable[[], float]) -> tuple[CostModel, Solution]:
+def _solution(
+    costs: CostModel, asked: PlanOptions, clock: Callable[[], float]
+) -> tuple[CostModel, Solution]:
     """The best one, or with the method of a baseline the paper's own plan of that name."""
     options = costs.options
-    if options.method not in RUNNABLE:
+    if options.method in RUNNABLE:
+        if options.max_omega is not None or options.max_latency_s is not None:
+            raise SpecError(
+                f"method {options.method} makes one plan, without regard to max_omega, "
+                "max_ppl_delta or max_latency_s; leave them out"
+            )
+        return baseline_solution(costs)
+    try:
         return within_bounds(costs, clock)
-    if options.max_omega is not None or options.max_latency_s is not None:
-        raise SpecError(
-            f"method {options.method} makes one plan, without regard to max_omega, max_ppl_delta "
-            "or max_latency_s; leave them out"
+    except BoundNotMetError as error:
+        if asked.max_ppl_delta is None:
+            raise
+        text = (
+            f"{error} (max_ppl_delta {asked.max_ppl_delta:g} allows a summed sensitivity of "
+            f"{options.max_omega:g})"
         )
-    return baseline_solution(costs)
+        raise BoundNotMetError(text, error.option, error.reachable) from error
+
+
+def _fits(request: PlanningRequest) -> bool:
+    """Whether memory allows a plan, at any micro-batch sizes."""
+    return _succeeds(request, lambda costs: bool(fitting_sets(costs)))
+
+
+def _plans(request: PlanningRequest) -> bool:
+    """Whether the search has a candidate, and where there is a bound a plan within it."""
+
+    def plan(costs: CostModel) -> bool:
+        if costs.options.max_omega is None and costs.options.max_latency_s is None:
+            sets = (replace(costs.cluster, devices=devices) for devices in fitting_sets(costs))
+            return any(Candidates(replace(costs, cluster=cluster)).count for cluster in sets)
+        return bool(within_bounds(costs))
+
+    return _succeeds(request, plan)
+
+
+def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) -> bool:
+    """Whether an attempt with one of the sizes of keys and values is not refused."""
+    bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
+    for each in bits:
+        with suppress(InfeasibleError, SpecError):
+            costs, _ = _costs_of(request.with_options(kv_bits=each))
+            runs = baseline_fits if costs.options.method in RUNNABLE else attempt
+            if runs(costs):
+                return True
+    return False
+
+
+REMEDY_PLANNER = Planner(_fits, _plans)
+
+
+def _costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
+    return planning_costs(request.cluster, request.shape, request.workload, request.options)
 
 
 def planning_costs(
@@ -240,7 +287,7 @@ def planning_costs(
     A bound of perplexity has become one of summed sensitivity.
     """
     options = with_stored_bits(options, shape)
-    omega = _omega(shape, options)
+    omega = omega_of(shape, options)
     if options.max_ppl_delta is not None:
         bound = omega_bound(omega, options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
@@ -275,7 +322,8 @@ def theta_solver(
         solution = search(priced, clock)
         quality = solution_quality(priced, solution)
         latency_s = solution.assignment.objective - theta * quality
-        return Point(theta, latency_s, quality, solution.lower_bound, solution)
+        predicted_s = simulate_solution(priced, solution).latency_s
+        return Point(theta, latency_s, quality, solution.lower_bound, solution, predicted_s)
 
     return solve_at
 
@@ -288,16 +336,14 @@ def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> 
     """
     runner = PlanSearch(costs.options, clock)
     searched: list[Candidates] = []
-    refused: InfeasibleError | None = None
-    pending, tried = [canonical_devices(costs.cluster.devices)], set[Hashable]()
+    pending, tried = distinct_sets(fitting_sets(costs)), set[Hashable]()
     while pending:
         for devices in pending:
-            tried.add(_look(devices))
+            tried.add(look_of_set(devices))
             smaller = replace(costs, cluster=replace(costs.cluster, devices=devices))
             try:
                 searched.append(Candidates(smaller))
-            except InfeasibleError as error:
-                refused = refused or error
+            except DoesNotFitError:
                 continue
             runner.run(searched[-1], max(DESCENT_GAP, costs.options.relative_gap))
         pending = _untried(costs, runner, tried)
@@ -306,7 +352,7 @@ def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> 
                 runner.run(candidates, costs.options.relative_gap)
             pending = _untried(costs, runner, tried)
     if not searched:
-        raise refused if refused is not None else InfeasibleError("the cluster has no devices")
+        raise misfit(costs)
     return runner.solution(searched)
 
 
@@ -318,18 +364,11 @@ def _untried(
         return []
     every = costs.cluster.devices
     best = {device.name for device in runner.best_devices or every}
-    found: dict[Hashable, tuple[Device, ...]] = {}
-    for changed in every:
-        names = best ^ {changed.name}
-        devices = canonical_devices([device for device in every if device.name in names])
-        found.setdefault(_look(devices), devices)
-    return [devices for look, devices in found.items() if look not in tried and devices]
-
-
-def _look(devices: Sequence[Device]) -> Hashable:
-    """Equal for sets of devices that cost the same; `devices` in canonical order."""
-    by_node = itertools.groupby(devices, key=lambda device: device.node)
-    return tuple(tuple(device.cost_kind for device in node) for _, node in by_node)
+    near = distinct_sets(
+        [device for device in every if (device.name in best) != (device is changed)]
+        for changed in every
+    )
+    return [devices for devices in near if devices and look_of_set(devices) not in tried]
 
 
 def cost_model(
@@ -348,20 +387,5 @@ def cost_model(
         )
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
-    latency = RememberedLatency(_latency_model(shape, options))
+    latency = RememberedLatency(latency_model_of(shape, options))
     return CostModel(cluster, shape, workload, options, latency, sensitivity)
-
-
-def _latency_model(shape: ModelShape, options: PlanOptions) -> LatencyModel:
-    kv_bits = kv_bits_of(options)
-    if options.profiles is None:
-        return RooflineLatency(shape, kv_bits)
-    measured = options.profile_use == "measured"
-    latency = latency_from_profiles(options.profiles, RooflineLatency(shape), measured)
-    return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
-
-
-def _omega(shape: ModelShape, options: PlanOptions) -> Omega:
-    if options.omega_file is None:
-        return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
-    return load_omega(options.omega_file, shape, options.bits)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.assignment import lower_bound, solve
-from planner.candidates import searched_sizes
 from planner.costs import CostModel, grouped
 from planner.device import Device
+from planner.fitting import fitting_problems
 from planner.micro_batches import MicroBatches
-from planner.optimiser.capacity import is_feasible
 from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
 from planner.options import PlanOptions
 from planner.planned_assignment import PlannedAssignment
@@ -193,11 +192,10 @@ def _search(
 ) -> _Found:
     """The best over all micro-batch sizes, most promising first; never worse than `present`."""
     best, proven = present, True
-    problems = []
-    for sizes in searched_sizes(costs.workload, len(devices), costs.options):
-        problem = grouped(costs.problem(devices, sizes), costs.options.group)
-        if is_feasible(problem):
-            problems.append((lower_bound(problem), sizes, problem))
+    problems = [
+        (lower_bound(each.problem), each.sizes, each.problem)
+        for each in fitting_problems(costs, devices)
+    ]
     for bound, sizes, problem in sorted(problems, key=lambda entry: entry[0]):
         target = best.objective_s
         if bound >= target * (1 - costs.options.relative_gap):

@@ -21,6 +21,22 @@ class InfeasibleError(LlmpqError):
     """No plan fits; the message says which resource is short by how much, and what would fit."""
 
 
+class DoesNotFitError(InfeasibleError):
+    """Memory is short for every plan that was allowed."""
+
+
+class BoundNotMetError(InfeasibleError):
+    """Plans fit, but none was found within a bound of quality or latency.
+
+    `option` is the bound's name, `reachable` the least value of it that a plan was found for.
+    """
+
+    def __init__(self, message: str, option: str, reachable: float) -> None:
+        super().__init__(message)
+        self.option = option
+        self.reachable = reachable
+
+
 class CheckpointError(LlmpqError):
     """Model weights that are missing, truncated or of another model."""
 

@@ -9,7 +9,6 @@ import pytest
 
 from planner import order_bounds
 from planner.assignment import solve
-from planner.candidates import order_tree
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.micro_batches import MicroBatches
@@ -17,7 +16,8 @@ from planner.model_shape import model_shape
 from planner.optimiser.box_method import relax
 from planner.optimiser.multipliers import PricedProblem
 from planner.options import PlanOptions
-from planner.orders_by_ends import HopTable, OrdersByEnds, SharedPrices
+from planner.orders import canonical_devices, order_tree
+from planner.orders_by_ends import OrdersByEnds, SizedOrders
 from planner.search import cost_model
 from planner.sensitivity import default_sensitivity
 from planner.workload import Workload
@@ -43,12 +43,15 @@ def costs_of(all_orders: bool, objective: str) -> CostModel:
 
 
 def every_end(costs: CostModel) -> list[OrdersByEnds]:
-    devices, tree = order_tree(costs, costs.options.all_orders)
-    hops, shared = HopTable(costs, SIZES, devices, tree), SharedPrices()
-    return [
-        OrdersByEnds(costs, SIZES, devices, each, ends, hops, shared)
-        for ends, each in tree.by_ends().items()
-    ]
+    devices = canonical_devices(costs.cluster.devices)
+    tree = order_tree(devices, costs.options.all_orders)
+    sized = SizedOrders(costs, SIZES, devices, tree)
+    found = []
+    for kinds, part in tree.by_ends().items():
+        example = next(part.orders())
+        problem = costs.problem([devices[index] for index in example], SIZES)
+        found.append(OrdersByEnds(sized, part, kinds, example, problem))
+    return found
 
 
 @pytest.mark.parametrize("states", [0, 10**6])

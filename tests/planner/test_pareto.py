@@ -27,7 +27,8 @@ class Attainable:
         self.solves += 1
         costs = [latency + theta * omega for latency, omega in self.pairs]
         best = int(np.argmin(costs))
-        return Point(theta, *self.pairs[best], costs[best], best)
+        latency, omega = self.pairs[best]
+        return Point(theta, latency, omega, costs[best], best, latency)
 
 
 def hull(pairs: Pairs) -> set[tuple[float, float]]:
@@ -81,12 +82,12 @@ def test_bounds_that_nothing_meets() -> None:
     attainable = Attainable(1)
     with pytest.raises(InfeasibleError, match="best found"):
         fastest_within(attainable, min(omega for _, omega in attainable.pairs) / 2)
-    with pytest.raises(InfeasibleError, match="fastest found"):
+    with pytest.raises(InfeasibleError, match="the fastest of"):
         finest_within(attainable, min(latency for latency, _ in attainable.pairs) / 2)
 
 
 def test_one_plan_only() -> None:
-    single = Point(0.0, 2.0, 0.0, 2.0, "only")
+    single = Point(0.0, 2.0, 0.0, 2.0, "only", 2.0)
     assert front(lambda _: single) == (single,)
     assert fastest_within(lambda _: single, 0.0).point == single
     assert finest_within(lambda _: single, 2.0).point == single

@@ -16,7 +16,7 @@ import pytest
 
 from planner.assignment import solve
 from planner.baselines import baselines
-from planner.candidates import Candidates, SearchCandidate, orders_of
+from planner.candidates import Candidates, SearchCandidate
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.front import front_json, front_svg, trace_front
@@ -26,6 +26,7 @@ from planner.optimiser.pipeedge import solve_pipeedge
 from planner.optimiser.problem import Assignment, stage_times
 from planner.optimiser.uniform import solve_uniform
 from planner.options import PlanOptions
+from planner.orders import distinct_orders
 from planner.plan import Plan
 from planner.plan_builder import Solution
 from planner.search import PlanSearch, cost_model, find_plan
@@ -75,7 +76,7 @@ def test_candidates_are_all_orders_sizes_and_heads_the_most_promising_first() ->
     found = list(candidates)
     bounds = [candidate.bound for candidate in found]
     assert bounds == pytest.approx(sorted(bounds))
-    orders = list(orders_of(costs, all_orders=True))
+    orders = list(distinct_orders(costs.cluster.devices, all_orders=True))
     sizes = {candidate.sizes for candidate in found}
     named = {(c.devices, c.sizes, c.head_on_first) for c in found}
     assert len(named) == len(found) == count == 2 * len(orders) * len(sizes)
@@ -205,7 +206,7 @@ def test_baselines_are_those_of_the_paper() -> None:
     assert named["uniform"].latency_s == pytest.approx(min(uniform_s)[1])
     latencies = []
     share = MicroBatches(3, 3)
-    for devices in orders_of(costs, all_orders=False):
+    for devices in distinct_orders(costs.cluster.devices, all_orders=False):
         candidate = SearchCandidate(devices, share, costs.problem(devices, share), 0.0)
         latencies.append(simulated_s(costs, candidate, solve_pipeedge(candidate.problem)))
     assert named["pipeedge"].latency_s in [pytest.approx(latency) for latency in latencies]
