@@ -90,12 +90,12 @@ class PlanOptions:
     are fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`:
     layers decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of
     searching. `head`: the stage of the LM head, the better one with `auto`. `keep_all_devices`: do
-    not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s`: the other one
-    is minimised within that bound, and `theta` is found. `max_ppl_delta`: most increase of
-    perplexity over 16 bit, a `max_omega` by the points measured in the omega file.
-    `ilp_time_limit` in seconds per ILP, `search_time_limit` per search over device orders and
-    micro-batch sizes, after which the best plan so far is taken; `relative_gap` is the accepted
-    distance from the optimum.
+    not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s` (of the
+    prediction, whatever the objective): the other one is minimised within that bound, and `theta`
+    is found. `max_ppl_delta`: most increase of perplexity over 16 bit, a `max_omega` by the points
+    measured in the omega file. `ilp_time_limit` in seconds per ILP, `search_time_limit` per search
+    over device orders and micro-batch sizes, after which the best plan so far is taken;
+    `relative_gap` is the accepted distance from the optimum.
     `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
     `kv_bits`: bits of keys and values, 16 for those of the compute type, 8 for codes with a scale a
     token and head; `auto` is 16 if that fits, else 8.

@@ -61,15 +61,16 @@ class Question:
 class Answer:
     """The best plan found under a changed condition, against the present plan without it.
 
-    `latency_s` and `sensitivity` by the plan's objective. Changes are new minus present, quality in
-    seconds at the `theta` that holds under the condition. `proven`: solved to the gap; otherwise
-    even better plans may exist.
+    `latency_s` and `sensitivity` by the plan's objective, `predicted_s` by simulation. Changes are
+    new minus present by the objective, quality in seconds at the `theta` that holds under the
+    condition. `proven`: solved to the gap; otherwise even better plans may exist.
     """
 
     question: Question
     theta: float
     sizes: MicroBatches
     latency_s: float
+    predicted_s: float
     sensitivity: float
     latency_change_s: float
     quality_change_s: float
@@ -151,12 +152,19 @@ def _answer(
         theta=costs.options.theta,
         sizes=found.sizes,
         latency_s=after.latency_s,
+        predicted_s=_on(costs, devices, found).simulate().latency_s,
         sensitivity=after.quality,
         latency_change_s=after.latency_s - planned.times.latency_s,
         quality_change_s=problem.theta * (after.quality - before.quality),
         layers_with_other_bits=planned.group * _differences(found.bitwidth, planned.bitwidth),
         layers_moved=planned.group * _differences(_stages_of(found), _stages_of(present)),
         proven=found.proven,
+    )
+
+
+def _on(costs: CostModel, devices: tuple[Device, ...], found: _Found) -> PlannedAssignment:
+    return PlannedAssignment(
+        costs, devices, found.sizes, found.problem, found.first_layer, found.bitwidth
     )
 
 

@@ -257,7 +257,7 @@ def _add_planning(add: Any) -> None:
         help="most increase of perplexity over 16 bit, by the points that llmpq-indicator "
         "--perplexity put into the omega file; theta is found",
     )
-    add("--max_latency_s", type=float, help="most seconds a batch; theta is found")
+    add("--max_latency_s", type=float, help="most predicted seconds a batch; theta is found")
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
 

@@ -70,7 +70,8 @@ def what_if(plan: Plan, explanation: Explanation | None) -> Html:
     heads = ["if there were", "new plan", "batch", "quality", "micro-batches", "proven"]
     notes = [
         "Each line is a plan made anew, on the same devices in the same order, against this one. "
-        f"Differences below {seconds(least_s)} are within the accuracy of the search.",
+        f"Differences below {seconds(least_s)} are within the accuracy of the search. They are "
+        "those of the closed form that plans are ranked by, not simulated.",
         lever(plan, explanation, least_s),
     ]
     if answers.left_out:

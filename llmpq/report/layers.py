@@ -51,7 +51,8 @@ def why(plan: Plan, explanation: Explanation | None) -> Html:
     text = (
         "The tables say what changing one layer of a group would bring, all else equal. Negative "
         "is better. Quality counts in seconds: theta, which is "
-        f"{plan.solver.theta:g} s, for every unit of summed sensitivity."
+        f"{plan.solver.theta:g} s, for every unit of summed sensitivity. Seconds are those of the "
+        "closed form that plans are ranked by, not simulated."
     )
     return section(
         "why",

@@ -19,7 +19,7 @@ TICKS = 4
 
 @dataclass(frozen=True)
 class Spot:
-    """A plan by its closed-form latency and its summed sensitivity, and the theta that gives it."""
+    """A plan by its simulated latency and its summed sensitivity, and the theta that gives it."""
 
     theta: float
     latency_s: float
@@ -28,11 +28,11 @@ class Spot:
 
 def pareto(plan: Plan, explanation: Explanation | None, front: Sequence[FrontPoint]) -> Html:
     """Latency against quality: the given front, else what other thetas gave."""
-    present = Spot(plan.solver.theta, plan.predicted.objective_latency_s, plan.solver.sensitivity)
-    spots = [Spot(each.theta, each.objective_latency_s, each.omega) for each in front]
+    present = Spot(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
+    spots = [Spot(each.theta, each.latency_s, each.omega) for each in front]
     if not spots and explanation is not None:
         spots = [
-            Spot(answer.theta, answer.latency_s, answer.sensitivity)
+            Spot(answer.theta, answer.predicted_s, answer.sensitivity)
             for answer in explanation.answers.of("theta")
         ]
     if not spots:
@@ -42,7 +42,8 @@ def pareto(plan: Plan, explanation: Explanation | None, front: Sequence[FrontPoi
     heads = ["plan", "theta", "batch", "against this plan", "sensitivity"]
     text = (
         "Every point is the best plan for another theta, by the closed form that plans are ranked "
-        "by; the large one is this plan. Left is faster, down is better quality."
+        "by; its seconds are simulated. The large one is this plan. Left is faster, down is better "
+        "quality."
     )
     if len(points) == 1:
         thetas = sorted({point.theta for point in (present, *spots)})

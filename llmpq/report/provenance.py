@@ -49,6 +49,10 @@ def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
         "simulation of the runtime's schedule with these seconds; by the closed form "
         f"that plans are ranked by, the batch takes {seconds(plan.predicted.objective_latency_s)}",
     )
+    yield (
+        "what changes save or cost",
+        f"the closed form of the objective {plan.solver.objective_kind}, not simulated",
+    )
     yield "solver", _solver(plan)
 
 
