@@ -47,7 +47,7 @@ def baseline(costs: CostModel, name: str) -> Baseline:
 
     All but the offloading estimates are simulated like the plan; the LM head is on the last stage.
     """
-    costs = replace(costs, head_on_first=False)
+    costs = _as_published(costs)
     try:
         if name in OFFLOADED:
             return _estimated(costs, name)
@@ -64,8 +64,7 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
     sizes. Raises DoesNotFitError where it does not fit.
     """
     name = costs.options.method
-    options = replace(costs.options, group=1)
-    found = _find(replace(costs, head_on_first=False, options=options), name)
+    found = _find(_as_published(costs), name)
     assignment = RUNNABLE[name](found.costs.problem(found.devices, found.sizes))
     bound = assignment.bound
     return found.costs, Solution(found.devices, found.sizes, assignment, bound, 1, 1, 0.0)
@@ -73,13 +72,18 @@ def baseline_solution(costs: CostModel) -> tuple[CostModel, Solution]:
 
 def baseline_fits(costs: CostModel) -> bool:
     """Whether `baseline_solution` has a plan: at the smallest micro-batches, if at any."""
-    costs = replace(costs, head_on_first=False, options=replace(costs.options, group=1))
+    costs = _as_published(costs)
     policy, sizes = _POLICIES[costs.options.method], smallest_sizes(costs.options)
     return any(
         policy.fits(each.problem(devices, sizes))
         for each in _allowed(costs, policy)
         for devices in _orders(costs)
     )
+
+
+def _as_published(costs: CostModel) -> CostModel:
+    """The LM head on the last stage, and layers decided one by one."""
+    return replace(costs, head_on_first=False, options=replace(costs.options, group=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +252,7 @@ def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
     Raises InfeasibleError where the hosts' memory is short.
     """
     bits = OFFLOADED[name]
-    costs = replace(_of_one_bitwidth(costs, bits), head_on_first=False)
+    costs = _as_published(_of_one_bitwidth(costs, bits))
     devices = costs.cluster.devices
     share = -(-costs.workload.global_batch // len(devices))
     sizes = MicroBatches(share, share)
