@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, log
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,14 +33,15 @@ class _Running:
     """A request in a slot, the tokens it has been given, and those that its penalties count."""
 
     admission: Admission
-    token_ids: list[int] = field(default_factory=list)
-    counts: TokenCounts = NO_TOKENS
+    token_ids: list[int]
+    counts: TokenCounts
+    changes_logits: bool
 
     @classmethod
     def of(cls, admission: Admission) -> _Running:
-        penalises = admission.sampling.penalises
-        counts = TokenCounts.of(admission) if penalises else NO_TOKENS
-        return cls(admission, list(admission.generated), counts)
+        sampling = admission.sampling
+        counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
+        return cls(admission, list(admission.generated), counts, sampling.changes_logits)
 
     @property
     def sampling(self) -> Sampling:
@@ -55,7 +56,7 @@ class _Running:
     def give(self, token: int) -> None:
         """Add a generated token."""
         self.token_ids.append(token)
-        if self.sampling.penalises:
+        if self.counts is not NO_TOKENS:
             self.counts.add(token)
 
 
@@ -132,7 +133,7 @@ def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
     Requests with a bias or penalties are chosen for apart from the others, which they cost nothing
     and whose logits keep their type.
     """
-    changing = [request.sampling.changes_logits for request in running]
+    changing = [request.changes_logits for request in running]
     if not any(changing):
         return _choose(logits, running)
     tokens = np.empty(len(running), dtype=np.int64)

@@ -85,12 +85,8 @@ class Sampling:
     @property
     def penalises(self) -> bool:
         """Whether it matters which tokens a request has had."""
-        return self.repetition_penalty != 1 or self.counts_generated
-
-    @property
-    def counts_generated(self) -> bool:
-        """Whether it matters how often a token was generated."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
+        additive = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return additive or self.repetition_penalty != 1
 
     @property
     def changes_logits(self) -> bool:

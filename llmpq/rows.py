@@ -192,6 +192,8 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 
 def _typed(name: str, value: Any) -> Any:
     """`value` as the type that `Sampling.name` has, or `SpecError`; a bias is checked there."""
+    if name not in _SAMPLING_FIELDS:
+        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(_SAMPLING_FIELDS)}")
     if name == "logit_bias":
         return value
     if name == "stop":

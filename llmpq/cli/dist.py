@@ -235,7 +235,7 @@ def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
             bias[token] = float(value)
         except ValueError:
             raise SpecError(
-                f"--logit_bias has {pair!r:.80}; give TOKEN=BIAS, such as 50256=-100"
+                f"--logit_bias has {pair!r:.80}; give ID=BIAS, such as 50256=-100"
             ) from None
     return bias
 
@@ -305,7 +305,7 @@ def _add_sampling(parser: Parser) -> None:
     add("--repetition_penalty", type=float, help="of tokens of prompt and answer, 1 is off (1)")
     add("--presence_penalty", type=float, help="of tokens in the answer, -2 to 2 (0)")
     add("--frequency_penalty", type=float, help="for each time in the answer, -2 to 2 (0)")
-    add("--logit_bias", nargs="+", metavar="TOKEN=BIAS", help="added to logits, -100 to 100")
+    add("--logit_bias", nargs="+", metavar="ID=BIAS", help="added to logits, -100 to 100")
     add("--seed", type=int, help="of the random draws (0)")
     add("--max_new_tokens", type=int, help="at most the plan's (the plan's)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")

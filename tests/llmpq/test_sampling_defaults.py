@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 
 from actors.generation_config import eos_token_ids
 from actors.messages import Sampling
+from llmpq import Plan
 from llmpq.sampling_defaults import GenerationConfigUse, JobSampling, SamplingInput, job_sampling
 from planner.workload import Workload
 from quant.errors import CheckpointError, SpecError
@@ -139,6 +141,8 @@ def test_a_file_that_cannot_be_followed(config: Any, message: str, tmp_path: Pat
 def test_values_out_of_range_that_are_set(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="frequency_penalty"):
         settle(tmp_path, {}, {"frequency_penalty": 3.0})
+    with pytest.raises(SpecError, match="unknown sampling field 'temprature'"):
+        settle(tmp_path, {}, {"temprature": 1.0})
     with pytest.raises(SpecError, match="model or none"):
         settle(tmp_path, {}, use="vllm")  # type: ignore[arg-type]
 
@@ -165,3 +169,16 @@ def test_end_of_sequence_tokens_that_are_none(wrong: Any, tmp_path: Path) -> Non
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
     with pytest.raises(CheckpointError, match="eos_token_id"):
         eos_token_ids(tmp_path, 2)
+
+
+def test_from_python(tiny: tuple[Path, Any], plan: Plan, tmp_path: Path) -> None:
+    """What is told before anything is started."""
+    folder = shutil.copytree(tiny[0], tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"num_beams": 2}))
+    with pytest.warns(UserWarning, match="num_beams 2"):
+        mine = plan.run([[3]], {"temperature": 0.2}, model=str(folder))
+    assert mine.sampling == Sampling(0.2, top_p=0.8, repetition_penalty=1.05)
+    greedy = plan.run([[3]], model=str(folder), generation_config="none")
+    assert greedy.sampling == Sampling()
+    with pytest.raises(SpecError, match="vocabulary ends at 198"):
+        plan.run([[3]], Sampling(logit_bias={199: 1.0}))
