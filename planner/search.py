@@ -308,8 +308,11 @@ def within_bounds(
         choice = finest_within(solve, float(options.max_latency_s or 0.0))
     point = choice.point
     at_theta = replace(costs, options=replace(options, theta=point.theta))
-    objective = point.plan.assignment.objective
-    return at_theta, replace(point.plan, lower_bound=objective * (1 - choice.gap))
+    assignment = point.plan.assignment
+    if assignment.status == "optimal" and choice.gap > options.relative_gap:
+        assignment = replace(assignment, status="bounded")
+    lower_bound = assignment.objective * (1 - choice.gap)
+    return at_theta, replace(point.plan, assignment=assignment, lower_bound=lower_bound)
 
 
 def theta_solver(

@@ -26,7 +26,11 @@ IntArray = npt.NDArray[np.int64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 Objective = Literal["pipeline", "paper"]
-Status = Literal["optimal", "time_limit", "cutoff", "transfer", "adabits", "uniform", "pipeedge"]
+Status = Literal[
+    "optimal", "bounded", "time_limit", "cutoff", "transfer", "adabits", "uniform", "pipeedge"
+]
+"""The first is proven within the gap; "bounded" is the best found within a bound, with a wider gap.
+"""
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 
