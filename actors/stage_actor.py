@@ -24,8 +24,8 @@ from actors.transport.chains import LinkChain, RayChain, serve
 from actors.transport.links import Links, Meeting, MeetingPlace
 from actors.transport.packed import PackedTensor, pack, unpack
 from quant.cache.settings import CacheSettings
-from quant.checkpoint import resolve
 from quant.errors import StageLostError
+from quant.model_reference import resolve
 from quant.processor import local_processor
 
 CONTROL = "control"  # a thread of its own for calls that must not wait for the pipeline

@@ -15,8 +15,8 @@ from llmpq.tokenize import load_tokenizer
 from planner.accelerators import find_accelerator
 from planner.model_shape import model_shape
 from planner.plan import Plan, StagePlan
-from quant.checkpoint import resolve
 from quant.errors import SpecError
+from quant.model_reference import resolve
 from quant.processor import local_processor
 from quant.representation import LayerScheme
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from llmpq.measured_points import assignments_to_measure
 from llmpq.perplexity import EvaluationOptions, ReportProgress
 from llmpq.scoring import evaluate
 from llmpq.text import Document
+from llmpq.version import llmpq_version
 from planner.model_shape import model_shape
 from planner.sensitivity import MeasuredPoint, OmegaContent
 from quant.errors import SpecError
@@ -74,7 +74,7 @@ def measure_omega(
         }
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
-    provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": _version()}
+    provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
     return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
 
 
@@ -122,10 +122,3 @@ def _indicator(options: IndicatorOptions) -> Indicator:
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)
-
-
-def _version() -> str:
-    try:
-        return version("llmpq")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.messages import Finished, Request, StageStats, Transport
+from actors.messages import Finished, Request, Sampling, StageStats, Transport
 from actors.recovery import OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.jobs.identity import model_digest
 from llmpq.jobs.manifest import JobIdentity
@@ -27,6 +27,7 @@ from planner.plan import Plan
 from planner.run_trace import check_trace_path
 from quant.cache.settings import CacheSettings
 from quant.errors import DeviceLostError, PlanMismatchError, SpecError
+from quant.model_reference import resolve
 
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
@@ -99,7 +100,7 @@ class Run:
     """
 
     def __init__(self, plan: Plan, options: RunOptions) -> None:
-        from quant.checkpoint import Checkpoint, resolve
+        from quant.checkpoint import Checkpoint
 
         if options.trace is not None:
             check_trace_path(options.trace)
@@ -127,29 +128,9 @@ class Run:
         self._loaded_s: float | None = None
         self.summary: RunSummary | None = None
 
-    def identity(self) -> JobIdentity:
-        """What all rows of a job with these options share."""
-        sampling = self.sampling.sampling
-        most = sampling.max_new_tokens or self.plan.workload.new_tokens
-        return JobIdentity(
-            model_digest(self._folder, self._checkpoint),
-            self.plan.model.name,
-            replace(sampling, max_new_tokens=most),
-        )
-
     def _request_maker(self) -> RequestMaker:
         plan, sampling = self.plan, self.sampling.sampling
-        if (sampling.max_new_tokens or 0) > plan.workload.new_tokens:
-            raise SpecError(
-                f"max_new_tokens is {sampling.max_new_tokens}, the plan has room for "
-                f"{plan.workload.new_tokens}; plan with a larger --n"
-            )
-        shape = model_shape(str(self._folder))
-        if plan.stand_in is None:
-            shape = shape_for_plan(plan, self._folder)
-        beyond = beyond_vocabulary(sampling, shape.vocab_size)
-        if beyond:
-            raise SpecError(beyond)
+        shape = _shape_for_run(plan, sampling, self._folder)
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
     def results(
@@ -278,6 +259,39 @@ class Run:
         self.errors += 1
         self.first_error = self.first_error or result
         return result
+
+
+def job_identity(plan: Plan, options: RunOptions) -> JobIdentity:
+    """What all rows of a job with these options share; told without torch.
+
+    Raises what `Run` raises for a model or options that do not go with the plan.
+    """
+    checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
+    folder = resolve(checkpoint, weights=False)
+    found = job_sampling(options.sampling, options.generation_config, folder, plan.workload)
+    sampling = found.sampling
+    _shape_for_run(plan, sampling, folder)
+    most = sampling.max_new_tokens or plan.workload.new_tokens
+    return JobIdentity(
+        model_digest(folder, checkpoint),
+        plan.model.name,
+        replace(sampling, max_new_tokens=most),
+    )
+
+
+def _shape_for_run(plan: Plan, sampling: Sampling, folder: Path) -> ModelShape:
+    """Shape of what computes; raises where it or the sampling does not go with the plan."""
+    most = sampling.max_new_tokens
+    if (most or 0) > plan.workload.new_tokens:
+        raise SpecError(
+            f"max_new_tokens is {most}, the plan has room for {plan.workload.new_tokens}; plan "
+            "with a larger --n"
+        )
+    shape = model_shape(str(folder)) if plan.stand_in else shape_for_plan(plan, folder)
+    beyond = beyond_vocabulary(sampling, shape.vocab_size)
+    if beyond:
+        raise SpecError(beyond)
+    return shape
 
 
 def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:

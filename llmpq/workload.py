@@ -39,7 +39,7 @@ def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Wor
 def _longest(rows: list[Row], model: str) -> int:
     tokenizer = None
     if any(row.token_ids is None for row in rows):
-        from quant.checkpoint import resolve
+        from quant.model_reference import resolve
 
         try:
             tokenizer = load_tokenizer(resolve(model, weights=False))

@@ -10,21 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import torch
-from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import CheckpointError
+from quant.file_identity import FileIdentity
 from quant.gptq.config import GptqConfig, read_gptq_config
+from quant.model_reference import resolve
 from quant.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
 from quant.tensor_file import DamagedFileError, TensorPlace, read_header
 
@@ -32,39 +31,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
-
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
 """What says how the stored tensors are to be read."""
-
-_CLOCK_TICK_S = 0.02
-"""Changes of a file within one tick of the kernel's clock get the same time: 10 ms at most."""
-
-_COARSE_TICK_S = 2.0
-"""The same where a file system stores whole seconds, or two."""
-
-
-@dataclass(frozen=True)
-class _FileIdentity:
-    """A file as long as nobody changes it."""
-
-    path: str
-    inode: int
-    file_bytes: int
-    modified_ns: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, path: Path) -> _FileIdentity:
-        found = os.stat(path)
-        times = (found.st_mtime_ns, found.st_ctime_ns)
-        return cls(str(path.resolve()), found.st_ino, found.st_size, *times)
-
-    def settle(self) -> None:
-        """Wait until the last change is a clock tick ago: milliseconds, right after it."""
-        tick_s = _CLOCK_TICK_S if self.changed_ns % 1_000_000_000 else _COARSE_TICK_S
-        time.sleep(min(tick_s, max(0.0, self.changed_ns / 1e9 + tick_s - time.time())))
 
 
 class Checkpoint:
@@ -78,7 +46,7 @@ class Checkpoint:
         self.folder = resolve(path)
         self._files: dict[str, Any] = {}
         self._places: dict[str, Mapping[str, TensorPlace]] = {}
-        self._identities: dict[str, _FileIdentity] = {}
+        self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
         self._file_of = self._list_tensors()
 
@@ -168,7 +136,7 @@ class Checkpoint:
         """Whether the files with tensors below `name_prefix` are still those of `fingerprint`."""
         files = {self._file_of[name] for name in self.names_below(name_prefix)}
         try:
-            return all(_FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
+            return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
         except OSError:  # gone, or no longer ours to see
             return False
 
@@ -223,9 +191,9 @@ class Checkpoint:
                 raise self._unreadable(file, error) from error
         return self._files[file]
 
-    def _identity(self, file: str) -> _FileIdentity:
+    def _identity(self, file: str) -> FileIdentity:
         if file not in self._identities:
-            self._identities[file] = _FileIdentity.of(self._path(file))
+            self._identities[file] = FileIdentity.of(self._path(file))
         return self._identities[file]
 
     def _path(self, file: str) -> Path:
@@ -260,44 +228,6 @@ class Checkpoint:
         )
 
 
-def resolve(path: str | Path, weights: bool = True) -> Path:
-    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
-
-    Without `weights` a hub id brings only configuration and tokenizer.
-
-    CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
-    """
-    try:
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            return folder
-        is_file = folder.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
-        raise CheckpointError(f"{path}: {error}; give the folder that holds the weights") from error
-    if is_file:
-        raise CheckpointError(f"{folder} is a file; give the folder that holds it")
-    name = str(path)
-    patterns = _HUB_PATTERNS if weights else _HUB_PATTERNS[1:]
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise CheckpointError(
-            f"there is no folder {folder}; give one, or a hub id such as facebook/opt-125m"
-        )
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
-    except (
-        hub_errors.HfHubHTTPError,
-        hub_errors.LocalEntryNotFoundError,
-        hub_errors.HFValidationError,
-        hub_errors.OfflineModeIsEnabled,
-        OSError,
-    ) as error:
-        raise CheckpointError(
-            f"{name} is no folder here, and the hub did not give a model of that name "
-            f"({type(error).__name__}: {_first_line(error)}); check the name, the network and the "
-            "access rights, or download it elsewhere and give its folder"
-        ) from error
-
-
 def read_index(path: Path) -> dict[str, str]:
     """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
     try:
@@ -318,7 +248,3 @@ def _spellings(name: str, prefix: str) -> list[str]:
     if not prefix:
         return [name]
     return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "no details")

@@ -27,7 +27,7 @@ from llmpq.cli.common import (
 )
 from llmpq.cluster import Cluster
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions
+from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.jobs.signals import stop_signals
 from llmpq.jobs.sinks import Output, open_output
@@ -35,7 +35,7 @@ from llmpq.plan import Plan
 from llmpq.progress import RunProgress
 from llmpq.ray_jobs import keep_folder_to_driver
 from llmpq.rows import merge_sampling
-from llmpq.run import Run, RunOptions, RunSize
+from llmpq.run import Run, RunOptions, RunSize, job_identity
 from llmpq.sampling_defaults import GENERATION_CONFIGS
 from llmpq.submit import known_job, split_options, submit, submit_parser
 from llmpq.tables import plan_table, summary_table
@@ -91,43 +91,15 @@ def _check(options: argparse.Namespace) -> Plan:
 def _run(options: argparse.Namespace) -> int:
     plan = _check(options)
     source = JobInput.find(options.input)
-    trace = Path(options.trace) if "trace" in options else None
     inputs = (*source.files, Path(options.strat_file_name))
-    if trace is not None:
-        check_trace_path(trace, (*inputs, Path(options.output)))
-    run = Run(
-        plan.data,
-        RunOptions(
-            model=getattr(options, "model", None),
-            sampling=_sampling(options),
-            generation_config=options.generation_config,
-            address=getattr(options, "address", None),
-            cache=cache_settings(
-                getattr(options, "cache_dir", None),
-                getattr(options, "cache_limit_gib", None),
-                options.no_cache,
-            ),
-            transport=options.transport,
-            trace=trace,
-            job=Path(options.output).stem,
-            recovery=Recovery(
-                retries=options.retries,
-                hang_s=options.hang_s,
-                replace_s=options.replace_s,
-                on_device_loss=options.on_device_loss,
-            ),
-        ),
-    )
+    run_options = _run_options(options)
+    if run_options.trace is not None:
+        check_trace_path(run_options.trace, (*inputs, Path(options.output)))
     output = open_output(options.output, _output_options(options), inputs)
-    fail = options.on_error == "fail"
     with stop_signals() as seen:
         try:
             with output:
-                job = Job(source, output, run.identity(), JobOptions(options.retry_errors, fail))
-                if options.show_plan:
-                    console(stderr=True).print(plan_table(plan.data))
-                run.give_up = partial(_end_at_once, output)
-                return _run_job(run, job, plan, fail, seen)
+                return _do(options, plan, run_options, source, output, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
                 f"llmpq-dist: interrupted; what was finished is kept{output.kept()}",
@@ -151,18 +123,77 @@ def _end_at_once(output: Output, why: str) -> None:
     os._exit(EXIT_FAILED)
 
 
-def _run_job(run: Run, job: Job, plan: Plan, fail: bool, seen: Sequence[int]) -> int:
-    """Do what is left of `job`; the exit code."""
+def _run_options(options: argparse.Namespace) -> RunOptions:
+    return RunOptions(
+        model=getattr(options, "model", None),
+        sampling=_sampling(options),
+        generation_config=options.generation_config,
+        address=getattr(options, "address", None),
+        cache=cache_settings(
+            getattr(options, "cache_dir", None),
+            getattr(options, "cache_limit_gib", None),
+            options.no_cache,
+        ),
+        transport=options.transport,
+        trace=Path(options.trace) if "trace" in options else None,
+        job=Path(options.output).stem,
+        recovery=Recovery(
+            retries=options.retries,
+            hang_s=options.hang_s,
+            replace_s=options.replace_s,
+            on_device_loss=options.on_device_loss,
+        ),
+    )
+
+
+def _do(
+    options: argparse.Namespace,
+    plan: Plan,
+    run_options: RunOptions,
+    source: JobInput,
+    output: Output,
+    seen: Sequence[int],
+) -> int:
+    """Do what is left of a job; the exit code. Torch and Ray are loaded where that is something."""
+    job_options = JobOptions(options.retry_errors, options.on_error == "fail")
+    identity = job_identity(plan.data, run_options)
+    tally = finished_tally(source, output, identity, job_options)
+    if tally is not None:
+        _show_plan(options, plan)
+        return _end_done(tally)
+    job = Job(source, output, identity, job_options)
+    _show_plan(options, plan)
+    if job.tally.left:
+        run = Run(plan.data, run_options)
+        run.give_up = partial(_end_at_once, output)
+        return _run_job(run, job, job_options.stop_at_error, seen)
+    code = _end_done(job.tally)
+    job.finish()
+    return code
+
+
+def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
+    if options.show_plan:
+        console(stderr=True).print(plan_table(plan.data))
+
+
+def _end_done(tally: Tally) -> int:
+    """Say that nothing is left to do; the exit code."""
+    _say(f"all {tally.rows} rows are done")
+    if tally.resumed_errors:
+        _say(f"{tally.resumed_errors} rows have errors; --retry-errors runs them again")
+    return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
+
+
+def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
+    """Generate what is left of `job`; the exit code."""
     tally = job.tally
-    if tally.left:
-        if run.sampling.note:
-            _say(run.sampling.note)
-        if tally.resumed:
-            _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
-        progress = RunProgress(console(stderr=True), tally.left, plan=plan.data)
-        _write_all(run, job, progress, fail, seen)
-    else:
-        _say(f"all {tally.rows} rows are done")
+    if run.sampling.note:
+        _say(run.sampling.note)
+    if tally.resumed:
+        _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
+    progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
+    _write_all(run, job, progress, fail, seen)
     if fail and run.first_error is not None:
         _say(f"stopped at row {run.first_error.custom_id!r}: {run.first_error.error}")
         return EXIT_FAILED

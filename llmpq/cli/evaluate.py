@@ -51,7 +51,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.scoring import evaluate
     from planner.model_shape import model_shape
     from planner.plan import Plan
-    from quant.checkpoint import Checkpoint, resolve
+    from quant.checkpoint import Checkpoint
+    from quant.model_reference import resolve
 
     settings = EvaluationOptions(
         getattr(options, "sequence_length", None),

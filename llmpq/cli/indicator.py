@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     from llmpq.omega import measure_omega, measure_points
-    from quant.checkpoint import Checkpoint, resolve
+    from quant.checkpoint import Checkpoint
+    from quant.model_reference import resolve
 
     target = Path(options.output)
     if target.is_dir() or not target.parent.is_dir():

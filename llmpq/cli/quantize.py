@@ -87,7 +87,7 @@ def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     from llmpq.run import checkpoint_reference, shape_for_plan
     from planner.model_shape import model_shape
     from planner.plan import Plan
-    from quant.checkpoint import resolve
+    from quant.model_reference import resolve
 
     if ("strat_file_name" in options) == ("bits" in options):
         raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+_DIGEST_BYTES = 16
+
+
+def new_digest() -> Any:
+    """An empty digest of a whole file."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def file_digest(path: Path) -> str:
+    """Digest of all bytes of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_digest).hexdigest()
 
 
 class Files:
@@ -56,6 +70,7 @@ class Sink(io.RawIOBase):
     def __init__(self, files: Files, descriptor: int) -> None:
         self._files = files
         self._descriptor = descriptor
+        self._seen = new_digest()
         self.error: OSError | None = None
 
     def writable(self) -> bool:
@@ -65,6 +80,7 @@ class Sink(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of `data`."""
         left = memoryview(data).cast("B")
+        self._seen.update(left)
         size = len(left)
         try:
             while left:
@@ -74,10 +90,14 @@ class Sink(io.RawIOBase):
             raise
         return size
 
+    def digest(self) -> str:
+        """Of what was written, as `file_digest` gives it."""
+        return str(self._seen.hexdigest())
 
-def write_whole(files: Files, path: Path, aside: Path, fill: Callable[[Sink], object]) -> None:
+
+def write_whole(files: Files, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
     """A file that is there whole or not at all, whatever happens: `fill` it under the name `aside`
-    in the same file system, bring it to the disk, then give it its name.
+    in the same file system, bring it to the disk, then give it its name. Returns its digest.
 
     What could not be finished for lack of room is removed.
     """
@@ -93,6 +113,7 @@ def write_whole(files: Files, path: Path, aside: Path, fill: Callable[[Sink], ob
             files.close(descriptor)
         files.rename(aside, path)
         files.sync_folder(path.parent)
+        return sink.digest()
     except OSError:
         with suppress(OSError):
             files.unlink(aside)

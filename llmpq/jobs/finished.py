@@ -88,12 +88,11 @@ class Join:
     shards: tuple[Shard, ...]
     ledger: Ledger
 
-    def write(self, files: Files, target: Path, aside: Path) -> None:
-        """Write them to `target`, in the place of what was there, at once."""
+    def write(self, files: Files, target: Path, aside: Path) -> str:
+        """Write them to `target`, in the place of what was there, at once; returns its digest."""
         if is_parquet(target):
-            write_whole(files, target, aside, lambda sink: write_results(sink, self._rows()))
-        else:
-            write_whole(files, target, aside, self._fill)
+            return write_whole(files, target, aside, lambda sink: write_results(sink, self._rows()))
+        return write_whole(files, target, aside, self._fill)
 
     def compact(self, files: Files, folder: Path, generation: int) -> None:
         """Write those shards anew that hold lines which do not count."""

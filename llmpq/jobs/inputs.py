@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmpq.jobs.parquet import parquet_rows
+from llmpq.jobs.record import FileRecord, InputRecord, settled_identities
 from llmpq.row_ids import Occurrences
 from llmpq.rows import BadRow, Row, row_from_line, row_from_mapping
 from quant.errors import InputError
+from quant.file_identity import FileIdentity
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
 """What is taken from a folder; a file that is named itself may be called anything."""
@@ -78,13 +80,39 @@ class JobInput:
         index, number = divmod(place, _PLACES_PER_FILE)
         return f"{self.names[index]}:{number}"
 
-    def state(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and times of change, to see whether anything did."""
+    def identities(self) -> tuple[FileIdentity, ...]:
+        """What the file system says of the files, to see whether anything changed.
+
+        Of one that was written just now, after a moment in which a later change would not show.
+        """
         try:
-            states = [path.stat() for path in self.files]
+            return tuple(settled_identities(self.files))
         except OSError as error:
             raise InputError(f"cannot read input {error.filename}: {error.strerror}") from error
-        return tuple((state.st_size, state.st_mtime_ns) for state in states)
+
+    def record(self, before: Sequence[FileIdentity], rows: int, errors: int) -> InputRecord | None:
+        """What is told of the files when all rows are done; None if they are not what they were
+        `before`.
+        """
+        try:
+            records = [FileRecord.of(*file) for file in zip(self.files, self.names, strict=True)]
+            if settled_identities(self.files) != list(before):
+                return None
+        except OSError:
+            return None
+        files = tuple(record for record in records if record is not None)
+        return InputRecord(rows, errors, files) if len(files) == len(records) else None
+
+    def matches(self, record: InputRecord) -> bool:
+        """Whether these are the files of `record`, all names and sizes before any content; OSError
+        where one cannot be read.
+        """
+        if self.names != tuple(file.name for file in record.files):
+            return False
+        pairs = tuple(zip(record.files, self.files, strict=True))
+        if any(path.stat().st_size != file.file_bytes for file, path in pairs):
+            return False
+        return all(file.matches(path) for file, path in pairs)
 
     def _rows_of(self, path: Path, name: str) -> Iterator[tuple[int, Row | BadRow]]:
         try:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.ledger import Ledger
 from llmpq.jobs.manifest import JobIdentity
+from llmpq.jobs.record import InputRecord
 from llmpq.jobs.sinks import Output
 from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from quant.errors import InputError
+from quant.file_identity import FileIdentity
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,20 @@ class JobOptions:
     stop_at_error: bool = False
 
 
+def finished_tally(
+    source: JobInput, output: Output, identity: JobIdentity, options: JobOptions
+) -> Tally | None:
+    """Tally of a job that has been done, of which nothing has changed since; None where its rows
+    must be looked at.
+
+    Raises `InputError` for an output of another job.
+    """
+    found = output.recorded(identity, source, options.retry_errors)
+    if found is None or (options.stop_at_error and found.errors):
+        return None
+    return Tally(found.rows, found.rows, found.errors, 0)
+
+
 class Job:
     """The rows of `source`, of which `output` gets what it has not yet.
 
@@ -60,8 +76,9 @@ class Job:
         self._output = output
         self._identity = identity
         self._ledger = Ledger()
+        self._written = self._errors = 0
         options = options or JobOptions()
-        self._state = source.state()
+        self._before = source.identities()
         output.load(identity, self._ledger, options.retry_errors)
         self.tally = self._check(options)
 
@@ -115,20 +132,35 @@ class Job:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
                 yield row
-        if self._source.state() != self._state:
+        if _states(self._source.identities()) != _states(self._before):
             raise self._changed()
 
     def write(self, result: Result) -> bool:
         """Take a result in; False if its row has one already."""
-        return self._output.write(result)
+        is_new = self._output.write(result)
+        self._written += is_new
+        self._errors += is_new and result.error is not None
+        return is_new
 
     def finish(self) -> None:
         """All rows are done: join the results."""
-        self._output.finish()
+        self._output.finish(self._record())
         self._ledger.close()
+
+    def _record(self) -> InputRecord | None:
+        """What may be told of the input; None if not all of its rows are done after all."""
+        tally = self.tally
+        if self._written != tally.left:
+            return None
+        return self._source.record(self._before, tally.rows, tally.resumed_errors + self._errors)
 
     def _changed(self) -> InputError:
         return InputError(
             f"input {', '.join(map(str, self._source.files))} changed while it was read; what is "
             "done is kept, and the same command goes on with the present rows"
         )
+
+
+def _states(identities: Sequence[FileIdentity]) -> list[tuple[int, int]]:
+    """Sizes and times of change to the content: another name or access right is no other input."""
+    return [(identity.file_bytes, identity.modified_ns) for identity in identities]

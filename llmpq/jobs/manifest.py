@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from actors.messages import Sampling
 from actors.sampling import GREEDY
 from llmpq.jobs.files import Files, write_whole
+from llmpq.jobs.record import JobRecord
 from llmpq.row_ids import FINGERPRINT_HEX, digest
 from llmpq.rows import BadRow, Row, merge_sampling
 from quant.errors import InputError
@@ -43,7 +44,8 @@ class JobIdentity:
 @dataclass(frozen=True)
 class Manifest:
     """`generation`: of the shards that count; `replaces`: whether an output file that is there is
-    older than this job; `complete`: whether all rows of the last input are done.
+    older than this job; `complete`: whether all rows of the last input are done; `record`: of which
+    files that can be told without reading them again.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Manifest:
     rows: int = 0
     errors: int = 0
     version: int = MANIFEST_VERSION
+    record: JobRecord | None = None
 
     @classmethod
     def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
@@ -68,6 +71,7 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             manifest = cls(**content)
+            manifest = replace(manifest, record=JobRecord.read(manifest.record))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, RecursionError) as error:

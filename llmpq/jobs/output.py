@@ -27,13 +27,22 @@ from llmpq.jobs.finished import (
     is_parquet,
     line_of,
 )
+from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.lock import OutputLock
 from llmpq.jobs.manifest import JobIdentity, Manifest
 from llmpq.jobs.parquet import require_pyarrow
+from llmpq.jobs.record import (
+    FileRecord,
+    FolderRecord,
+    InputRecord,
+    JobRecord,
+    settled_identities,
+)
 from llmpq.jobs.shards import DAMAGED_SUFFIX, SHARD_ASIDE, Shard, shards_in, write_shard
 from llmpq.results import Result
 from quant.errors import InputError
+from quant.file_identity import FileIdentity
 
 SHARD_ROWS = 1000
 SHARD_S = 10.0
@@ -90,6 +99,7 @@ class JobOutput:
         self._left = threading.Event()
         self._ledger: Ledger | None = None
         self._manifest: Manifest | None = None
+        self._before: FileIdentity | None = None
 
     def __enter__(self) -> JobOutput:
         """Lock the output; nothing else changes before the first result is committed."""
@@ -152,6 +162,35 @@ class JobOutput:
             self._generation = newest + 1
         self._number = max((s.number for s in self._shards()), default=-1) + 1
 
+    def recorded(
+        self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
+    ) -> InputRecord | None:
+        """What is known of `source` if it has been done and neither it nor the output has changed
+        since; None where rows must be looked at. Reads none.
+
+        Raises `InputError` if the output belongs to another job.
+        """
+        manifest = self._manifest
+        if manifest is None:
+            return None
+        manifest.check_same_job(identity, self.path)
+        record = manifest.record
+        if not manifest.complete or record is None or (retry_errors and manifest.errors):
+            return None
+        try:
+            same = source.matches(record.input) and self._is_as_left(record.output)
+        except OSError:  # those who read it say what is the matter
+            return None
+        return record.input if same else None
+
+    def _is_as_left(self, record: FileRecord | FolderRecord) -> bool:
+        shards = shards_in(self.folder)
+        if any((self.folder / name).exists() for name in _ASIDES):
+            return False
+        if isinstance(record, FolderRecord):
+            return self._in_folder and record.matches(shards)
+        return not self._in_folder and not shards and record.matches(self.path)
+
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Take up what is done already into `ledger`, and begin.
 
@@ -165,6 +204,7 @@ class JobOutput:
         self._next_manifest = Manifest.of(identity, self._generation, replaces)
         try:
             if self._finished:
+                (self._before,) = settled_identities([self.path])
                 for line, found in enumerate(identities(self.path)):
                     self._take(found, FINISHED_FILE, line, retry_errors)
             for shard in self._shards():
@@ -229,32 +269,52 @@ class JobOutput:
             self._raise_failure()
             self._commit()
 
-    def finish(self) -> None:
-        """All rows are done: leave one line for each id, and the manifest."""
+    def finish(self, given: InputRecord | None = None) -> None:
+        """All rows are done: leave one line for each id, and the manifest, which tells them by the
+        files that were `given` and the output the next time.
+        """
         assert self._ledger is not None
         self._left.set()
         self.commit()
         with self._mutex:
             try:
-                self._finish(self._ledger)
+                self._finish(self._ledger, given)
             except OSError as error:
                 self._failure = self._unwritable(error)
                 raise self._failure from error
 
-    def _finish(self, ledger: Ledger) -> None:
+    def _finish(self, ledger: Ledger, given: InputRecord | None) -> None:
         shards = tuple(self._shards())
         join = Join(self.path if self._finished else None, shards, ledger)
+        written = None
         if self._in_folder and ledger.replaced:
             join.compact(self._files, self.folder, self._generation)
         elif not self._in_folder and (shards or ledger.replaced):
-            join.write(self._files, self.path, self.folder / _JOINED)
+            written = join.write(self._files, self.path, self.folder / _JOINED)
         rows, errors = ledger.done_counts()
+        output = self._record(written) if given else None
         manifest = replace(
-            self._next_manifest, replaces=False, complete=True, rows=rows, errors=errors
+            self._next_manifest,
+            replaces=False,
+            complete=True,
+            rows=rows,
+            errors=errors,
+            record=JobRecord.of(given, output) if given and output else None,
         )
         if manifest != self._manifest:
             manifest.write(self._files, self.folder / MANIFEST, self.folder / _ASIDE)
         self._clean_up()
+
+    def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
+        """What is told of the output; None if somebody else has changed it since it was read, or
+        since this digest of it was `written`.
+        """
+        if self._in_folder:
+            return FolderRecord.of(self._shards())
+        record = FileRecord.of(self.path, self.path.name)
+        if record is None or written is not None:
+            return record if record and record.digest == written else None
+        return record if FileIdentity.of(self.path) == self._before else None
 
     def _commit(self) -> None:
         if not self._lines:

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.output import JobOutput, OutputOptions
+from llmpq.jobs.record import InputRecord
 from llmpq.results import Result
 from quant.errors import InputError
 
@@ -22,6 +24,11 @@ class Output(Protocol):
     def path(self) -> Path:
         """As the user named it."""
 
+    def recorded(
+        self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
+    ) -> InputRecord | None:
+        """What is known of `source` if it is done and unchanged, without a look at its rows."""
+
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Take up what is done already into `ledger`."""
 
@@ -31,8 +38,8 @@ class Output(Protocol):
     def commit(self) -> None:
         """Bring everything that was written to disk."""
 
-    def finish(self) -> None:
-        """All rows are done."""
+    def finish(self, given: InputRecord | None = None) -> None:
+        """All rows are done, those of the files that were `given`."""
 
     def kept(self) -> str:
         """Where to go on, for a message."""
@@ -71,6 +78,12 @@ class ResultStream:
         self.path = path
         self._ledger = Ledger()
 
+    def recorded(
+        self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
+    ) -> InputRecord | None:
+        """Nothing."""
+        return None
+
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Nothing is done yet."""
         self._ledger = ledger
@@ -92,7 +105,7 @@ class ResultStream:
     def commit(self) -> None:
         """Everything has been handed on."""
 
-    def finish(self) -> None:
+    def finish(self, given: InputRecord | None = None) -> None:
         """Everything has been handed on."""
 
     def kept(self) -> str:

@@ -49,6 +49,12 @@ def plan(tiny: tuple[Path, Any], cluster_file: Path) -> Plan:
     return cluster.plan(tiny[0], workload, dtype="float32", bits=[16], keep_all_devices=True)
 
 
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs do not wait for the clock's next tick: of files just written they tell by content."""
+    monkeypatch.setattr("quant.file_identity.sleep", lambda seconds: None)
+
+
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     """A Ray of this test module's own."""

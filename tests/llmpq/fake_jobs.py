@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from actors.messages import Sampling
 from llmpq.jobs.files import Files
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally
+from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.output import JobOutput, OutputOptions
 from llmpq.results import Result
@@ -157,8 +157,12 @@ def run_job(
 ) -> Tally:
     """Run a job to its end, or until `limit` rows are written."""
     output = JobOutput(target, options, (source,), files or QuickFiles())
+    found = JobInput.find([source])
     with output:
-        job = Job(JobInput.find([source]), output, identity, job_options)
+        done = finished_tally(found, output, identity, job_options or JobOptions())
+        if done is not None:
+            return done
+        job = Job(found, output, identity, job_options)
         for number, result in enumerate(answer(job.todo())):
             if number == limit:
                 return job.tally

@@ -24,6 +24,8 @@ from tests.llmpq.fake_jobs import (
     write_prompts,
 )
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 ROWS = [*prompts(5), '{"custom_id": "broken"}', {"custom_id": "e", "prompt": "bad one"}]
 
 

@@ -35,6 +35,8 @@ from tests.llmpq.fake_jobs import (
     write_prompts,
 )
 
+pytestmark = pytest.mark.usefixtures("no_waiting")
+
 RESUME = replace(SMALL_SHARDS, resume=True)
 OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
 
