@@ -18,7 +18,7 @@ from actors.head import check_head, references_of
 from actors.health import BatchFailure, SoFar
 from actors.ledger import Fault, Ledger
 from actors.mending import Aftermath, Stages, hung_by, mend, settle
-from actors.messages import Chunk, Finished
+from actors.messages import Chunk, Finished, Request
 from actors.recovery import EventKind, OnEvent, Recovery, RecoveryEvent
 from actors.stage_actor import QueueSizes
 from actors.watch import Watch
@@ -53,7 +53,7 @@ class Generation:
         self._watch: Watch
 
     def results(self) -> Iterator[tuple[Finished, ...]]:
-        """What finished, each request once.
+        """What finished, each request once; nothing where the source pauses.
 
         Raises `StageLostError` when there is no point in going on, and its `DeviceLostError` when a
         device is gone.
@@ -62,7 +62,7 @@ class Generation:
             try:
                 for finished in self._turn():
                     new = self._ledger.finish(finished)
-                    if new:
+                    if new or not finished:
                         yield new
             except (StageLostError, RayTaskError) as error:
                 if self._ledger.reading or not self._recovery.retries:
@@ -77,20 +77,28 @@ class Generation:
         self._watch = Watch(self._stages.actors, self._recovery.hang_s, self._stages.get)
         self._streams.clear()
         for chunk in self._chunks():
+            if chunk is None:
+                yield ()
+                continue
             self._streams.append(self._stages.generate_chunk(chunk))
             if len(self._streams) == CHUNKS_AHEAD:
                 yield from self._finished()
         while self._streams:
             yield from self._finished()
 
-    def _chunks(self) -> Iterator[Chunk]:
-        """The first one fills all slots."""
+    def _chunks(self) -> Iterator[Chunk | None]:
+        """The first one fills all slots; None where the source pauses while one is filled."""
         size = max(self._stages.sizes.slots, LEAST_CHUNK_REQUESTS)
+        taken: tuple[Request, ...] = ()
         last = False
         while not last:
-            taken = self._ledger.take(size)
+            taken += self._ledger.take(size - len(taken))
+            if self._ledger.paused:
+                yield None
+                continue
             last = len(taken) < size
             yield Chunk(self._run, taken, last)
+            taken = ()
 
     def _finished(self) -> Iterator[tuple[Finished, ...]]:
         """What the oldest stream has; raises as soon as any stage fails that it may wait for."""

@@ -31,6 +31,9 @@ class Fault:
 class Ledger:
     """Takes requests from `source` as they are wanted and keeps those that are not finished.
 
+    The source may pause, with a None in the place of a request: whoever reads it has something else
+    to hand out first.
+
     They are run in turns. A turn that has no fault finishes all there is. After a fault the next
     turn begins with what the last one left. Requests that were computed at `retries` faults are
     suspects, and have turns of their own, half of them at a time, until each has finished or is
@@ -39,10 +42,10 @@ class Ledger:
     finish nothing end the run.
     """
 
-    def __init__(self, source: Iterable[Request], retries: int, restarts: int) -> None:
-        self._source: Iterator[Request] = iter(source)
+    def __init__(self, source: Iterable[Request | None], retries: int, restarts: int) -> None:
+        self._source: Iterator[Request | None] = iter(source)
         self._retries, self._restarts = retries, restarts
-        self.reading = False
+        self.reading = self.paused = False
         self.turns = 0
         self._exhausted = False
         self._unfinished: dict[str, Request] = {}
@@ -72,18 +75,29 @@ class Ledger:
         return bool(self._turn) or not self._exhausted
 
     def take(self, count: int) -> tuple[Request, ...]:
-        """The next requests of this turn; less than `count` are its last."""
+        """The next requests of this turn; less than `count` are its last, unless it is `paused`."""
         old = [self._turn.popleft() for _ in range(min(count, len(self._turn)))]
         missing = 0 if self._alone or self._exhausted else count - len(old)
-        self.reading = True  # an error of the source's is none of the stages'
-        new = tuple(islice(self._source, missing))
-        self.reading = False
-        self._exhausted |= len(new) < missing
+        new = self._read(missing)
         for request in new:
             if request.custom_id in self._unfinished:
                 raise SpecError(f"custom_id {request.custom_id!r} is in the run twice")
             self._unfinished[request.custom_id] = request
         return (*(self._unfinished[custom_id] for custom_id in old), *new)
+
+    def _read(self, count: int) -> list[Request]:
+        """The next of the source; fewer where it pauses or ends."""
+        new: list[Request] = []
+        self.paused = False
+        self.reading = True  # an error of the source's is none of the stages'
+        for request in islice(self._source, count):
+            if request is None:
+                self.paused = True
+                break
+            new.append(request)
+        self.reading = False
+        self._exhausted |= len(new) < count and not self.paused
+        return new
 
     def finish(self, finished: Sequence[Finished]) -> tuple[Finished, ...]:
         """Those of `finished` that had not finished before."""

@@ -214,8 +214,9 @@ class StageGroup:
             self._telemetry,
         )
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[tuple[Finished, ...]]:
-        """Any number of requests, taken in by chunks as they are needed; yields those that ended.
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Finished, ...]]:
+        """Any number of requests, taken in by chunks as they are needed; yields those that ended,
+        and nothing in return for a None, by which the iterable gets its turn while a chunk fills.
 
         Two chunks at most are on the first stage or before it, so that the next one is there when
         one is used up. An iterable that is slower than the pipeline makes the pipeline wait.

@@ -38,6 +38,9 @@ NOT_FINITE = (
     "with --dtype float32, or bfloat16 where every GPU has it"
 )
 
+BAD_ROWS_AT_ONCE = 256
+"""Rows that cannot run, gathered at most while the stages' next requests are looked for."""
+
 
 @dataclass(frozen=True)
 class RunSummary:
@@ -185,7 +188,7 @@ class Run:
     def _generate_in(
         self,
         group: StageGroup,
-        requests: Iterator[Request],
+        requests: Iterator[Request | None],
         bad_rows: deque[BadRow],
         began: float,
         resumed: int,
@@ -228,14 +231,18 @@ class Run:
 
     def _requests(
         self, items: Iterator[Request | BadRow], bad_rows: deque[BadRow]
-    ) -> Iterator[Request]:
-        """The requests among `items`; bad rows are put aside."""
+    ) -> Iterator[Request | None]:
+        """The requests among `items`; bad rows are put aside, and None comes where they are to be
+        given out before more is read.
+        """
         for item in items:
             if isinstance(item, Request):
                 self._under_way[item.custom_id] = item
                 yield item
-            else:
-                bad_rows.append(item)
+                continue
+            bad_rows.append(item)
+            if len(bad_rows) >= BAD_ROWS_AT_ONCE:
+                yield None
 
     def _bad_results(self, bad_rows: deque[BadRow]) -> Iterator[Result]:
         while bad_rows:

@@ -127,6 +127,23 @@ def test_what_is_unfinished_has_its_tokens_for_another_run() -> None:
     ]
 
 
+def test_a_source_that_pauses_is_neither_read_on_nor_taken_for_ended() -> None:
+    one, two, three = requests(3)
+    read: list[Request | None] = []
+
+    def source() -> Iterator[Request | None]:
+        for each in (one, None, None, two, three):
+            read.append(each)
+            yield each
+
+    ledger = Ledger(source(), retries=2, restarts=5)
+    ledger.next_turn()
+    taken = [(ledger.take(2), ledger.paused, len(read)) for _ in range(4)]
+    assert taken == [((one,), True, 2), ((), True, 3), ((two, three), False, 5), ((), False, 5)]
+    ledger.finish([Finished(str(i), (), "stop") for i in range(3)])
+    assert not ledger.next_turn()
+
+
 def test_two_rows_of_one_id_and_a_broken_source_are_the_users() -> None:
     ledger = Ledger(requests(2) + requests(1), retries=2, restarts=5)
     ledger.next_turn()

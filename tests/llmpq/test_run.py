@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from actors.recovery import Recovery
 from actors.stage_group import StageGroup, StageLostError
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
+from llmpq.run import BAD_ROWS_AT_ONCE
 from quant.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
@@ -76,6 +78,25 @@ def test_bad_rows_become_error_results_and_the_others_run(plan: Plan) -> None:
     assert "room for 8" in str(errors["much"])
     assert "no tokenizer" in str(errors["row-5"])
     assert len(results["row-0"].token_ids) <= NEW_TOKENS
+
+
+def test_a_long_run_of_bad_rows_is_not_gathered(plan: Plan) -> None:
+    """Rows that were read and are not given out: of bad ones no more than are good for one call."""
+    read = most = given = 0
+
+    def rows() -> Iterator[Any]:
+        nonlocal read
+        for i in range(4 * BAD_ROWS_AT_ONCE):
+            read += 1
+            yield [5, 6] if i in (0, 2 * BAD_ROWS_AT_ONCE) else []
+
+    good = 0
+    for result in plan.run(rows()):
+        most = max(most, read - given)
+        given += 1
+        good += result.error is None
+    assert (given, good) == (4 * BAD_ROWS_AT_ONCE, 2)
+    assert most <= BAD_ROWS_AT_ONCE + 2
 
 
 def actors_alive() -> int:
