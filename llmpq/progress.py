@@ -77,15 +77,11 @@ class RunProgress:
         """Take in one result."""
         self._done += 1
         self._tokens += len(result.token_ids)
-        tokens = self._tokens if self._state is None else max(self._tokens, self._state.tokens)
-        self._bar.update(self._task, advance=1, tokens=tokens, description="generating")
         self._log()
 
     def show(self, state: RunState) -> None:
         """Take in what the stages do, from whatever thread."""
         self._state = state
-        tokens = max(self._tokens, state.tokens)
-        self._bar.update(self._task, tokens=tokens, description="generating")
         self._name_slow_stages(state)
         self._log()
 
@@ -107,14 +103,21 @@ class RunProgress:
                 self._print(str(slow))
 
     def _render(self) -> Group:
-        lines = [] if self._state is None else list(state_lines(self._state))
+        """The bar is brought up to date where it is drawn: results may come by the ten thousand."""
+        state = self._state
+        if state is not None or self._done:
+            tokens = max(self._tokens, 0 if state is None else state.tokens)
+            self._bar.update(
+                self._task, completed=self._done, tokens=tokens, description="generating"
+            )
+        lines = [] if state is None else list(state_lines(state))
         return Group(self._bar, *(Text(line) for line in lines))
 
     def _log(self, last: bool = False) -> None:
         """A line, unless there is a terminal or the last one was written just now."""
         with self._lock:
             now = self._clock()
-            if self._console.is_terminal or (not last and now - self._logged < LOG_INTERVAL_S):
+            if (not last and now - self._logged < LOG_INTERVAL_S) or self._console.is_terminal:
                 return
             self._logged = now
         parts = [f"{self._done} of {self._total} prompts"]

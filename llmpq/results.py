@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
     def to_json(self) -> str:
         """One line of JSON."""

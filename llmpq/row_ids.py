@@ -13,32 +13,36 @@ ID_HEX = 16
 
 FINGERPRINT_HEX = 20
 
+CACHE_KIB = 16 * 1024
+"""Of the pages of a list of ids in memory: those of half a million rows."""
+
+_ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
+
 
 def digest(content: Mapping[str, Any], length: int) -> str:
     """`length` hexadecimal digits that stand for `content`, in whichever order its keys are."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.blake2b(text.encode(), digest_size=length // 2).hexdigest()
+    return hashlib.blake2b(_ENCODE(content).encode(), digest_size=length // 2).hexdigest()
 
 
 class Occurrences:
     """Numbers the repeats of a content; the counts lie in a temporary database.
 
-    SQLite keeps that in its page cache (2 MB) and beyond it in a file that has no name.
+    SQLite keeps that in its page cache and beyond it in a file that has no name.
     """
 
     def __init__(self) -> None:
         self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         self._database.execute("BEGIN")
-        self._database.execute("CREATE TABLE seen (id BLOB PRIMARY KEY, times INT) WITHOUT ROWID")
+        self._database.execute("CREATE TABLE seen (id INTEGER PRIMARY KEY, times INT)")
 
     def custom_id(self, content: Mapping[str, Any]) -> str:
         """Id of the next prompt of this content: its digest, and its number from the second on."""
         made = digest(content, ID_HEX)
-        cursor = self._database.execute(
-            "INSERT INTO seen VALUES (?, 1) ON CONFLICT DO UPDATE SET times = times + 1 "
-            "RETURNING times",
-            (bytes.fromhex(made),),
-        )
-        (times,) = cursor.fetchone()
-        return f"p-{made}" if times == 1 else f"p-{made}-{times}"
+        key = (int.from_bytes(bytes.fromhex(made), signed=True),)
+        if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, 1)", key).rowcount:
+            return f"p-{made}"
+        again = "UPDATE seen SET times = times + 1 WHERE id = ? RETURNING times"
+        (times,) = self._database.execute(again, key).fetchone()
+        return f"p-{made}-{times}"

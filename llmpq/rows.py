@@ -51,6 +51,10 @@ class Row:
             "sampling": self.sampling
         }
 
+    def named(self, custom_id: str) -> Row:
+        """The same prompt under another id."""
+        return Row(custom_id, self.text, self.token_ids, self.messages, self.sampling)
+
 
 @dataclass(frozen=True)
 class BadRow:
@@ -96,7 +100,7 @@ def _from_items(
         row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
         if not row.custom_id and isinstance(row, Row):
             made = place if occurrences is None else occurrences.custom_id(row.content)
-            row = dataclasses.replace(row, custom_id=made)
+            row = row.named(made)
         earlier = ledger.want(row.custom_id, "", number)
         if earlier is not None:
             raise InputError(
@@ -159,6 +163,8 @@ def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
 
 
 def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not fields:
+        return {}
     nested = fields.get("sampling")
     if nested is not None and not isinstance(nested, Mapping):
         raise _RowError("sampling must be an object")

@@ -22,6 +22,7 @@ FINISHED_FILE = 0
 _KEYS = ("custom_id", "error", "fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{20}")
 _WRITE_BYTES = 2**17
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Identity:
 def line_of(result: Result, fingerprint: str) -> bytes:
     """A row of results as a line of JSON."""
     row = result.as_dict() | {"fingerprint": fingerprint}
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    return _ENCODE(row).encode() + b"\n"
 
 
 def is_parquet(path: Path) -> bool:

@@ -7,9 +7,9 @@ import gzip
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from llmpq.jobs.parquet import parquet_rows
 from llmpq.jobs.record import FileRecord, InputRecord, settled_identities
@@ -28,8 +28,7 @@ _PLACES_PER_FILE = 2**40
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class PlacedRow:
+class PlacedRow(NamedTuple):
     """A row, and a number for the file and the line it stands in."""
 
     row: Row | BadRow
@@ -72,7 +71,7 @@ class JobInput:
         for index, path in enumerate(self.files):
             for number, row in self._rows_of(path, self.names[index]):
                 if not row.custom_id and isinstance(row, Row):
-                    row = replace(row, custom_id=occurrences.custom_id(row.content))
+                    row = row.named(occurrences.custom_id(row.content))
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
     def place_name(self, place: int) -> str:

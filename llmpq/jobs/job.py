@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.ledger import Ledger
+from llmpq.jobs.ledger import Ledger, Wanted
 from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.record import InputRecord
 from llmpq.jobs.sinks import Output
@@ -83,42 +83,50 @@ class Job:
         self.tally = self._check(options)
 
     def _check(self, options: JobOptions) -> Tally:
-        rows = resumed = errors = tokens = 0
-        for placed in self._source.rows():
-            row, place = placed.row, placed.place
-            rows += 1
-            fingerprint = self._identity.fingerprint(row)
-            earlier = self._ledger.want(row.custom_id, fingerprint, place)
-            if earlier is not None:
-                raise InputError(
-                    f"custom_id {row.custom_id!r} of {self._source.place_name(place)} stands in "
-                    f"{self._source.place_name(earlier)} already; results could not be told apart"
-                )
-            if options.stop_at_error and isinstance(row, BadRow):
+        twice = self._ledger.want_all(self._wanted(options))
+        if twice is not None:
+            second, first = map(self._source.place_name, twice)
+            raise InputError(
+                f"custom_id {self._custom_id(twice[0])!r} of {second} stands in {first} already; "
+                "results could not be told apart"
+            )
+        other = self._ledger.other_result()
+        if other is not None:
+            raise self._other_result(self._custom_id(other))
+        found = self._ledger.progress()
+        if not found.rows:
+            raise no_prompts(", ".join(map(str, self._source.files)))
+        return Tally(found.rows, found.done, found.failed, found.tokens_left)
+
+    def _wanted(self, options: JobOptions) -> Iterator[Wanted]:
+        most = self._identity.sampling.max_new_tokens or 0
+        for row, place in self._source.rows():
+            tokens = 0
+            if isinstance(row, Row):
+                tokens = row.sampling.get("max_new_tokens") or most
+            elif options.stop_at_error:
                 name = self._source.place_name(place)
                 raise InputError(f"{name}, row {row.custom_id!r}: {row.error}")
-            if self._is_done(row.custom_id, fingerprint):
-                resumed += 1
-                done = self._ledger.done(row.custom_id)
-                errors += done is not None and done.failed
-            elif isinstance(row, Row):
-                limit = row.sampling.get("max_new_tokens")
-                tokens += limit or self._identity.sampling.max_new_tokens or 0
-        if not rows:
-            raise no_prompts(", ".join(map(str, self._source.files)))
-        return Tally(rows, resumed, errors, tokens)
+            yield Wanted(row.custom_id, self._identity.fingerprint(row), place, tokens)
+
+    def _custom_id(self, place: int) -> str:
+        """Of the row that stands there, which is looked for: messages alone need it."""
+        return next((r.row.custom_id for r in self._source.rows() if r.place == place), "")
 
     def _is_done(self, custom_id: str, fingerprint: str) -> bool:
         done = self._ledger.done(custom_id)
         if done is None or done.forgotten:
             return False
         if done.fingerprint != fingerprint and not done.failed:
-            raise InputError(
-                f"output {self._output.path} has a result of row {custom_id!r} from another prompt "
-                "or other sampling; give the row another custom_id, name another output or pass "
-                "--overwrite"
-            )
+            raise self._other_result(custom_id)
         return done.fingerprint == fingerprint
+
+    def _other_result(self, custom_id: str) -> InputError:
+        return InputError(
+            f"output {self._output.path} has a result of row {custom_id!r} from another prompt or "
+            "other sampling; give the row another custom_id, name another output or pass "
+            "--overwrite"
+        )
 
     def todo(self) -> Iterator[Row | BadRow]:
         """The rows that are left, as they are asked for.

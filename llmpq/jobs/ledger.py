@@ -4,25 +4,53 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 from quant.errors import InputError
 
 CACHE_KIB = 32 * 1024
 """Of the database's pages in memory; the operating system caches the rest of its file."""
 
+BATCH_ROWS = 1000
+"""Rows of one call of the database, where many are noted: most of a call is not the row's."""
+
 _TABLES = (
-    "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT) WITHOUT ROWID",
+    "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT) "
+    "WITHOUT ROWID",
     "CREATE TABLE done (id BLOB PRIMARY KEY, fingerprint TEXT, failed INT, source INT, line INT, "
     "forgotten INT) WITHOUT ROWID",
 )
 
 
-@dataclass(frozen=True)
-class Done:
+_WANT = "INSERT OR IGNORE INTO wanted VALUES (?, ?, ?, ?)"
+_RECORD = "INSERT OR IGNORE INTO done VALUES (?, ?, ?, ?, ?, ?)"
+_SUMS = "COUNT(*), COALESCE(SUM(w.tokens), 0)"
+_BOTH = "wanted w JOIN done d ON d.id = w.id WHERE NOT d.forgotten"
+
+
+class Wanted(NamedTuple):
+    """A row of the input: its fingerprint, its place, and tokens that it may generate at most."""
+
+    custom_id: str
+    fingerprint: str
+    place: int
+    tokens: int
+
+
+class Progress(NamedTuple):
+    """Rows of the input, those that are done, which of these are errors; tokens that the others may
+    generate at most.
+    """
+
+    rows: int
+    done: int
+    failed: int
+    tokens_left: int
+
+
+class Done(NamedTuple):
     """A result: its fingerprint, whether it is an error, in which line of which file it stands, and
     whether that error is to be `forgotten`, because its row runs again.
     """
@@ -54,46 +82,91 @@ class Ledger:
     def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
         """Note a row of the input; the place where the same id stands already, if it does."""
         key = _key(custom_id)
-        with _room():
-            added = self._database.execute(
-                "INSERT OR IGNORE INTO wanted VALUES (?, ?, ?)", (key, fingerprint, place)
-            )
-            if added.rowcount:
-                return None
-            return int(self._one("SELECT place FROM wanted WHERE id = ?", key)[0])
+        if self._insert(_WANT, (key, fingerprint, place, 0)):
+            return None
+        return self._place(key)
+
+    def want_all(self, rows: Iterable[Wanted]) -> tuple[int, int] | None:
+        """Note the rows of the input, many at once; of the first id that comes twice, its second
+        place and its first.
+        """
+        keyed = ((_key(row.custom_id), *row[1:]) for row in rows)
+        while batch := list(islice(keyed, BATCH_ROWS)):
+            if self._insert_all(_WANT, batch) < len(batch):
+                for key, _, place, _ in batch:
+                    earlier = self._place(key)
+                    if earlier != place:
+                        return place, earlier
+        return None
 
     def wanted(self, custom_id: str) -> str | None:
         """Fingerprint of a row of the input."""
         found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", _key(custom_id))
         return None if found is None else str(found[0])
 
+    def progress(self) -> Progress:
+        """How much of what is wanted is done."""
+        rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
+        done, done_tokens, failed = self._database.execute(
+            f"SELECT {_SUMS}, COALESCE(SUM(d.failed), 0) FROM {_BOTH} "
+            "AND d.fingerprint = w.fingerprint"
+        ).fetchone()
+        return Progress(rows, done, failed, tokens - done_tokens)
+
+    def other_result(self) -> int | None:
+        """Place of the first row that has a result, and no error, of another fingerprint."""
+        query = f"SELECT MIN(w.place) FROM {_BOTH} AND d.fingerprint <> w.fingerprint"
+        (place,) = self._database.execute(f"{query} AND NOT d.failed").fetchone()
+        return place if place is None else int(place)
+
     def record(self, custom_id: str, done: Done) -> bool:
         """Note a result; of two the later counts, unless it is an error or the earlier is none.
 
         Returns whether it counts.
         """
-        earlier = self.done(custom_id)
+        key = _key(custom_id)
+        if not self._insert(_RECORD, (key, *done)):
+            return self._replace(key, done)
+        self.replaced += done.forgotten
+        return True
+
+    def record_all(self, results: Iterable[tuple[str, Done]]) -> None:
+        """As `record`, many at once."""
+        keyed: Iterator[tuple[Any, ...]]
+        keyed = ((_key(custom_id), *done) for custom_id, done in results)
+        while batch := list(islice(keyed, BATCH_ROWS)):
+            if self._insert_all(_RECORD, batch) == len(batch):
+                self.replaced += sum(row[-1] for row in batch)
+                continue
+            for key, *values in batch:
+                done = Done(*values)
+                if self._done(key) == done:
+                    self.replaced += done.forgotten
+                else:
+                    self._replace(key, done)
+
+    def _replace(self, key: bytes, done: Done) -> bool:
+        """Judge a second result of a row; whether it counts."""
+        earlier = self._done(key)
         if earlier is not None and not (earlier.failed or earlier.forgotten):
             self.replaced += 1
             return False
         self.replaced += (earlier is not None and not earlier.forgotten) + done.forgotten
-        values = (done.fingerprint, done.failed, done.source, done.line, done.forgotten)
-        with _room():
-            self._database.execute(
-                "INSERT OR REPLACE INTO done VALUES (?, ?, ?, ?, ?, ?)", (_key(custom_id), *values)
-            )
+        self._insert(_RECORD.replace("IGNORE", "REPLACE"), (key, *done))
         return True
 
     def done(self, custom_id: str) -> Done | None:
         """The result of an id that counts."""
+        return self._done(_key(custom_id))
+
+    def _done(self, key: bytes) -> Done | None:
         found = self._one(
-            "SELECT fingerprint, failed, source, line, forgotten FROM done WHERE id = ?",
-            _key(custom_id),
+            "SELECT fingerprint, failed, source, line, forgotten FROM done WHERE id = ?", key
         )
-        if found is None:
-            return None
-        fingerprint, failed, source, line, forgotten = found
-        return Done(fingerprint, bool(failed), source, line, bool(forgotten))
+        return None if found is None else Done(*found)
+
+    def _place(self, key: bytes) -> int:
+        return int(self._one("SELECT place FROM wanted WHERE id = ?", key)[0])
 
     def counts(self, custom_id: str, source: int, line: int) -> bool:
         """Whether this line is the one that the output keeps of its id."""
@@ -112,6 +185,19 @@ class Ledger:
         """Give its disk space back."""
         self._database.close()
 
+    def _insert(self, query: str, values: tuple[Any, ...]) -> int:
+        return self._insert_all(query, (values,))
+
+    def _insert_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
+        """How many rows were added."""
+        try:
+            return self._database.executemany(query, rows).rowcount
+        except sqlite3.OperationalError as error:
+            raise InputError(
+                f"the list of ids does not fit the temporary folder: {error}; set SQLITE_TMPDIR to "
+                "a folder with about 150 bytes a row free"
+            ) from error
+
     def _one(self, query: str, key: bytes) -> Any:
         return self._database.execute(query, (key,)).fetchone()
 
@@ -119,14 +205,3 @@ class Ledger:
 def _key(custom_id: str) -> bytes:
     """128 bits: two ids of 10^9 share them by chance once in 10^20 jobs."""
     return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-@contextmanager
-def _room() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        raise InputError(
-            f"the list of ids does not fit the temporary folder: {error}; set SQLITE_TMPDIR to a "
-            "folder with about 150 bytes a row free"
-        ) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,8 +205,8 @@ class JobOutput:
         try:
             if self._finished:
                 (self._before,) = settled_identities([self.path])
-                for line, found in enumerate(identities(self.path)):
-                    self._take(found, FINISHED_FILE, line, retry_errors)
+                rows = identities(self.path)
+                ledger.record_all(self._taken(rows, FINISHED_FILE, retry_errors))
             for shard in self._shards():
                 self._take_shard(shard, retry_errors)
         except OSError as error:
@@ -226,20 +226,21 @@ class JobOutput:
                 stacklevel=2,
             )
             return
-        for line, row in enumerate(found):
-            assert row is not None
-            self._take(row, shard.source, line, retry_errors)
-
-    def _take(self, row: Identity, source: int, line: int, retry_errors: bool) -> None:
         assert self._ledger is not None
-        if row.model != self._next_manifest.model:
-            raise InputError(
-                f"output {self.path} was made by another model (row {row.custom_id!r}) than "
-                f"{self._next_manifest.model_name}; name another output or pass --overwrite"
-            )
-        forgotten = retry_errors and row.failed
-        done = Done(row.fingerprint, row.failed, source, line, forgotten)
-        self._ledger.record(row.custom_id, done)
+        rows = (row for row in found if row is not None)
+        self._ledger.record_all(self._taken(rows, shard.source, retry_errors))
+
+    def _taken(
+        self, rows: Iterable[Identity], source: int, retry_errors: bool
+    ) -> Iterator[tuple[str, Done]]:
+        for line, row in enumerate(rows):
+            if row.model != self._next_manifest.model:
+                raise InputError(
+                    f"output {self.path} was made by another model (row {row.custom_id!r}) than "
+                    f"{self._next_manifest.model_name}; name another output or pass --overwrite"
+                )
+            forgotten = retry_errors and row.failed
+            yield row.custom_id, Done(row.fingerprint, row.failed, source, line, forgotten)
 
     def write(self, result: Result) -> bool:
         """Take a result in; False if its id has one already, which stays.
