@@ -152,7 +152,7 @@ class Job:
 
     def finish(self) -> None:
         """All rows are done: join the results."""
-        self._output.finish(self._record())
+        self._output.finish(self._record)
         self._ledger.close()
 
     def _record(self) -> InputRecord | None:

@@ -37,6 +37,7 @@ from llmpq.jobs.record import (
     FolderRecord,
     InputRecord,
     JobRecord,
+    TellInput,
     settled_identities,
 )
 from llmpq.jobs.shards import DAMAGED_SUFFIX, SHARD_ASIDE, Shard, shards_in, write_shard
@@ -270,16 +271,16 @@ class JobOutput:
             self._raise_failure()
             self._commit()
 
-    def finish(self, given: InputRecord | None = None) -> None:
-        """All rows are done: leave one line for each id, and the manifest, which tells them by the
-        files that were `given` and the output the next time.
+    def finish(self, given: TellInput = lambda: None) -> None:
+        """All rows are done: leave one line for each id, and the manifest, by which the input that
+        was `given` and the output are known again.
         """
         assert self._ledger is not None
         self._left.set()
         self.commit()
         with self._mutex:
             try:
-                self._finish(self._ledger, given)
+                self._finish(self._ledger, given())
             except OSError as error:
                 self._failure = self._unwritable(error)
                 raise self._failure from error

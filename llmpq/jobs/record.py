@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -77,6 +77,10 @@ class InputRecord:
     rows: int
     errors: int
     files: tuple[FileRecord, ...]
+
+
+TellInput = Callable[[], InputRecord | None]
+"""Reads the files of the input once more; None where nothing may be told of them."""
 
 
 @dataclass(frozen=True)

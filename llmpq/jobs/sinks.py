@@ -12,7 +12,7 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.output import JobOutput, OutputOptions
-from llmpq.jobs.record import InputRecord
+from llmpq.jobs.record import InputRecord, TellInput
 from llmpq.results import Result
 from quant.errors import InputError
 
@@ -38,7 +38,7 @@ class Output(Protocol):
     def commit(self) -> None:
         """Bring everything that was written to disk."""
 
-    def finish(self, given: InputRecord | None = None) -> None:
+    def finish(self, given: TellInput = lambda: None) -> None:
         """All rows are done, those of the files that were `given`."""
 
     def kept(self) -> str:
@@ -105,7 +105,7 @@ class ResultStream:
     def commit(self) -> None:
         """Everything has been handed on."""
 
-    def finish(self, given: InputRecord | None = None) -> None:
+    def finish(self, given: TellInput = lambda: None) -> None:
         """Everything has been handed on."""
 
     def kept(self) -> str:
