@@ -18,6 +18,7 @@ from llmpq.cli import algo
 from llmpq.report import report_page
 from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
 from llmpq.report.markup import Html, tag
+from llmpq.report.pareto import pareto
 from planner.explain import Explanation, explain
 from planner.front import FrontPoint
 from planner.model_shape import model_shape
@@ -321,3 +322,16 @@ def test_markup_escapes_text_and_attributes() -> None:
     assert made_tag.text == (
         '<p title="&quot;&#x27;&gt;" class="x" data-head="h">a &lt; b &amp; c<b>d</b></p>'
     )
+
+
+def test_latency_against_quality_is_in_predicted_seconds() -> None:
+    """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
+    plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
+    predicted = plan.data.predicted
+    assert predicted.objective_latency_s < 0.9 * predicted.latency_s
+    answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))
+    others = answered.answers.of("theta")
+    assert all(answer.latency_s < 0.9 * answer.predicted_s for answer in others)
+    shown = pareto(plan.data, answered, ()).text
+    assert seconds(predicted.latency_s) in shown
+    assert seconds(predicted.objective_latency_s) not in shown
