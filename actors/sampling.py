@@ -17,6 +17,8 @@ ADDITIVE_PENALTY = 2.0
 LARGEST_BIAS = 100.0
 """Of a logit, either way; as OpenAI's interface has it."""
 
+_REPETITION_WANTED = "from {:g} to {:g}; 1 is none".format(*REPETITION_PENALTIES)
+_ADDITIVE_WANTED = f"from {-ADDITIVE_PENALTY:g} to {ADDITIVE_PENALTY:g}"
 _ID_DIGITS = 18  # of a token id: what an int64 holds
 _FIRST_FIELDS = frozenset(
     ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop", "ignore_eos")
@@ -53,7 +55,6 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check ranges; raises `SpecError` naming the field."""
         least, most = REPETITION_PENALTIES
-        largest = ADDITIVE_PENALTY
         rules = {
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or more"),
             "top_k": (self.top_k >= 0, "0 (off) or more"),
@@ -66,21 +67,22 @@ class Sampling:
             "min_p": (0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
             "repetition_penalty": (
                 least <= self.repetition_penalty <= most,
-                f"from {least:g} to {most:g}; 1 is none",
+                _REPETITION_WANTED,
             ),
             "presence_penalty": (
-                abs(self.presence_penalty) <= largest,
-                f"from {-largest:g} to {largest:g}",
+                abs(self.presence_penalty) <= ADDITIVE_PENALTY,
+                _ADDITIVE_WANTED,
             ),
             "frequency_penalty": (
-                abs(self.frequency_penalty) <= largest,
-                f"from {-largest:g} to {largest:g}",
+                abs(self.frequency_penalty) <= ADDITIVE_PENALTY,
+                _ADDITIVE_WANTED,
             ),
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise SpecError(f"sampling.{name} is {getattr(self, name)!r}; it must be {wanted}")
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.logit_bias != {}:  # as in most rows, of which there may be millions
+            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def penalises(self) -> bool:
