@@ -9,7 +9,15 @@ from itertools import islice
 
 from planner.costs import CostModel
 from planner.device import Device
-from planner.fitting import Fits, SizedProblem, equal_problems, fitting_problems, smallest_sizes
+from planner.fitting import (
+    Fits,
+    SizedProblem,
+    equal_problems,
+    fitting_problems,
+    problems_near_share,
+    smaller_equal_problems,
+    smallest_sizes,
+)
 from planner.micro_batches import MicroBatches
 from planner.offloading import OffloadingEstimate, estimate_offloading
 from planner.optimiser.adabits import solve_adabits
@@ -127,20 +135,29 @@ class _Policy:
 
     Of the orders that keep equal devices together (up to `MOST_ORDERS`, of unlike ends first) and
     all sizes it takes the least by the first of `least`, of equal ones the least by the next. With
-    `one_bitwidth` that is the highest at which anything fits.
+    `one_bitwidth` that is the highest at which anything fits. The second of `sized` counts where
+    nothing fits by the first, at any bitwidth.
     """
 
-    sized: Sized
+    sized: tuple[Sized, ...]
     fits: Fits
     solve: Callable[[AssignmentProblem, QualityTables], Candidate | Assignment]
     least: tuple[Callable[[_Found], float], ...]
     one_bitwidth: bool = True
 
 
+def _near_share(
+    costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
+) -> Iterator[SizedProblem]:
+    """Every pair of sizes near the batch over the stages that fits."""
+    for devices in orders:
+        yield from problems_near_share(costs, devices, fits)
+
+
 def _all_sizes(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
 ) -> Iterator[SizedProblem]:
-    """Every pair of sizes that fits, near the batch over the stages or below."""
+    """Where none does, smaller ones."""
     for devices in orders:
         yield from fitting_problems(costs, devices, fits)
 
@@ -156,19 +173,19 @@ def _fits_evenly(problem: AssignmentProblem) -> bool:
 
 _POLICIES = {
     "uniform": _Policy(
-        _all_sizes,
+        (_near_share, _all_sizes),
         _fits_evenly,
         lambda problem, _: uniform_candidate(problem),
         (lambda found: found.latency_s,),
     ),
     "pipeedge": _Policy(
-        equal_problems,
+        (equal_problems, smaller_equal_problems),
         is_feasible,
         lambda problem, _: solve_pipeedge(problem),
         (lambda found: found.slowest_prefill_s,),
     ),
     "adabits": _Policy(
-        equal_problems,
+        (equal_problems, smaller_equal_problems),
         is_feasible,
         lambda problem, tables: solve_adabits(problem, ADABITS, tables),
         (lambda found: found.sensitivity, lambda found: found.latency_s),
@@ -181,10 +198,11 @@ _POLICIES = {
 def _find(costs: CostModel, name: str) -> _Found:
     """What the policy decides for; DoesNotFitError where nothing fits."""
     policy = _POLICIES[name]
-    for each in _allowed(costs, policy):
-        found = list(_solved(each, policy))
-        if found:
-            return _least(found, policy.least)
+    for sized in policy.sized:
+        for each in _allowed(costs, policy):
+            found = list(_solved(each, policy, sized))
+            if found:
+                return _least(found, policy.least)
     raise DoesNotFitError(
         f"{name} has no plan: no one bitwidth of {list(costs.options.bits)} fits in any order of "
         "the devices, at any micro-batch sizes allowed"
@@ -210,10 +228,10 @@ def _of_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
     return replace(costs, options=options, sensitivity=costs.sensitivity[:, [choice]])
 
 
-def _solved(costs: CostModel, policy: _Policy) -> Iterator[_Found]:
+def _solved(costs: CostModel, policy: _Policy, sized: Sized) -> Iterator[_Found]:
     """The policy's assignment for every order and pair of sizes in which it has one."""
     tables = QualityTables(costs.sensitivity)
-    for each in policy.sized(costs, _orders(costs), policy.fits):
+    for each in sized(costs, _orders(costs), policy.fits):
         found = policy.solve(each.problem, tables)
         yield _Found(costs, each.devices, each.sizes, each.problem, found)
 

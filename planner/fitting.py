@@ -48,6 +48,14 @@ def smallest_sizes(options: PlanOptions) -> MicroBatches:
     return MicroBatches(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
+def problems_near_share(
+    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
+) -> list[SizedProblem]:
+    """The problems of an order that fit, with sizes near the even share of the batch."""
+    near = searched_sizes(costs.workload, len(devices), costs.options)
+    return _fitting(costs, devices, near, fits)
+
+
 def fitting_problems(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[SizedProblem]:
@@ -55,24 +63,29 @@ def fitting_problems(
 
     Where all sizes near the even share need too much memory, smaller ones are taken.
     """
-    near = searched_sizes(costs.workload, len(devices), costs.options)
-    found = _fitting(costs, devices, near, fits)
+    found = problems_near_share(costs, devices, fits)
     if found or not fits(_sized(costs, devices, smallest_sizes(costs.options)).problem):
         return found
     return _fitting(costs, devices, _smaller_sizes(costs, devices, fits), fits)
 
 
 def equal_problems(
+    costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits, parts: int = 1
+) -> list[SizedProblem]:
+    """Every order that fits with the same size in both phases: a stage's share of the batch, in so
+    many `parts`, or the fixed sizes.
+    """
+    sized = (_sized(costs, order, _equal_sizes(costs, len(order), parts)) for order in orders)
+    return [each for each in sized if fits(each.problem)]
+
+
+def smaller_equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
 ) -> list[SizedProblem]:
-    """Every order that fits, with the batch over the stages in both phases, or the fixed sizes.
-
-    Where that fits no order, the size is halved until one does.
-    """
+    """The same with the share halved until some order fits."""
     parts = 1
     while True:
-        sized = (_sized(costs, order, _equal_sizes(costs, len(order), parts)) for order in orders)
-        found = [each for each in sized if fits(each.problem)]
+        found = equal_problems(costs, orders, fits, parts)
         if found or parts >= costs.workload.global_batch:
             return found
         parts *= 2
