@@ -178,19 +178,18 @@ class JobOutput:
         record = manifest.record
         if not manifest.complete or record is None or (retry_errors and manifest.errors):
             return None
-        try:
-            same = source.matches(record.input) and self._is_as_left(record.output)
-        except OSError:  # those who read it say what is the matter
-            return None
-        return record.input if same else None
+        with suppress(OSError):  # those who read it say what is the matter
+            if source.matches(record.input) and self._is_as_left(record.output):
+                return record.input
+        return None
 
     def _is_as_left(self, record: FileRecord | FolderRecord) -> bool:
         shards = shards_in(self.folder)
         if any((self.folder / name).exists() for name in _ASIDES):
             return False
-        if isinstance(record, FolderRecord):
-            return self._in_folder and record.matches(shards)
-        return not self._in_folder and not shards and record.matches(self.path)
+        if isinstance(record, FileRecord):
+            return not self._in_folder and not shards and record.matches(self.path)
+        return self._in_folder and record.matches(shards)
 
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Take up what is done already into `ledger`, and begin.
