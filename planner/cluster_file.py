@@ -12,23 +12,22 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from planner.accelerators import find_accelerator
+from planner.yaml_text import MOST_BYTES, parse_yaml
 from quant.errors import SpecError
 
 MAX_DEVICES = 256
 """Most devices of a cluster: eight times as many as the search for device orders is made for."""
-
-_IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
-"""What the library raises for a number, date or truth value that says it is one and is none."""
-
-_MOST_BYTES = 1 << 18
-"""A thousand for each device. More would be read for minutes before it is refused."""
 
 LEAST, MOST = 1e-6, 1e6
 """Of sizes in GiB and rates: from a kilobyte, as tests have it, to a petabyte."""
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+
+MOST_TIME_SCALE = 1e3
+"""An emulated second then lasts a quarter of an hour: more is a slip of the hand."""
+
+TimeScale = Annotated[float, Field(ge=0, le=MOST_TIME_SCALE, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -72,7 +71,7 @@ class NetworkEntry(_Strict):
 class EmulateEntry(_Strict):
     """Devices played by CPU actors: `time_scale` times the modelled time, `stand_in` computing."""
 
-    time_scale: NotNegative = 1.0
+    time_scale: TimeScale = 1.0
     stand_in: Annotated[str, Field(min_length=1)] | None = None
 
 
@@ -111,25 +110,16 @@ class Source:
 def read_yaml(path: Path) -> tuple[object, Source]:
     """The parsed file and its source; SpecError when it is unreadable or repeats a key."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if path.stat().st_size > MOST_BYTES:
             raise SpecError(
                 f"cluster file {path} has {path.stat().st_size} bytes; {MAX_DEVICES} devices take "
-                f"less than {_MOST_BYTES}"
+                f"less than {MOST_BYTES}"
             )
         text = path.read_text(encoding="utf-8")
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"cluster file {path} cannot be read: {error}") from error
-    except (yaml.YAMLError, *_IMPOSSIBLE) as error:
-        raise SpecError(f"cluster file {path} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise SpecError(
-            f"cluster file {path} nests too deeply or contains itself; write it out flat"
-        ) from error
-    source = Source(str(path), document)
-    _refuse_repeated_keys(document, str(path))
-    return values, source
+    values, document = parse_yaml(text, f"cluster file {path}")
+    return values, Source(str(path), document)
 
 
 def parse_cluster(values: object, source: Source) -> ClusterEntry:
@@ -220,26 +210,3 @@ def _child(node: yaml.Node | None, step: str | int) -> tuple[yaml.Node, int] | N
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
         return node.value[step], node.value[step].start_mark.line + 1
     return None
-
-
-def _refuse_repeated_keys(document: yaml.Node | None, path: str) -> None:
-    """Looks at every node once, however often aliases name it, and it itself."""
-    waiting, met = [document], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in met:
-            continue
-        met.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        elif isinstance(node, yaml.MappingNode):
-            waiting += [value for _, value in node.value]
-            _refuse_repeats_of(node, path)
-
-
-def _refuse_repeats_of(node: yaml.MappingNode, path: str) -> None:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if key.value in seen:
-            raise SpecError(f"{path}:{key.start_mark.line + 1}: key {key.value!r} stands twice")
-        seen.add(key.value)

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from planner.cluster import ClusterSpec
 from planner.options import PlanOptions
+from planner.yaml_text import parse_yaml
 from quant.errors import InfeasibleError, SpecError
 
 FILE_OPTIONS = ("omega_file", "profiles")
@@ -31,11 +32,9 @@ class PlanOrigin:
         """What is left of the cluster; raises `InfeasibleError` where that is nothing, `SpecError`
         for a text that is no cluster.
         """
-        try:
-            values = yaml.safe_load(self.cluster)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise SpecError(f"the plan's origin.cluster is not YAML: {error}") from error
-        whole = ClusterSpec.from_dict(values, "the plan's origin.cluster")
+        where = "the plan's origin.cluster"
+        values, _ = parse_yaml(self.cluster, where)
+        whole = ClusterSpec.from_dict(values, where)
         left = tuple(device for device in whole.devices if device.name not in self.lost)
         if not left:
             raise InfeasibleError(f"no device of cluster {whole.name} is left")

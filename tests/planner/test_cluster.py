@@ -10,6 +10,8 @@ import yaml
 
 from planner.accelerators import GIB, registry
 from planner.cluster import ClusterSpec, Device, Emulation
+from planner.options import PlanOptions
+from planner.origin import PlanOrigin
 from quant.errors import SpecError
 
 SPECS = Path(__file__).parents[2] / "cluster_specs"
@@ -231,10 +233,34 @@ def test_bad_file_is_named_with_line(tmp_path: Path, old: str, new: str, message
     assert "c.yaml" in str(caught.value)
 
 
-def test_aliases_of_aliases_are_looked_at_once(tmp_path: Path) -> None:
-    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]" for i in range(1, 12)]
-    with pytest.raises(SpecError, match="unknown key"):
-        load(tmp_path, "\n".join(["l0: &l0 [1]", *levels]))
+@pytest.mark.parametrize(
+    ("first", "form"), [("[1]", "[{}]"), ("{k: 1}", "{{<<: [{}]}}")], ids=["alias", "merge key"]
+)
+def test_aliases_are_counted_before_they_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, form: str
+) -> None:
+    """Eight levels of ten are gigabytes; nothing is built of them."""
+    levels = [f"b{i}: &b{i} {form.format(', '.join([f'*b{i - 1}'] * 10))}" for i in range(1, 9)]
+    text = "\n".join([f"b0: &b0 {first}", *levels])
+    assert len(text) < 700
+    with monkeypatch.context() as patched:
+        patched.setattr(yaml, "safe_load", lambda _: pytest.fail("it was built"))
+        with pytest.raises(SpecError, match=r"c\.yaml:\d: with its aliases .*without aliases"):
+            load(tmp_path, text)
+    with pytest.raises(SpecError, match=r"origin\.cluster:\d: with its aliases"):
+        PlanOrigin(text, PlanOptions()).cluster_spec()
+
+
+def test_a_merge_key_is_understood(tmp_path: Path) -> None:
+    nodes = "nodes:\n  - &a {name: a, accelerators: {T4: 2}}\n  - {<<: *a, name: b}\n"
+    text = f"name: c\n{nodes}network: {{internode_gbit_per_s: 100}}\n"
+    assert [device.node for device in load(tmp_path, text).devices] == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("scale", [1e9, 1001])
+def test_a_time_scale_is_bounded(tmp_path: Path, scale: float) -> None:
+    with pytest.raises(SpecError, match=r"time_scale: .*less than or equal to 1000"):
+        load(tmp_path, FILE + f"emulate: {{time_scale: {scale!r}}}\n")
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
