@@ -45,10 +45,10 @@ from quant.errors import DeviceError, InfeasibleError
 
 VOCABULARY = 64
 METHODS = {
-    LLM_PQ: PlanOptions(objective="paper", head="last", keep_all_devices=True),
-    LLMPQ: PlanOptions(),
-    UNIFORM: PlanOptions(method="uniform"),
-    PIPEEDGE: PlanOptions(method="pipeedge"),
+    LLM_PQ: PlanOptions(objective="paper", head="last", keep_all_devices=True, memory_margin=0.0),
+    LLMPQ: PlanOptions(memory_margin=0.0),
+    UNIFORM: PlanOptions(method="uniform", memory_margin=0.0),
+    PIPEEDGE: PlanOptions(method="pipeedge", memory_margin=0.0),
 }
 NEW_TOKENS = (200, 100, 50, 25, 12, 6)
 

@@ -42,6 +42,6 @@ class Setting:
     def _costs(self) -> CostModel:
         shape = model_shape(self.model)
         latency = latency_from_profiles(self.profiles, RooflineLatency(shape))
-        options = PlanOptions(dtype="float16", bits=self.bits)
+        options = PlanOptions(dtype="float16", bits=self.bits, memory_margin=0.0)
         sensitivity = default_sensitivity(shape, options.bits)
         return CostModel(self.cluster, shape, self.workload, options, latency, sensitivity)

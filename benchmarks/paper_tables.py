@@ -111,6 +111,7 @@ def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
             objective=objective,
             head="last",
             keep_all_devices=True,
+            memory_margin=0.0,
         )
         schemes[name] = _planned(case, cluster, options)
     setting = Setting(cluster, case.model, case.workload, profiles, BITWIDTHS)

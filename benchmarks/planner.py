@@ -40,7 +40,7 @@ from planner.candidates import Candidates, SearchCandidate
 from planner.cluster import ClusterSpec
 from planner.costs import CostModel
 from planner.model_shape import ModelShape, model_shape
-from planner.optimiser.problem import AssignmentProblem, FloatArray
+from planner.optimiser.problem import AssignmentProblem, FloatArray, Objective
 from planner.options import PlanOptions
 from planner.plan_builder import Solution
 from planner.search import cost_model, find_plan, search
@@ -90,7 +90,8 @@ def paper_costs(number: int, options: PlanOptions) -> CostModel:
     shape = model_shape(name)
     cluster = ClusterSpec.from_yaml(CLUSTERS / f"paper_{number:02}.yaml")
     omega = uneven_sensitivity(shape, number)
-    return cost_model(cluster, shape, WORKLOAD, replace(options, theta=theta), omega)
+    options = replace(options, theta=theta, memory_margin=0.0)
+    return cost_model(cluster, shape, WORKLOAD, options, omega)
 
 
 def timed_search(costs: CostModel) -> Timed:
@@ -279,7 +280,8 @@ def _large_costs(
         kv_heads=hidden // 128,
     )
     options = PlanOptions(relative_gap=GAP, head="last", all_orders=all_orders)
-    options = replace(options, objective="paper" if objective == "paper" else "pipeline")
+    kind: Objective = "paper" if objective == "paper" else "pipeline"
+    options = replace(options, objective=kind, memory_margin=0.0)
     return cost_model(cluster, model, WORKLOAD, options, uneven_sensitivity(model, layers))
 
 

@@ -22,8 +22,9 @@ from llmpq.rows import BadRow, Row
 from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput, job_sampling
 from llmpq.session import ray_session
 from llmpq.tokenize import RequestMaker, beyond_vocabulary, load_tokenizer
-from planner.model_shape import ModelShape, model_shape
+from planner.model_shape import ModelShape, model_shape, shape_at_hand
 from planner.plan import Plan
+from planner.plan_check import check_plan
 from planner.run_trace import check_trace_path
 from quant.cache.settings import CacheSettings
 from quant.errors import DeviceLostError, PlanMismatchError, SpecError
@@ -69,7 +70,7 @@ class RunOptions:
     Ray's; `cache`: where each node keeps packed layers for the next start; `transport` between
     stages; `trace`: where to write every micro-batch's times; `job` names the run in Ray's metrics;
     `recovery`: how it goes on after faults, of which `on_event` is told; `generation_config`: whose
-    sampling holds where `sampling` settles none.
+    sampling holds where `sampling` settles none; `plan_source`: the plan's file, for messages.
     """
 
     model: str | None = None
@@ -82,6 +83,7 @@ class RunOptions:
     job: str = "llmpq"
     recovery: Recovery = Recovery()  # noqa: RUF009  (frozen)
     on_event: OnEvent = ignore_event
+    plan_source: str = "the plan"
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Run:
 
     def _request_maker(self) -> RequestMaker:
         plan, sampling = self.plan, self.sampling.sampling
-        shape = _shape_for_run(plan, sampling, self._folder)
+        shape = _shape_for_run(plan, sampling, self._folder, self._options.plan_source)
         return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
 
     def results(
@@ -277,7 +279,7 @@ def job_identity(plan: Plan, options: RunOptions) -> JobIdentity:
     folder = resolve(checkpoint, weights=False)
     found = job_sampling(options.sampling, options.generation_config, folder, plan.workload)
     sampling = found.sampling
-    _shape_for_run(plan, sampling, folder)
+    _shape_for_run(plan, sampling, folder, options.plan_source)
     most = sampling.max_new_tokens or plan.workload.new_tokens
     return JobIdentity(
         model_digest(folder, checkpoint),
@@ -286,7 +288,7 @@ def job_identity(plan: Plan, options: RunOptions) -> JobIdentity:
     )
 
 
-def _shape_for_run(plan: Plan, sampling: Sampling, folder: Path) -> ModelShape:
+def _shape_for_run(plan: Plan, sampling: Sampling, folder: Path, plan_source: str) -> ModelShape:
     """Shape of what computes; raises where it or the sampling does not go with the plan."""
     most = sampling.max_new_tokens
     if (most or 0) > plan.workload.new_tokens:
@@ -295,10 +297,17 @@ def _shape_for_run(plan: Plan, sampling: Sampling, folder: Path) -> ModelShape:
             "with a larger --n"
         )
     shape = model_shape(str(folder)) if plan.stand_in else shape_for_plan(plan, folder)
+    check_plan(plan, _planned_shape(plan) if plan.stand_in else shape, plan_source)
     beyond = beyond_vocabulary(sampling, shape.vocab_size)
     if beyond:
         raise SpecError(beyond)
     return shape
+
+
+def _planned_shape(plan: Plan) -> ModelShape | None:
+    """Shape of the model that a stand-in plays, where it can be told without the network."""
+    shape = shape_at_hand(plan.model.source)
+    return shape if shape and shape.fingerprint() == plan.model.fingerprint else None
 
 
 def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:

@@ -19,7 +19,7 @@ from planner.memory import (
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
-    net_memory_bytes,
+    margin_bytes,
 )
 from planner.micro_batches import MicroBatches
 from planner.model_shape import ModelShape
@@ -61,6 +61,10 @@ class CostModel:
         """KV cache of one layer on `device` for the whole batch."""
         return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
+    def limit_bytes(self, device: Device) -> int:
+        """What a stage may fill of `device`: all but the margin."""
+        return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
+
     def transfers(self, sizes: MicroBatches) -> Transfers:
         """The hops between stages."""
         return Transfers(self.cluster, self.shape, self.workload, sizes, self.head_on_first)
@@ -91,7 +95,7 @@ class CostModel:
         prefill_comm, decode_comm = self.transfers(sizes).of_order(devices, dtypes)
         fixed_prefill, fixed_decode = self._fixed_times(devices, sizes)
         net = [
-            net_memory_bytes(device, self.fixed_memory(devices, j, sizes).total)
+            self.limit_bytes(device) - self.fixed_memory(devices, j, sizes).total
             for j, device in enumerate(devices)
         ]
         return AssignmentProblem(

@@ -122,8 +122,15 @@ def misfit(costs: CostModel) -> DoesNotFitError:
     sizes = closest.sizes
     return DoesNotFitError(
         f"{costs.shape.name} does not fit with micro-batches of {sizes.prefill} (prefill) and "
-        f"{sizes.decode} (decode), the smallest allowed: {why}"
+        f"{sizes.decode} (decode), the smallest allowed: {why}{_kept_free(costs)}"
     )
+
+
+def _kept_free(costs: CostModel) -> str:
+    """What the figures leave out of the devices' memory."""
+    if not any(costs.limit_bytes(device) < device.memory_bytes for device in costs.cluster.devices):
+        return ""
+    return f"; {costs.options.memory_margin:.3g} of each GPU's memory is kept free (memory_margin)"
 
 
 def heads_of(costs: CostModel) -> list[CostModel]:

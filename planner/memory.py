@@ -201,9 +201,12 @@ def fixed_stage_memory(
     )
 
 
-def net_memory_bytes(device: Device, fixed_bytes: int) -> int:
-    """What is left for layers and their KV cache; negative where the fixed parts do not fit."""
-    return device.memory_bytes - fixed_bytes
+def margin_bytes(device: Device, share: float) -> int:
+    """What a plan leaves free of a GPU's memory: this `share` of it.
+
+    Nothing of a CPU's: its budget is what somebody chose to give, and the host has more beside it.
+    """
+    return 0 if device.accelerator.is_cpu else round(share * device.memory_bytes)
 
 
 def stage_memory(

@@ -17,7 +17,14 @@ from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
 from quant.gptq.config import read_gptq_config
 
-__all__ = ["ModelShape", "builtin_names", "model_config", "model_shape", "supported_model_types"]
+__all__ = [
+    "ModelShape",
+    "builtin_names",
+    "model_config",
+    "model_shape",
+    "shape_at_hand",
+    "supported_model_types",
+]
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -28,17 +35,23 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
     cannot be planned.
     """
     text = str(name_or_path)
-    local = _local_shape(text)
-    if local is not None:
-        return local
-    builtin = _builtin_configs().get(text.lower())
-    if builtin is not None:
-        return shape_from_config(text, builtin)
+    found = shape_at_hand(text)
+    if found is not None:
+        return found
     if _looks_like_path(text):
         raise SpecError(f"model {text}: no such folder or file; {_nearest(text)}")
     if text.count("/") != 1:
         raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
     return shape_from_config(text, _hub_config(text))
+
+
+def shape_at_hand(text: str) -> ModelShape | None:
+    """As `model_shape`, but None for what only the network could tell."""
+    local = _local_shape(text)
+    if local is not None:
+        return local
+    builtin = _builtin_configs().get(text.lower())
+    return None if builtin is None else shape_from_config(text, builtin)
 
 
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ Compute = Callable[[Phase, int, int], Sequence[float]]
 """Seconds of every stage [N] for a phase, a number of requests, and the length of each of them."""
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-_Seconds = Annotated[float, Field(ge=0)]
+_Seconds = Annotated[float, Field(ge=0, le=1e9)]
 _Count = Annotated[int, Field(ge=0)]
 
 _LINEAR = 1e-12

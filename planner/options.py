@@ -21,6 +21,10 @@ AUTO = "auto"
 KV_CHOICES = (*KV_BITWIDTHS, AUTO)
 PROFILE_USES = ("fit", "measured")
 BOUNDS = ("max_omega", "max_latency_s", "max_ppl_delta")
+MEMORY_MARGIN = 0.02
+"""Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
+0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
+
 BASELINE_METHODS = ("uniform", "pipeedge")
 
 PLAN_RULES = (
@@ -60,6 +64,7 @@ PLAN_RULES = (
         "name the CSV of measured times, or leave it (--fit, --use_profiler_prediction) out",
         without=("profiles",),
     ),
+    Rule(("strict_profiles",), "name the CSV of measured times", without=("profiles",)),
 )
 """What would be ignored among the planning options themselves."""
 
@@ -98,7 +103,8 @@ class PlanOptions:
     `relative_gap` is the accepted distance from the optimum.
     `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
     `kv_bits`: bits of keys and values, 16 for those of the compute type, 8 for codes with a scale a
-    token and head; `auto` is 16 if that fits, else 8.
+    token and head; `auto` is 16 if that fits, else 8. `memory_margin`: the share of each GPU's
+    memory that is left free. `strict_profiles`: refuse to plan where a time is not of the profiles.
     """
 
     theta: float = 1.0
@@ -124,6 +130,8 @@ class PlanOptions:
     relative_gap: float = 1e-4
     rounding: str = ROUNDINGS[0]
     kv_bits: int | str = FULL_BITS
+    memory_margin: float = MEMORY_MARGIN
+    strict_profiles: bool = False
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -150,6 +158,7 @@ class PlanOptions:
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
             "rounding": (self.rounding in ROUNDINGS, f"one of {list(ROUNDINGS)}"),
             "kv_bits": (self.kv_bits in KV_CHOICES, f"one of {list(KV_CHOICES)}"),
+            "memory_margin": (0 <= self.memory_margin < 1, "at least 0 and below 1"),
             "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),
             "prefill_micro_batch": (sizes[0] is None or sizes[0] >= 1, "at least 1"),
             "decode_micro_batch": (sizes[1] is None or sizes[1] >= 1, "at least 1"),

@@ -34,6 +34,8 @@ class PlanOrigin:
         """
         where = "the plan's origin.cluster"
         values, _ = parse_yaml(self.cluster, where)
+        if not isinstance(values, dict):
+            raise SpecError(f"{where} is no mapping; plan again with llmpq-algo")
         whole = ClusterSpec.from_dict(values, where)
         left = tuple(device for device in whole.devices if device.name not in self.lost)
         if not left:

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from planner.cluster_file import TimeScale
 from planner.memory import FULL_BITS, KV_BITWIDTHS, StageMemory
 from planner.micro_batches import MicroBatches
 from planner.modelled_times import ModelledTimes
@@ -36,6 +37,9 @@ _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan
 _MAX_BYTES = 2**60
 """An exbibyte: a stage of more is a slip of the hand."""
 _MAX_LAYERS = 2**16
+_MAX_THREADS = 2**16
+_MAX_SECONDS = 1e9
+"""Of one micro-batch: three decades."""
 
 
 def _as_range(value: Any) -> Any:
@@ -43,7 +47,9 @@ def _as_range(value: Any) -> Any:
     match value:
         case range():
             return value
-        case [int(first), int(end)] if 0 <= first <= end <= _MAX_LAYERS:
+        case [int(first), int(end)] if (
+            bool not in (type(first), type(end)) and 0 <= first <= end <= _MAX_LAYERS
+        ):
             return range(first, end)
     raise ValueError(f"give [first, end], whole numbers from 0 to {_MAX_LAYERS}, not {value!r:.40}")
 
@@ -77,7 +83,7 @@ def _no_negative_part(memory: StageMemory) -> StageMemory:
 
 Bits = Annotated[int, _one_of(BITWIDTHS)]
 Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES)]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
 Positive = Annotated[float, Field(gt=0)]
 LayerRange = Annotated[
     range,
@@ -103,7 +109,9 @@ class StagePlan:
 
     `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of
     one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
-    back). `modelled` has the seconds of any micro-batch, to which an emulated device is held.
+    back). `memory_limit_bytes` is what the plan may fill: the device's memory without
+    `memory_margin_bytes`, which stay free. `modelled` has the seconds of any micro-batch, to which
+    an emulated device is held.
     """
 
     index: int
@@ -111,7 +119,7 @@ class StagePlan:
     accelerator: str
     node: str
     emulated: bool
-    threads: Annotated[int, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1, le=_MAX_THREADS)]
     custom_resource: str | None
     dtype: Annotated[str, _one_of(DTYPE_BYTES)]
     layers: LayerRange
@@ -126,6 +134,7 @@ class StagePlan:
     decode_comm_s: Seconds
     provenance: str
     modelled: ModelledTimes | None = None
+    memory_margin_bytes: Bytes = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -223,7 +232,7 @@ class Plan:
     workload: Workload
     cluster: str
     cluster_fingerprint: str
-    time_scale: Annotated[float, Field(ge=0)]
+    time_scale: TimeScale
     micro_batches: MicroBatches
     head_on_first: bool
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
@@ -279,7 +288,7 @@ class Plan:
                 f"{PLAN_VERSION}; plan again with llmpq-algo"
             )
         try:
-            plan = _ADAPTER.validate_python(content)
+            plan = _ADAPTER.validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             problem = first["msg"].removeprefix("Value error, ")
@@ -291,7 +300,9 @@ class Plan:
         return plan
 
     def check(self, source: str = "plan") -> None:
-        """Whether the stages, in order, cover every layer once; raises `SpecError`."""
+        """Whether the stages, in order, cover every layer once, each on a device of its own; raises
+        `SpecError`. What follows from the plan's figures is `planner.plan_check`'s.
+        """
         sizes, batch = self.micro_batches, self.workload.global_batch
         if not (1 <= sizes.prefill <= batch and 1 <= sizes.decode <= batch):
             raise SpecError(
@@ -302,6 +313,7 @@ class Plan:
         slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)
         if len(predicted.busy_share) != count or not all(0 <= each < count for each in slowest):
             raise SpecError(f"{source}: field predicted: not of {count} stages; plan again")
+        self._check_devices(source)
         expected = 0
         for position, stage in enumerate(self.stages):
             if stage.index != position:
@@ -319,6 +331,19 @@ class Plan:
             raise SpecError(
                 f"{source}: stages hold {expected} of {self.model.layers} layers; plan again"
             )
+
+    def _check_devices(self, source: str) -> None:
+        """Whether none is named twice."""
+        met: dict[str, str] = {}
+        used = ((f"stages.{stage.index}.device", stage.device) for stage in self.stages)
+        unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
+        for where, device in (*used, *unused):
+            if device in met:
+                raise SpecError(
+                    f"{source}: field {where}: {device!r:.80} stands in {met[device]} already; a "
+                    "device holds one stage, or none: plan again"
+                )
+            met[device] = where
 
 
 _ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)

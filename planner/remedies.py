@@ -126,6 +126,13 @@ def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
         yield Remedy("no --keep_all_devices", changed)
 
 
+def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """All of the devices' memory."""
+    changed = request.with_options(memory_margin=0.0)
+    if request.options.memory_margin and fits(changed):
+        yield Remedy("nothing kept free (--memory_margin 0)", changed)
+
+
 def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     """Keys and values in the fewest bits; `auto` has tried them."""
     present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
@@ -197,5 +204,6 @@ _KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
     _smaller_cache,
     _smaller_batch,
     _fewer_bits,
+    _no_margin,
     _more_devices,
 )

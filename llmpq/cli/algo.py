@@ -242,6 +242,18 @@ def _add_planning(add: Any) -> None:
     add("--rounding", help=f"of weights while they load: {', '.join(ROUNDINGS)} (nearest)")
     add("--kv_bits", type=_kv_bits, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
+    add(
+        "--memory_margin",
+        type=float,
+        metavar="SHARE",
+        help=f"of each GPU's memory, left free ({default.memory_margin:g})",
+    )
+    add(
+        "--strict_profiles",
+        action="store_const",
+        const=True,
+        help="refuse to plan where a layer's time is not of the profiles",
+    )
     add("--head", help="stage of the LM head: auto, first or last (auto)")
     add(
         "--keep_all_devices",

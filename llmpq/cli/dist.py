@@ -143,6 +143,7 @@ def _run_options(options: argparse.Namespace) -> RunOptions:
             replace_s=options.replace_s,
             on_device_loss=options.on_device_loss,
         ),
+        plan_source=str(options.strat_file_name),
     )
 
 

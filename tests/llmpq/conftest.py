@@ -44,9 +44,14 @@ def cluster_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plan(tiny: tuple[Path, Any], cluster_file: Path) -> Plan:
     """A plan of the tiny model in float32 at 16 bit, three stages."""
+    return tiny_plan(tiny[0], cluster_file)
+
+
+def tiny_plan(folder: Path, cluster_file: Path, **options: object) -> Plan:
+    """The same with more options."""
     workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
-    cluster = Cluster.from_yaml(cluster_file)
-    return cluster.plan(tiny[0], workload, dtype="float32", bits=[16], keep_all_devices=True)
+    given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
+    return Cluster.from_yaml(cluster_file).plan(folder, workload, **given)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from llmpq.detect import detect_cluster
 from llmpq.run import BAD_ROWS_AT_ONCE
 from quant.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
-from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 
 LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
 ONE_DEVICE = """
@@ -46,10 +46,13 @@ def test_three_actors_give_the_tokens_of_generate(tiny: tuple[Path, Any], plan: 
         assert results[f"row-{i}"].error is None
 
 
-def test_random_sampling_does_not_depend_on_the_plan(tiny: tuple[Path, Any], plan: Plan) -> None:
+def test_random_sampling_does_not_depend_on_the_plan(
+    tiny: tuple[Path, Any], cluster_file: Path, plan: Plan
+) -> None:
     prompts = rows_for(random_prompts(LENGTHS))
     sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
-    other = Plan(replace(plan.data, micro_batches=replace(plan.micro_batches, prefill=1, decode=2)))
+    other = tiny_plan(tiny[0], cluster_file, prefill_micro_batch=1, decode_micro_batch=2)
+    assert plan.micro_batches != other.micro_batches
     first, second = (
         {r.custom_id: r.token_ids for r in p.run(prompts, sampling)} for p in (plan, other)
     )

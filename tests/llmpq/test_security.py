@@ -102,7 +102,7 @@ def test_cached_layers_stay_in_their_folder(label: str, tmp_path: Path) -> None:
 def with_texts(plan: PlanData, text: str) -> PlanData:
     """The plan with `text` wherever people may write what they like."""
     stages = tuple(
-        replace(each, device=text, accelerator=text, node=text, provenance=text)
+        replace(each, device=f"{text}{each.index}", accelerator=text, node=text, provenance=text)
         for each in plan.stages
     )
     model = replace(plan.model, source=text, name=text, model_type=text)
@@ -116,7 +116,7 @@ def with_texts(plan: PlanData, text: str) -> PlanData:
         baselines=baselines,
         solver=solver,
         sensitivity_source=text,
-        unused_devices=(text,),
+        unused_devices=(f"{text}-unused",),
     )
 
 

@@ -241,7 +241,8 @@ def problem_under(question: Question, found: PlannedAssignment) -> AssignmentPro
     if question.kind == "memory":
         more = np.array(problem.memory_bytes)
         assert question.stage is not None
-        slack = 0.02 * question.amount  # what the allocator takes of it
+        # What the allocator takes of it, and what is left free.
+        slack = (0.02 + found.costs.options.memory_margin) * question.amount
         more[question.stage] += question.amount - round(slack)
         return replace(problem, memory_bytes=more)
     assert question.kind == "links"

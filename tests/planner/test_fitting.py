@@ -44,7 +44,9 @@ class Place:
     def spare_bytes(self, sizes: MicroBatches) -> list[int]:
         """What every stage has left for layers."""
         return [
-            device.memory_bytes - self.costs.fixed_memory(self.devices, stage, sizes).total
+            device.memory_bytes
+            - round(self.costs.options.memory_margin * device.memory_bytes)
+            - self.costs.fixed_memory(self.devices, stage, sizes).total
             for stage, device in enumerate(self.devices)
         ]
 
@@ -150,6 +152,7 @@ def small_request(seed: int) -> PlanningRequest:
         keep_all_devices=bool(rng.random() < 0.3),
         prefill_micro_batch=fixed(),
         decode_micro_batch=fixed(),
+        memory_margin=0.02 * (seed % 2),
     )
     workload = Workload(batch, int(rng.choice([8, 8, 400])), int(rng.choice([8, 100])))
     request = PlanningRequest(cluster, SHAPE, workload, options)

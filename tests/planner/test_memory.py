@@ -24,7 +24,7 @@ from planner.memory import (
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
-    net_memory_bytes,
+    margin_bytes,
     runtime_bytes,
     stage_memory,
     temporary_bytes,
@@ -212,7 +212,14 @@ def test_stage_adds_up() -> None:
     stage = stage_memory(OPT_30B, [3, 8, 8], kv, t4, "float16", fixed)
     layers = [layer_weight_bytes(OPT_30B, bits, t4, "float16") for bits in (3, 8, 8)]
     assert stage.total == fixed.total + sum(layers) + 3 * kv
-    assert net_memory_bytes(t4, fixed.total) == t4.memory_bytes - fixed.total
+
+
+def test_the_margin_is_a_share_of_a_gpu_and_nothing_of_a_cpu() -> None:
+    t4 = device()
+    assert margin_bytes(t4, 0.02) == pytest.approx(0.02 * t4.memory_bytes, abs=1)
+    assert margin_bytes(replace(t4, emulated=True), 0.02) == margin_bytes(t4, 0.02)
+    cpu = ClusterSpec.from_dict({"name": "c", "nodes": [{"accelerators": "CPU", "memory_gib": 4}]})
+    assert margin_bytes(t4, 0.0) == margin_bytes(cpu.devices[0], 0.02) == 0
 
 
 def test_runtime_is_only_what_a_gpu_takes() -> None:

@@ -114,7 +114,12 @@ def omega_file(path: Path) -> Path:
 
 def planned(path: Path, gib: float = 0.76, **options: object) -> Plan:
     cluster = ClusterSpec.from_counts(["T4", "V100"], [1, 1])
-    quick = {"head": "last", "keep_all_devices": True, "prefill_micro_batch": 4}
+    quick = {
+        "head": "last",
+        "keep_all_devices": True,
+        "prefill_micro_batch": 4,
+        "memory_margin": 0.0,
+    }
     small = [replace(device, memory_bytes=int(gib * 2**30)) for device in cluster.devices]
     return find_plan(
         replace(cluster, devices=tuple(small)),

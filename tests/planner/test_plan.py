@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from planner.micro_batches import MicroBatches
 from planner.model_shape import model_shape
 from planner.optimiser.problem import Assignment
 from planner.options import PlanOptions
+from planner.origin import PlanOrigin
 from planner.plan import PLAN_VERSION, Baseline, Plan
 from planner.plan_builder import Solution, build_plan, simulate_solution
 from planner.roofline import RooflineLatency
@@ -164,12 +166,42 @@ def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
         (change("micro_batches", "prefill", to=-1), "field micro_batches: -1 and 5"),
         (change("workload", "global_batch", to=10**15), "global_batch is above 1048576"),
         (change("model", "layers", to=40), "stages hold 24 of 40 layers"),
+        (change("workload", "global_batch", to="8"), "field workload.global_batch: .*integer"),
+        (change("workload", "global_batch", to=True), "field workload.global_batch: .*integer"),
+        (change("workload", "global_batch", to=4.0), "field workload.global_batch: .*integer"),
+        (change("micro_batches", "decode", to=4.0), "field micro_batches.decode: .*integer"),
+        (change("stages", 0, "memory", "weights", to="8"), "0.memory.weights: .*integer"),
+        (change("stages", 0, "memory_bytes", to=True), "0.memory_bytes: .*integer"),
+        (change("stages", 0, "layers", to=[False, 6]), "field stages.0.layers: give .first, end"),
+        (change("stages", 0, "layers", to=[0.0, 6]), "field stages.0.layers: give .first, end"),
+        (change("stages", 0, "bitwidths", 2, to="4"), "0.bitwidths.2: .*integer"),
+        (change("stages", 0, "emulated", to=0), "0.emulated: .*boolean"),
+        (change("stages", 0, "emulated", to="yes"), "0.emulated: .*boolean"),
+        (change("stages", 0, "prefill_s", to="1"), "0.prefill_s: .*number"),
+        (change("stages", 0, "prefill_s", to=True), "0.prefill_s: .*number"),
+        (change("stages", 0, "prefill_s", to=1e300), "0.prefill_s: .*1000000000"),
+        (change("stages", 0, "threads", to=2**40), "0.threads: .*65536"),
+        (change("stages", 0, "device", to=7), "0.device: .*string"),
+        (change("model", "layers", to="24"), "field model.layers: .*integer"),
+        (change("origin", "options", "group", to=1.0), "origin.options.group: .*integer"),
+        (change("time_scale", to=1e9), "field time_scale: .*1000"),
+        (change("time_scale", to="1"), "field time_scale: .*number"),
+        (
+            change("stages", 1, "device", to="node0/T4-16GB:0"),
+            "field stages.1.device: 'node0/T4-16GB:0' stands in stages.0.device already",
+        ),
+        (
+            change("unused_devices", to=["node0/T4-16GB:0"]),
+            "field unused_devices.0: .* stands in stages.0.device already",
+        ),
+        (change("unused_devices", to=["x", "x"]), "unused_devices.1: .* in unused_devices.0"),
     ],
 )
 def test_damaged_plans_are_refused(
     tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    content = json.loads(made()[0].to_json())
+    plan = made()[0]
+    content = json.loads(replace(plan, origin=PlanOrigin("", PlanOptions())).to_json())
     damage(content)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
@@ -192,6 +224,13 @@ def test_damaged_plans_are_refused(
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         Plan.from_json(text, "plan.json")
+
+
+def test_whole_numbers_may_stand_for_others() -> None:
+    plan = made()[0]
+    content = json.loads(plan.to_json())
+    content["time_scale"], content["solver"]["theta"] = 0, 1
+    assert Plan.from_json(json.dumps(content)) == plan
 
 
 def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
