@@ -12,8 +12,8 @@ from planner.cluster import ClusterSpec
 from planner.device import Device
 from planner.model_shape import ModelShape
 from planner.profile_design import DesignSpace, LayerWorkload, design
-from planner.profile_errors import PHASES
 from planner.profile_rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.profile_use import PHASES, applies
 from quant.errors import SpecError
 from quant.scheme import BITWIDTHS
 
@@ -119,7 +119,7 @@ class Profile:
         }
 
     def _is_ours(self, row: ProfileRow, device: Device, dtype: str) -> bool:
-        return row.layer == LayerTerms.of(self._shape) and row.applies(device, row.bits, dtype)
+        return row.layer == LayerTerms.of(self._shape) and applies(row, device, dtype)
 
     def _new_rows(self, device: Device, dtype: str, state: ProfileState) -> Iterator[ProfileRow]:
         for each in state.measured:

@@ -82,6 +82,8 @@ def _usable(options: PlanOptions) -> PlanOptions:
         path = getattr(options, name)
         if path is None or Path(path).is_file():
             continue
+        if name == "profiles" and options.strict_profiles:
+            raise SpecError(f"strict_profiles needs {path}")
         if name == "profiles":
             options = replace(options, profiles=None)
         elif options.max_ppl_delta is not None:

@@ -88,7 +88,7 @@ def _notes(plan: Plan) -> list[str]:
         f"solver: {s.method} with {s.solver}, {s.status}, gap {s.gap:.2%}, {s.seconds:.2f} s for "
         f"{s.candidates} orders and micro-batches ({s.solved} solved); theta {s.theta:g}, "
         f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
-        "times: " + "; ".join(sorted({stage.provenance for stage in plan.stages})),
+        *_times(plan),
     ]
     if plan.perplexity is not None:
         lines.append(_perplexity(plan.perplexity))
@@ -96,6 +96,16 @@ def _notes(plan: Plan) -> list[str]:
         lines.append(f"not used: {', '.join(plan.unused_devices)}")
     lines += [_beside(plan, baseline) for baseline in plan.baselines if baseline.name == "uniform"]
     return lines
+
+
+def _times(plan: Plan) -> list[str]:
+    """Where the times of each stage come from; stages of the same source share a line."""
+    stages: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        stages.setdefault(stage.provenance, []).append(str(stage.index))
+    if len(stages) == 1:
+        return [f"times: {source}" for source in stages]
+    return [f"times of stage {', '.join(of)}: {source}" for source, of in stages.items()]
 
 
 def _perplexity(forecast: PerplexityForecast) -> str:

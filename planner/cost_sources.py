@@ -4,23 +4,36 @@ sizes.
 
 from __future__ import annotations
 
+from planner.cluster import ClusterSpec
 from planner.kv_latency import EightBitCacheLatency
 from planner.latency import LatencyModel
 from planner.memory import FULL_BITS
 from planner.model_shape import ModelShape
 from planner.options import PlanOptions, kv_bits_of
-from planner.profiles import latency_from_profiles
+from planner.profile_rows import LayerTerms, read_profiles
+from planner.profile_use import refuse_estimates
+from planner.profiles import FittedLatency, ProfiledLatency
 from planner.roofline import RooflineLatency
 from planner.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 
 
-def latency_model_of(shape: ModelShape, options: PlanOptions) -> LatencyModel:
-    """From the profiles that the options name, else from datasheets."""
+def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:
+    """From the profiles that the options name, else from datasheets.
+
+    SpecError where the options are strict and the profiles lack a layer's time that they could
+    hold.
+    """
     kv_bits = kv_bits_of(options)
     if options.profiles is None:
         return RooflineLatency(shape, kv_bits)
-    measured = options.profile_use == "measured"
-    latency = latency_from_profiles(options.profiles, RooflineLatency(shape), measured)
+    rows = read_profiles(options.profiles)
+    if options.strict_profiles:
+        kinds = {device.time_kind: device for device in reversed(cluster.devices)}
+        typed = [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]
+        layer = LayerTerms.of(shape)
+        refuse_estimates(rows, layer, typed, options.bits, str(options.profiles))
+    fitted = FittedLatency(rows, RooflineLatency(shape))
+    latency = ProfiledLatency(fitted) if options.profile_use == "measured" else fitted
     return latency if kv_bits == FULL_BITS else EightBitCacheLatency(latency, kv_bits)
 
 

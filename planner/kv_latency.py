@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.device import Device
@@ -52,9 +53,9 @@ class EightBitCacheLatency:
         """As `measured`: it holds no keys."""
         return self.measured.final_s(device, rows, dtype)
 
-    def provenance(self, device: Device) -> str:
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """That of `measured`, and that the change is an estimate."""
-        text = self.measured.provenance(device)
+        text = self.measured.provenance(device, dtype, bits)
         return f"{text}; change by {self.kv_bits}-bit keys and values estimated"
 
     def _estimates(self) -> tuple[RooflineLatency, RooflineLatency]:

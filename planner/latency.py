@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from planner.device import Device
@@ -35,8 +35,10 @@ class LatencyModel(Protocol):
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
         """Final norm, LM head and sampling of `rows` tokens on the last stage."""
 
-    def provenance(self, device: Device) -> str:
-        """Where this device's times come from; starts with `estimated` if none is measured."""
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """Where this device's times of these bitwidths come from; starts with `estimated` if none
+        is measured.
+        """
 
 
 class RememberedLatency:
@@ -73,9 +75,9 @@ class RememberedLatency:
         """Final norm, LM head and sampling of `rows` tokens on the last stage."""
         return self._once(self._model.final_s, device, rows, dtype)
 
-    def provenance(self, device: Device) -> str:
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """Where this device's times come from."""
-        return self._model.provenance(device)
+        return self._model.provenance(device, dtype, bits)
 
     def _once(self, seconds: Callable[..., float], device: Device, *workload: Hashable) -> float:
         key = seconds.__name__, device.time_kind, *workload

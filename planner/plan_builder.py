@@ -190,7 +190,8 @@ def _stages(
 def _provenance(costs: CostModel, device: Device, following: Device) -> str:
     """Where the times of a stage and of its hop come from."""
     hop = costs.cluster.link_provenance(device, following)
-    text = f"{device.accelerator.name} {costs.latency.provenance(device)}"
+    source = costs.latency.provenance(device, costs.dtype(device), costs.options.bits)
+    text = f"{device.accelerator.name} {source}"
     return text if hop is None else f"{text}; {hop}"
 
 

@@ -10,9 +10,9 @@ import numpy as np
 from planner.device import Device
 from planner.latency import LatencyModel
 from planner.profile_rows import Phase, ProfileRow
-from planner.profiles import FittedLatency, row_length, rows_for
+from planner.profile_use import PHASES, applies
+from planner.profiles import FittedLatency, row_length
 
-PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 # One measured point in four is left out of the fit and foretold by it.
 _LEFT_OUT = 4
 
@@ -66,7 +66,11 @@ def held_out_errors(
     found: list[FitError] = []
     for bits in sorted({row.bits for row in rows}):
         for phase in PHASES:
-            own = rows_for(rows, device, bits, dtype, phase)
+            own = [
+                row
+                for row in rows
+                if (row.bits, row.phase) == (bits, phase) and applies(row, device, dtype)
+            ]
             own = sorted(own, key=lambda row: (row.batch_size * row_length(row), row.batch_size))
             held = own[_LEFT_OUT // 2 :: _LEFT_OUT]
             kept = tuple(row for row in own if row not in held)

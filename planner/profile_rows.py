@@ -14,7 +14,7 @@ from planner.accelerators import find_accelerator
 from planner.device import Device
 from planner.model_shape import ModelShape
 from quant.errors import InputError, SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, backend_name
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
 from quant.whole_file import write_whole
 
 REQUIRED_COLUMNS = (
@@ -91,20 +91,6 @@ class ProfileRow:
     spread: float | None = None
     repetitions: int | None = None
     source: str = field(default="", compare=False)
-
-    def applies(self, device: Device, bits: int, dtype: str) -> bool:
-        """Whether it was measured on such a device and precision, with the kernel used now."""
-        if (self.device, self.bits) != (device.accelerator.name, bits):
-            return False
-        if self.threads is not None and self.threads != (device.threads or 1):
-            return False
-        if DTYPE_BYTES[self.dtype or device.default_dtype] != DTYPE_BYTES[dtype]:
-            return False
-        processor = device.accelerator.processor
-        return self.backend in (
-            None,
-            backend_name(processor, bits, self.timed_dtype(device, dtype)),
-        )
 
     @staticmethod
     def timed_dtype(device: Device, dtype: str) -> str:

@@ -24,7 +24,7 @@ from planner.latency import LatencyModel
 from planner.model_shape import ModelShape
 from planner.profile_correction import NO_CORRECTION, Correction, fit_correction
 from planner.profile_rows import LayerTerms, Phase, ProfileRow, read_profiles, write_profiles
-from quant.scheme import BITWIDTHS
+from planner.profile_use import Wanted, describe_uses, used_rows, uses
 
 __all__ = [
     "FittedLatency",
@@ -154,22 +154,27 @@ class FittedLatency:
         """As `fallback`: profiles measure layers."""
         return self.fallback.final_s(device, rows, dtype)
 
-    def provenance(self, device: Device) -> str:
-        """Which bitwidths were fitted to how many rows, and which were not."""
-        return describe_rows("fitted to", self.profiles, device, self.fallback)
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """Which bitwidths and phases were fitted to how many rows, and why others were not."""
+        return self.described("fitted to", device, dtype, bits)
+
+    def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """The same in other words."""
+        found = uses(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
+        return describe_uses(verb, found, self.fallback.provenance(device, dtype, bits))
 
     def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)
         if key not in self._fits:
-            rows = rows_for(self.profiles, device, bits, dtype, phase)
             layer = LayerTerms.of(self.shape)
-            same = [row for row in rows if row.layer == layer]
+            used = used_rows(self.profiles, Wanted(device, dtype, layer, bits, phase))
             self._fits[key] = None
-            if rows:
+            if used.rows:
                 prior = _proportions(self.fallback, device, bits, dtype, phase)
                 at_once = _tokens_at_once(device)
-                coefficients = fit_rows(same or rows, phase, prior, at_once)
+                coefficients = fit_rows(used.rows, phase, prior, at_once)
                 plain = LayerFit(phase, coefficients, NO_CORRECTION, at_once)
+                same = () if used.lack else used.rows
                 self._fits[key] = replace(plain, correction=_correction(plain, layer, same))
         return self._fits[key]
 
@@ -214,10 +219,9 @@ class ProfiledLatency:
         """As the fallback: profiles measure layers."""
         return self.fitted.final_s(device, rows, dtype)
 
-    def provenance(self, device: Device) -> str:
-        """Which bitwidths were measured in how many rows, and which were not."""
-        fitted = self.fitted
-        return describe_rows("measured in", fitted.profiles, device, fitted.fallback)
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """Which bitwidths and phases were measured in how many rows, and why others were not."""
+        return self.fitted.described("measured in", device, dtype, bits)
 
     def _measured(
         self, device: Device, bits: int, dtype: str, phase: Phase, batch_size: int, length: int
@@ -229,8 +233,10 @@ class ProfiledLatency:
 
     def _medians(self, key: Precision) -> dict[tuple[int, int], float]:
         """Measured seconds of this layer by batch size and length."""
-        layer = LayerTerms.of(self.shape)
-        return medians(row for row in rows_for(self.fitted.profiles, *key) if row.layer == layer)
+        device, bits, dtype, phase = key
+        wanted = Wanted(device, dtype, LayerTerms.of(self.shape), bits, phase)
+        used = used_rows(self.fitted.profiles, wanted)
+        return {} if used.lack else medians(used.rows)
 
 
 def latency_from_profiles(
@@ -240,13 +246,6 @@ def latency_from_profiles(
     listed = [paths] if isinstance(paths, str | Path) else paths
     fitted = FittedLatency(tuple(row for path in listed for row in read_profiles(path)), fallback)
     return ProfiledLatency(fitted) if measured else fitted
-
-
-def rows_for(
-    profiles: Sequence[ProfileRow], device: Device, bits: int, dtype: str, phase: Phase
-) -> list[ProfileRow]:
-    """The rows that say something about this phase on this device at this precision."""
-    return [row for row in profiles if row.phase == phase and row.applies(device, bits, dtype)]
 
 
 def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
@@ -296,27 +295,6 @@ def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) 
     measured = medians(rows)
     ratios = [seconds / plain.seconds(layer, *workload) for workload, seconds in measured.items()]
     return fit_correction(tuple(measured), np.array(ratios))
-
-
-def describe_rows(
-    verb: str, profiles: Sequence[ProfileRow], device: Device, fallback: LatencyModel
-) -> str:
-    """`verb` so many profile rows of these bitwidths; what `fallback` says for the others."""
-    dtype = device.default_dtype
-    used = [row for row in profiles if row.applies(device, row.bits, dtype)]
-    if not used:
-        return fallback.provenance(device)
-    sources = ", ".join(sorted({row.source for row in used if row.source}))
-    kernels = sorted(
-        {f"{row.backend} {row.backend_version or ''}".strip() for row in used if row.backend}
-    )
-    found = {row.bits for row in used}
-    parts = [f"bits {', '.join(map(str, sorted(found)))}", *kernels]
-    text = (
-        f"{verb} {len(used)} profile rows{' of ' if sources else ''}{sources} ({'; '.join(parts)})"
-    )
-    missing = [str(bits) for bits in BITWIDTHS if bits not in found]
-    return f"{text}; {fallback.provenance(device)} (bits {', '.join(missing)})" if missing else text
 
 
 def _units(relative: Matrix) -> Vector:

@@ -5,6 +5,7 @@ Used for devices without a profile; everything derived from it is marked as esti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.accelerators import Accelerator
@@ -151,7 +152,7 @@ class RooflineLatency:
         products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
         return machine.overhead_s + products + sampling
 
-    def provenance(self, device: Device) -> str:
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """The same for every device."""
         return PROVENANCE
 

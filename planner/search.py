@@ -390,5 +390,5 @@ def cost_model(
         )
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
-    latency = RememberedLatency(latency_model_of(shape, options))
+    latency = RememberedLatency(latency_model_of(cluster, shape, options))
     return CostModel(cluster, shape, workload, options, latency, sensitivity)

@@ -107,7 +107,7 @@ def test_measured_times_change_in_the_proportion_of_the_estimates() -> None:
     assert model.layer_decode_s(*work) == pytest.approx(2 * coded.layer_decode_s(*work))
     assert model.layer_prefill_s(*work) == pytest.approx(coded.layer_prefill_s(*work))
     assert model.final_s(work[0], 8, "bfloat16") == coded.final_s(work[0], 8, "bfloat16")
-    assert "8-bit keys and values estimated" in model.provenance(work[0])
+    assert "8-bit keys and values estimated" in model.provenance(work[0], "float16", (4,))
 
 
 def test_restored_keys_are_in_the_peak() -> None:

@@ -11,6 +11,7 @@ import pytest
 from planner.cluster import ClusterSpec
 from planner.model_shape import model_shape
 from planner.profile_rows import LayerTerms, Phase, ProfileRow
+from planner.profile_use import applies
 from planner.profiles import (
     FittedLatency,
     ProfiledLatency,
@@ -21,6 +22,7 @@ from planner.profiles import (
 )
 from planner.roofline import RooflineLatency
 from quant.errors import InputError, SpecError
+from quant.scheme import BITWIDTHS
 
 SHAPE = model_shape("opt-1.3b")
 LAYER = LayerTerms.of(SHAPE)
@@ -127,16 +129,20 @@ def test_measured_rows_win_where_measured() -> None:
     assert model.layer_decode_s(T4, 16, 4, 256, "float16") == 1.0
     assert model.layer_decode_s(T4, 16, 3, 256, "float16") != 1.0
     assert model.layer_prefill_s(T4, 16, 8, 512, "float16") == row("prefill", 8, 512).seconds
-    assert model.provenance(T4).startswith("measured in 17 profile rows (bits 16)")
+    told = model.provenance(T4, "float16", BITWIDTHS)
+    assert told.startswith("measured in 17 profile rows (bits 16)")
 
 
 def test_what_is_not_profiled_is_estimated() -> None:
     fitted = FittedLatency(grid(), ROOFLINE)
     v100 = ClusterSpec.from_counts(["V100"], [1]).devices[0]
-    assert fitted.provenance(v100).startswith("estimated")
-    assert fitted.provenance(T4) == (
-        "fitted to 24 profile rows (bits 16); estimated: roofline of the datasheet (bits 3, 4, 8)"
+    datasheet = "estimated: roofline of the datasheet"
+    assert fitted.provenance(v100, "float16", (8,)) == f"{datasheet} (bits 8: taken on T4-16GB)"
+    assert fitted.provenance(T4, "float16", BITWIDTHS) == (
+        f"fitted to 24 profile rows (bits 16); {datasheet} (bits 3, 4, 8: no rows); "
+        f"embedding and LM head {datasheet}"
     )
+    assert fitted.provenance(T4, "float16", (16,)).count("estimated") == 1
     for bits, dtype in ((8, "float16"), (16, "float32")):
         assert fitted.layer_prefill_s(T4, bits, 2, 128, dtype) == ROOFLINE.layer_prefill_s(
             T4, bits, 2, 128, dtype
@@ -147,14 +153,16 @@ def test_what_is_not_profiled_is_estimated() -> None:
 def test_rows_of_other_kernels_or_threads_do_not_apply() -> None:
     foreign = replace(row("decode", 4, 256, bits=4), backend="gptq_cuda")
     ours = replace(foreign, backend="bnb_nf4", backend_version="0.48")
-    assert not foreign.applies(T4, 4, "float16")
-    assert ours.applies(T4, 4, "float16")
-    assert "bnb_nf4 0.48" in FittedLatency((ours,), ROOFLINE).provenance(T4)
+    assert not applies(foreign, T4, "float16")
+    assert applies(ours, T4, "float16")
+    told = FittedLatency((ours,), ROOFLINE).provenance(T4, "float16", (4,))
+    assert "bnb_nf4 0.48" in told
+    assert "prefill of bits 4: no rows" in told
     values = {"accelerators": {"CPU": 1}, "memory_gib": 1, "threads": 2}
     cpu = ClusterSpec.from_dict({"name": "c", "nodes": [values]}).devices[0]
     measured = replace(foreign, device="CPU", backend="int4pack", threads=2)
-    assert measured.applies(cpu, 4, "bfloat16")
-    assert not replace(measured, threads=1).applies(cpu, 4, "bfloat16")
+    assert applies(measured, cpu, "bfloat16")
+    assert not applies(replace(measured, threads=1), cpu, "bfloat16")
 
 
 def test_an_emulated_device_uses_its_gpus_profile() -> None:
@@ -177,9 +185,8 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert model.layer_decode_s(T4, 16, 2, 128, "float16") == pytest.approx(
         row("decode", 2, 128).seconds
     )
-    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in model.provenance(
-        replace(T4, threads=3)
-    )
+    told = model.provenance(replace(T4, threads=3), "float16", BITWIDTHS)
+    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in told
 
 
 def test_decode_without_context_is_no_division_by_zero() -> None:

@@ -103,4 +103,4 @@ def test_threads_and_windows_and_grouped_heads() -> None:
     assert windowed.layer_decode_s(a100, 16, 8, 30000, "float16") < full.layer_decode_s(
         a100, 16, 8, 30000, "float16"
     )
-    assert full.provenance(a100).startswith("estimated")
+    assert full.provenance(a100, "float16", (16,)).startswith("estimated")
