@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +25,16 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
-        """Read a cluster file; raises `SpecError` naming file, key and the nearest known key."""
-        return cls(ClusterSpec.from_yaml(Path(path)))
+        """Read a cluster file; raises `SpecError` naming file, key and the nearest known key.
+
+        Warns where a name, such as V100, fits several accelerators (`spec.notes`).
+        """
+        return cls(_warned(ClusterSpec.from_yaml(Path(path))))
 
     @classmethod
     def from_counts(cls, device_names: Sequence[str], device_numbers: Sequence[int]) -> Cluster:
         """A cluster with one node per device type, as the paper's command line describes it."""
-        return cls(ClusterSpec.from_counts(device_names, device_numbers))
+        return cls(_warned(ClusterSpec.from_counts(device_names, device_numbers)))
 
     @classmethod
     def detect(cls, address: str | None = None) -> Cluster:
@@ -41,7 +45,7 @@ class Cluster:
         """
         from llmpq.detect import detect_cluster
 
-        return cls(detect_cluster(address))
+        return cls(_warned(detect_cluster(address)))
 
     def to_yaml(self) -> str:
         """The cluster as the text of a cluster file."""
@@ -70,3 +74,10 @@ class Cluster:
         refuse_ignored({"pareto": True, **options}, FRONT_RULES)
         chosen = PlanOptions.of(options)
         return trace_front(self.spec, model_shape(model), workload, chosen, most_points)
+
+
+def _warned(spec: ClusterSpec) -> ClusterSpec:
+    """The same, after its notes were told."""
+    for note in spec.notes:
+        warnings.warn(note, stacklevel=3)
+    return spec

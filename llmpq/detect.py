@@ -100,10 +100,12 @@ def _by_driver(resources: dict[str, float]) -> Counter[str]:
 def _by_resource_name(resources: dict[str, float]) -> Counter[str]:
     """Custom resources that bear an accelerator's name."""
     counts: Counter[str] = Counter()
+    names: dict[str, str] = {}
     for name, amount in resources.items():
         kind = None if name == "CPU" or ":" in name else _accelerator_name(name)
         if kind:
-            counts[kind] = int(amount)
+            # As it is named: the cluster tells what is assumed of a name that fits several.
+            counts[names.setdefault(kind, name)] = int(amount)
     return counts
 
 

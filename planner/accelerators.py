@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +83,37 @@ def find_accelerator(name: str) -> Accelerator:
     names = list(dict.fromkeys(near)) or [entry.name for entry in registry()]
     hint = "nearest known" if near else "known"
     raise SpecError(f"unknown accelerator {name!r}; {hint}: {', '.join(names)}")
+
+
+def assumption(name: str) -> str | None:
+    """What is assumed where `name` fits accelerators that differ, and how to name the others."""
+    meant = find_accelerator(name)
+    others = [each.name for each in _meanings().get(_key(name), ()) if each != meant]
+    if not others:
+        return None
+    size_gib = meant.nominal_memory_bytes // GIB
+    return (
+        f"{name} is taken for {meant.name} ({size_gib} GB); if it is another, name it: "
+        f"{', '.join(others)}"
+    )
+
+
+@cache
+def _meanings() -> dict[str, tuple[Accelerator, ...]]:
+    """By each short name, the accelerators whose full names have all of its parts: those of `V100`
+    differ in memory, those of `V100-16GB` in links.
+    """
+    found = {}
+    for short in {alias for entry in registry() for alias in entry.aliases}:
+        parts = _parts(short)
+        found[_key(short)] = tuple(each for each in registry() if parts <= _parts(each.name))
+    return found
+
+
+def _parts(name: str) -> set[str]:
+    """`{"v100", "16gb"}` of `Tesla_V100-16G`."""
+    parts = re.split(r"[^a-z0-9]+", name.lower())
+    return {re.sub(r"^(\d+)g$", r"\1gb", part) for part in parts} - {"nvidia", "tesla"}
 
 
 @cache

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from planner.accelerators import GIB, Accelerator, find_accelerator
-from planner.cluster_file import NodeEntry, Source, parse_cluster, read_yaml
+from planner.cluster_file import NodeEntry, Source, assumptions, parse_cluster, read_yaml
 from planner.device import Device
 from planner.profile_links import MeasuredLink
 from quant.errors import SpecError
@@ -44,7 +44,8 @@ class Emulation:
 class ClusterSpec:
     """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
 
-    `measured_links` count more than what the file says; they are no part of it.
+    `measured_links` count more than what the file says; they are no part of it. `notes`: what was
+    assumed of names that fit several accelerators.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ClusterSpec:
     internode_bytes_per_s: float
     emulate: Emulation | None = None
     measured_links: tuple[MeasuredLink, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Refuse an empty cluster and two devices of the same name."""
@@ -209,6 +211,7 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
         ),
         internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
         emulate=emulate,
+        notes=assumptions(entry, source),
     )
 
 

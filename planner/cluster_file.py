@@ -11,7 +11,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from planner.accelerators import find_accelerator
+from planner.accelerators import GIB, assumption, find_accelerator
 from planner.yaml_text import MOST_BYTES, parse_yaml
 from quant.errors import SpecError
 
@@ -152,6 +152,7 @@ def _check_node(node: NodeEntry, index: int, source: Source) -> None:
             raise source.error(
                 [*here, "usable_memory_gib", name], "this node has no such accelerator"
             )
+    _check_limits(node, here, source)
     if "CPU" in kinds:
         given = node.memory_gib or "CPU" in {find_accelerator(name).name for name in limits}
         if not given and not isinstance(node.usable_memory_gib, float):
@@ -160,6 +161,39 @@ def _check_node(node: NodeEntry, index: int, source: Source) -> None:
     for key in ("threads", "memory_gib"):
         if getattr(node, key) is not None:
             raise source.error([*here, key], "only CPU accelerators take it; this node has none")
+
+
+def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> None:
+    """No GPU may use more than it has."""
+    stated = node.usable_memory_gib
+    if stated is None:
+        return
+    field = [*here, "usable_memory_gib"]
+    names = stated if isinstance(stated, dict) else node.accelerators
+    for name in names:
+        accelerator = find_accelerator(name)
+        limit, location = (
+            (stated[name], [*field, name]) if isinstance(stated, dict) else (stated, field)
+        )
+        has = accelerator.nominal_memory_bytes / GIB
+        if not accelerator.is_cpu and limit > has:
+            raise source.error(
+                location,
+                f"{limit:g} GiB, but a {accelerator.name} has {has:g}; give at most what it "
+                "offers, or name the GPU that has more",
+            )
+
+
+def assumptions(entry: ClusterEntry, source: Source) -> tuple[str, ...]:
+    """What is assumed where a name fits several accelerators, once for each name."""
+    found: dict[str, str] = {}
+    for index, node in enumerate(entry.nodes):
+        for name in node.accelerators:
+            text = assumption(name)
+            if text is not None and name not in found:
+                where = source.at(["nodes", index, "accelerators", name])
+                found[name] = text if source.document is None else f"{where}: {text}"
+    return tuple(found.values())
 
 
 def _known(name: str, location: Sequence[str | int], source: Source) -> str:

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
 from llmpq.cluster import Cluster
 from llmpq.profile_view import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
+from planner.cluster import ClusterSpec
 from planner.front import FrontPoint, front_json, write_front
 from planner.option_rules import Rule
 from planner.options import BOUNDS, FRONT_RULES, PLAN_RULES, PROFILE_USES, PlanOptions
@@ -113,12 +114,14 @@ def _cluster(options: argparse.Namespace) -> Cluster:
             raise SpecError(
                 "describe the cluster once: --cluster, or --device_names and --device_numbers"
             )
-        return Cluster.from_yaml(options.cluster)
+        return Cluster(noted(ClusterSpec.from_yaml(options.cluster)))
     if not by_counts:
-        return Cluster.detect(getattr(options, "address", None))
+        from llmpq.detect import detect_cluster
+
+        return Cluster(noted(detect_cluster(getattr(options, "address", None))))
     if not ("device_names" in options and "device_numbers" in options):
         raise SpecError("--device_names and --device_numbers go together, one number for each name")
-    return Cluster.from_counts(options.device_names, options.device_numbers)
+    return Cluster(noted(ClusterSpec.from_counts(options.device_names, options.device_numbers)))
 
 
 def _workload(options: argparse.Namespace, model: str) -> Workload:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from planner.cluster import ClusterSpec
 from planner.option_rules import Rule, refuse_ignored
 from quant.errors import HeadLostError, LlmpqError, SpecError, StageLostError
 from quant.printable import printable
@@ -91,6 +92,13 @@ def console(stderr: bool = False) -> Console:
     """A console that keeps tables whole when the output is no terminal, and names as they are."""
     plain = _SafeConsole(stderr=stderr, markup=False)
     return plain if plain.is_terminal else _SafeConsole(stderr=stderr, markup=False, width=140)
+
+
+def noted(spec: ClusterSpec) -> ClusterSpec:
+    """The cluster, after what was assumed of its names was said."""
+    for note in spec.notes:
+        console(stderr=True).print(f"note: {note}", soft_wrap=True)
+    return spec
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:

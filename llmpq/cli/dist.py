@@ -25,7 +25,6 @@ from llmpq.cli.common import (
     console,
     run_command,
 )
-from llmpq.cluster import Cluster
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
@@ -39,6 +38,7 @@ from llmpq.run import Run, RunOptions, RunSize, job_identity
 from llmpq.sampling_defaults import GENERATION_CONFIGS
 from llmpq.submit import known_job, split_options, submit, submit_parser
 from llmpq.tables import plan_table, summary_table
+from planner.cluster import ClusterSpec
 from planner.option_rules import Rule
 from planner.run_trace import check_trace_path
 from quant.cache.settings import cache_settings
@@ -225,8 +225,7 @@ def _output_options(options: argparse.Namespace) -> OutputOptions:
 
 
 def _check_cluster(plan: Plan, path: str) -> None:
-    cluster = Cluster.from_yaml(path)
-    if cluster.spec.fingerprint() != plan.data.cluster_fingerprint:
+    if ClusterSpec.from_yaml(path).fingerprint() != plan.data.cluster_fingerprint:
         raise PlanMismatchError(
             f"the plan is for cluster {plan.data.cluster!r}, which differs from {path}; "
             "plan again with llmpq-algo --cluster"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
 from llmpq.profile_view import hop_table, loading_table
 from planner.cluster import ClusterSpec
 from planner.model_shape import ModelShape, model_config, model_shape
@@ -104,7 +104,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
     from llmpq.detect import detect_cluster, local_node
 
     if "cluster" in options:
-        return ClusterSpec.from_yaml(options.cluster)
+        return noted(ClusterSpec.from_yaml(options.cluster))
     if "address" in options:
         return detect_cluster(options.address)
     node = local_node("localhost")

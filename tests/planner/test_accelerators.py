@@ -6,7 +6,7 @@ import pytest
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.accelerators import accelerators as ray_types
 
-from planner.accelerators import GIB, find_accelerator, registry
+from planner.accelerators import GIB, assumption, find_accelerator, registry
 from quant.errors import SpecError
 
 # What `torch.cuda.get_device_name` and nvidia-smi call these GPUs.
@@ -101,3 +101,34 @@ def test_unknown_name_gives_the_nearest() -> None:
         find_accelerator("A1000")
     with pytest.raises(SpecError, match=r"known: P100-PCIE-12GB"):
         find_accelerator("zzzz")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant", "others"),
+    [
+        ("V100", "V100-SXM2-16GB (16 GB)", ("V100-PCIE-32GB", "V100-SXM2-32GB")),
+        ("v100_32g", "V100-SXM2-32GB (32 GB)", ("V100-PCIE-32GB", "V100-SXM3-32GB")),
+        ("A100", "A100-SXM4-40GB (40 GB)", ("A100-SXM4-80GB",)),
+        ("A100-80G", "A100-SXM4-80GB (80 GB)", ("A100-PCIE-80GB",)),
+        ("P100", "P100-SXM2-16GB (16 GB)", ("P100-PCIE-12GB",)),
+        ("A800", "A800-SXM4-80GB (80 GB)", ("A800-PCIE-80GB",)),
+        ("H100", "H100-SXM5-80GB (80 GB)", ("H100-PCIE-80GB",)),
+    ],
+)
+def test_a_name_of_several_says_what_is_assumed(
+    name: str, meant: str, others: tuple[str, ...]
+) -> None:
+    note = assumption(name)
+    assert note is not None
+    assert note.startswith(f"{name} is taken for {meant}; if it is another, name it: ")
+    assert set(others) <= set(note.partition("name it: ")[2].split(", "))
+
+
+def test_full_names_and_what_drivers_report_assume_nothing() -> None:
+    reported = [
+        "Tesla V100-SXM2-16GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "Tesla T4",
+        "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A800 80GB PCIe", "NVIDIA A10",
+        "Tesla P100-PCIE-12GB", "NVIDIA L4", "NVIDIA GeForce RTX 3090",
+    ]  # fmt: skip
+    for name in (*reported, *(entry.name for entry in registry()), "T4", "A10", "V100S", "CPU"):
+        assert assumption(name) is None, name

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmpq import Cluster
 from planner.accelerators import GIB, registry
 from planner.cluster import ClusterSpec, Device, Emulation
 from planner.options import PlanOptions
@@ -222,6 +223,12 @@ def test_counts_of_the_command_line() -> None:
         ("{T4: 3", "&a {x: *a, T4: 3", r":4: nodes\.0\.accelerators\.x: .*valid integer"),
         ("name: mixed", "name: &a {b: *a, b: 1}", ":1: key 'b' stands twice"),
         ("T4: 3", f"T4: {'1' * 5000}", "not valid YAML: .*digits"),
+        (
+            "{T4: 14}",
+            "{T4: 60}",
+            r":5: nodes\.0\.usable_memory_gib\.T4: 60 GiB, but a T4-16GB has 16; give",
+        ),
+        ("{T4: 14}", "20", r":5: nodes\.0\.usable_memory_gib: 20 GiB, but a T4-16GB has 16"),
         (FILE, "- a", "a cluster is a mapping"),
         (FILE, "name: x", "nodes: Field required"),
     ],
@@ -255,6 +262,26 @@ def test_a_merge_key_is_understood(tmp_path: Path) -> None:
     nodes = "nodes:\n  - &a {name: a, accelerators: {T4: 2}}\n  - {<<: *a, name: b}\n"
     text = f"name: c\n{nodes}network: {{internode_gbit_per_s: 100}}\n"
     assert [device.node for device in load(tmp_path, text).devices] == ["a", "a", "b", "b"]
+
+
+def test_all_of_a_devices_memory_can_be_stated(tmp_path: Path) -> None:
+    assert load(tmp_path, FILE.replace("{T4: 14}", "{T4: 16}")).devices[0].memory_bytes == 16 * GIB
+    one_cpu = {"accelerators": {"CPU": 1}, "usable_memory_gib": 900}
+    assert ClusterSpec.from_dict({"name": "c", "nodes": [one_cpu]}).devices
+
+
+def test_what_is_assumed_of_a_name_is_noted_once(tmp_path: Path) -> None:
+    nodes = "nodes:\n  - {accelerators: {V100: 1}}\n  - {accelerators: {V100: 1, T4: 1}}\n"
+    text = f"name: c\n{nodes}network: {{internode_gbit_per_s: 100}}\n"
+    (note,) = load(tmp_path, text).notes
+    assert "c.yaml:3: nodes.0.accelerators.V100: V100 is taken for V100-SXM2-16GB (16 GB)" in note
+    exact = load(tmp_path, text.replace("V100", "V100-SXM2-32GB"))
+    assert exact.notes == ()
+    counted = ClusterSpec.from_counts(["V100", "T4"], [1, 1])
+    assert counted.notes[0].startswith("V100 is taken for V100-SXM2-16GB")
+    assert ClusterSpec.from_dict(yaml.safe_load(counted.to_yaml())).notes == ()
+    with pytest.warns(UserWarning, match="V100 is taken for V100-SXM2-16GB"):
+        Cluster.from_counts(["V100"], [1])
 
 
 @pytest.mark.parametrize("scale", [1e9, 1001])

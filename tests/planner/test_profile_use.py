@@ -53,7 +53,10 @@ REASONS = pytest.mark.parametrize(
         ({"threads": "4"}, "bits 8, 16: taken at 4 threads, not 2"),
         ({"dtype": "float32"}, "bits 8, 16: taken in float32, not bfloat16"),
         ({"kinds": [("prefill", 3)]}, "bits 8, 16: no rows"),
-        ({"kinds": [("prefill", 8)], "backend": "bnb_int8"}, "the kernel bnb_int8, not onednn_w8a8"),
+        (
+            {"kinds": [("prefill", 8)], "backend": "bnb_int8"},
+            "the kernel bnb_int8, not onednn_w8a8",
+        ),
         ({"kinds": []}, "bits 8, 16: no rows"),
     ],
 )
@@ -124,7 +127,7 @@ def test_planning_again_is_as_strict(tmp_path: Path) -> None:
     assert again.origin is not None
     assert again.origin.options.strict_profiles
     profile(path, kinds=WHOLE[:3])
-    with pytest.raises(SpecError, match="strict_profiles: .* decode of bits 16"):
+    with pytest.raises(SpecError, match=r"strict_profiles: .* decode of bits 16"):
         replan(plan, lost)
     path.unlink()
     with pytest.raises(SpecError, match=r"strict_profiles needs .*p\.csv"):
