@@ -79,15 +79,18 @@ class Pace:
         self._computing_s = 0.0
         self._link_free_s = 0.0
         self._modelled_s = self._overrun_s = 0.0  # sums over micro-batches
+        self.is_holding = False  # for any thread: whether it waits, as the model asks
 
     def wait_for(self, ready_at_s: float) -> None:
         """Until something that takes its modelled time is there; 0: it takes none."""
         now = self._clock()
         if now < ready_at_s:
+            self.is_holding = True
             while now < ready_at_s:
                 if ready_at_s - now > SPIN_S:
                     self._sleep(ready_at_s - now - SPIN_S)
                 now = self._clock()
+            self.is_holding = False
             self._reached_s, self._late_s = ready_at_s, now - ready_at_s
         elif ready_at_s > self._reached_s:
             self._reached_s, self._late_s = now, 0.0

@@ -52,12 +52,13 @@ class SoFar:
 @dataclass(frozen=True)
 class Pulse:
     """A living stage's answer: micro-batches done, seconds spent on the present one (0: none), and
-    on the first stage the tokens so far.
+    on the first stage the tokens so far. `is_held`: it waits for its modelled time to be over.
     """
 
     done: int
     computing_s: float
     so_far: SoFar | None = None
+    is_held: bool = False
 
 
 @dataclass(frozen=True)

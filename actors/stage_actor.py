@@ -201,7 +201,8 @@ class StageActor:
     def pulse(self, with_tokens: bool = False) -> Pulse:
         """A sign of life; the first stage's `with_tokens` of the requests it has in slots."""
         leader = self._leader
-        return self._health.pulse(leader.so_far() if with_tokens and leader is not None else None)
+        so_far = leader.so_far() if with_tokens and leader is not None else None
+        return replace(self._health.pulse(so_far), is_held=self._pace.is_holding)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:

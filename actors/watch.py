@@ -90,7 +90,8 @@ class Watch:
 
     def _check_progress(self, now_s: float) -> None:
         done = {index: pulse.done for index, pulse in self._pulses.items()}
-        if done != self._done:
+        held = any(pulse.is_held for pulse in self._pulses.values())
+        if done != self._done or held:  # an emulated device that takes its time is no hang
             self._done, self._moved_s = done, now_s
         if not self._pulses or now_s - self._moved_s <= self._hang_s:
             return

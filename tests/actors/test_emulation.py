@@ -163,6 +163,24 @@ def test_compute_that_outlasts_its_hold_is_an_error() -> None:
         pace.end(batch)
 
 
+def test_a_hold_says_that_it_is_one() -> None:
+    """While it sleeps, not while it computes."""
+    clock, seen = Clock(), list[bool]()
+
+    def sleep(seconds: float) -> None:
+        seen.append(pace.is_holding)
+        clock.sleep(seconds)
+
+    pace = Pace(Hold(times_of(0.5, 0.1, 0.0), 1.0), 0, clock, sleep)
+    batch = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
+    pace.begin(batch)
+    assert not pace.is_holding
+    pace.end(batch)
+    assert not pace.is_holding
+    assert seen
+    assert all(seen)
+
+
 def test_a_stall_of_less_than_a_hundredth_is_lateness() -> None:
     clock = Clock()
     pace = Pace(Hold(times_of(0.5, 0.1, 0.0), 1.0), 0, clock, clock.sleep)

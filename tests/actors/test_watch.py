@@ -28,6 +28,7 @@ class Stage:
     done: int = 0
     computing_s: float = 0.0
     frozen: bool = False
+    is_held: bool = False
     asked: list[bool] = field(default_factory=list)
 
     @property
@@ -41,7 +42,7 @@ class Stage:
 
 def watch_of(stages: list[Stage], clock: Clock) -> Watch:
     def answer(stage: Any) -> Pulse:
-        return Pulse(stage.done, stage.computing_s)
+        return Pulse(stage.done, stage.computing_s, is_held=stage.is_held)
 
     return Watch(stages, HANG_S, answer, True, clock, lambda stage: not stage.frozen)
 
@@ -82,6 +83,16 @@ def test_no_progress_names_the_stage_that_computes(computing_s: float, named: in
     with pytest.raises(HangError) as error:
         look_for(watch, clock, 5.0)
     assert error.value.stage == named
+
+
+def test_an_emulated_device_that_takes_its_time_is_no_hang() -> None:
+    clock, stages = Clock(), [Stage(), Stage(computing_s=500.0, is_held=True)]
+    watch = watch_of(stages, clock)
+    look_for(watch, clock, 10 * HANG_S)
+    stages[1].is_held = False
+    look_for(watch, clock, HANG_S - 2.0)
+    with pytest.raises(HangError, match="stage 1 computes since 500 s and hangs"):
+        look_for(watch, clock, 5.0)
 
 
 def test_time_in_which_nobody_looked_does_not_count() -> None:

@@ -12,7 +12,7 @@ import pytest
 from actors.messages import Request, Sampling
 from actors.stage_group import StageGroup
 from llmpq import Cluster, Plan, Workload
-from quant.errors import DeviceError
+from quant.errors import SpecError
 from tests.llmpq.conftest import BATCH, PROMPT_LENGTH
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -58,5 +58,5 @@ def test_the_stand_ins_folder_and_tokens_are_those_of_the_run(played: Plan) -> N
     first, *rest = played.stages
     tight = replace(first, memory_limit_bytes=first.memory_bytes - 1)
     plan = Plan(replace(played.data, stages=(tight, *rest)))
-    with pytest.raises(DeviceError, match="stage 0 needs"):
+    with pytest.raises(SpecError, match=r"stages\.0\.memory_limit_bytes"):
         tuple(plan.run(rows))

@@ -32,8 +32,10 @@ from llmpq.sampling_defaults import job_sampling
 from llmpq.tables import comparison_table, plan_table
 from llmpq.text import read_documents
 from planner.cluster import ClusterSpec
+from planner.cluster_file import MOST_TIME_SCALE
 from planner.model_shape import model_shape
 from planner.plan import Plan
+from planner.plan_check import check_plan
 from planner.profile_rows import read_profiles, write_profiles
 from planner.sensitivity import load_omega
 from planner.workload import Workload
@@ -108,9 +110,18 @@ def _cluster(data: bytes, folder: Path) -> bool:
 
 
 def _plan(data: bytes, folder: Path) -> bool:
-    plan = Plan.load(_file(folder, "plan.json", data))
+    """As `llmpq-dist` reads one: what is accepted is what the planner could have written."""
+    path = _file(folder, "plan.json", data)
+    plan = Plan.load(path)
     text = plan.to_json()
     assert Plan.from_json(text) == plan
+    if plan.model.fingerprint != shape().fingerprint():  # refused as another model's
+        return False
+    check_plan(plan, shape(), str(path))
+    assert len({stage.device for stage in plan.stages}) == len(plan.stages)
+    for stage in plan.stages:
+        assert stage.memory.total == stage.memory_bytes <= stage.memory_limit_bytes
+        assert 0 <= plan.time_scale * stage.decode_s < MOST_TIME_SCALE * 1e9
     console = Console(file=io.StringIO(), width=140, markup=False)
     console.print(plan_table(plan), comparison_table(plan))
     if len(text) % 8 == 0:  # slower than all the rest
