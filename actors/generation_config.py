@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from planner.config_values import check_end_tokens
+from planner.decoder_shape import MAX_SIZE
 from quant.errors import CheckpointError
+from quant.gptq.config import CONFIG_FILE
+from quant.settings_file import read_settings
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -17,27 +20,19 @@ def read_generation_config(folder: Path) -> Mapping[str, Any]:
     malformed.
     """
     path = folder / GENERATION_CONFIG_FILE
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; mend or delete it") from error
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path} is no JSON object; mend or delete it")
+    content = read_settings(path, "mend or delete it", CheckpointError)
     return {name: value for name, value in content.items() if value is not None}
 
 
-def eos_token_ids(folder: Path, otherwise: object) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, otherwise: object, vocab_size: int = MAX_SIZE) -> tuple[int, ...]:
     """End-of-sequence tokens of a checkpoint: one or a list, as its generation config says it, and
-    `otherwise` as its model config does.
+    `otherwise` as its model config does. `CheckpointError` where they are none of a vocabulary of
+    `vocab_size`.
     """
-    found = read_generation_config(folder).get("eos_token_id", otherwise)
+    found = read_generation_config(folder).get("eos_token_id")
     if found is None:
-        return ()
-    tokens = tuple(found) if isinstance(found, list) else (found,)
-    if not all(type(token) is int for token in tokens):
-        raise CheckpointError(
-            f"{folder}: eos_token_id is {found!r:.80}; it must be a token id or a list of them"
-        )
-    return tokens
+        return check_end_tokens(otherwise, vocab_size, f"{folder / CONFIG_FILE}", CheckpointError)
+    place = f"{folder / GENERATION_CONFIG_FILE}"
+    return check_end_tokens(found, vocab_size, place, CheckpointError)

@@ -6,17 +6,17 @@ beside its layers is spread as in a stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.architectures import PassThrough, architecture_of, empty_model, keep_stage
 from actors.kv_cache import KVCache, SlotRows
+from actors.library_config import with_layers
 from actors.messages import MicroBatch
 from actors.stage import make_cache, run_in_passes
 from planner.profile_design import LayerWorkload
@@ -143,21 +143,6 @@ class TimedLayers:
             for layer in range(copies):
                 cache.append(layer, where, made, made)
         return cache
-
-
-def library_config(values: Mapping[str, Any]) -> PretrainedConfig:
-    """The library's configuration of a parsed `config.json`, without how its weights are stored."""
-    kept = {k: v for k, v in values.items() if k not in ("quantization_config", "names")}
-    model_type = str(kept.pop("model_type"))
-    return AutoConfig.for_model(model_type, **kept)
-
-
-def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of a model of so many layers."""
-    values = config.to_dict() | {"num_hidden_layers": layers}
-    if values.get("layer_types"):  # one for each layer: sliding windows or not
-        values["layer_types"] = (values["layer_types"] * layers)[:layers]
-    return type(config).from_dict(values)
 
 
 def _kv_shape(config: PretrainedConfig) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actors.architectures import architecture_of, empty_model, keep_stage
 from actors.environment import stage_environment
 from actors.head import get_while_it_lives
-from actors.layer_timing import library_config, with_layers
+from actors.library_config import library_config, with_layers
 from actors.placement import place
 from actors.profiling import Wanted
 from actors.stage import path_of
@@ -31,12 +31,13 @@ from planner.device import Device
 from planner.profile_loading import Origin
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
-from quant.checkpoint import SINGLE_FILE, Checkpoint
+from quant.checkpoint import Checkpoint
 from quant.errors import LlmpqError
 from quant.loader import FULL_BITS, LayerLoad, load_layer_as, loading, module_nbytes
 from quant.prepacked import prepack_linears
 from quant.processor import local_processor
 from quant.scheme import backend_name
+from quant.stored_tensors import SINGLE_FILE
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
 _LARGE_LAYER_BYTES = 256 * 2**20

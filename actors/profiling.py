@@ -16,7 +16,8 @@ from ray.exceptions import RayTaskError
 
 from actors.environment import stage_environment
 from actors.head import get_while_it_lives, references_of
-from actors.layer_timing import PreparedWorkload, TimedLayers, library_config
+from actors.layer_timing import PreparedWorkload, TimedLayers
+from actors.library_config import library_config
 from actors.pace import Pace
 from actors.placement import place
 from planner.accelerators import find_accelerator

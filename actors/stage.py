@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.architectures import (
     ContextAsCache,
@@ -20,6 +20,7 @@ from actors.architectures import (
 from actors.attention import RaggedContext
 from actors.cpu_attention import warm_up
 from actors.kv_cache import KVCache, SlotRows
+from actors.library_config import read_config
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.sampler import Sampler
 from actors.stage_spec import StageSpec
@@ -55,7 +56,7 @@ class Stage:
         self.spec = spec
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        config = read_config(checkpoint)
         self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
         self._model = _load_shard(
             config, spec, Checkpoint(checkpoint), device, processor, self._shards

@@ -22,11 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from actors.architectures import PassThrough, architecture_of, empty_model, keep_stage
 from actors.attention import RaggedContext
 from actors.kv_cache import KVCache, SlotRows
+from actors.library_config import read_config
 from actors.messages import MicroBatch
 from actors.stage import load_ends, make_cache, path_of, run_decoder
 from actors.stage_spec import StageSpec
@@ -61,7 +62,7 @@ class LayerStream:
         self.compute = compute
         self._tokens_at_once = tokens_at_once
         self._checkpoint = Checkpoint(checkpoint)
-        self.config = AutoConfig.from_pretrained(self._checkpoint.folder, trust_remote_code=False)
+        self.config = read_config(self._checkpoint.folder)
         architecture = architecture_of(self.config)
         self.layers: int = self.config.num_hidden_layers
         self._middle = self._part(_MIDDLE, range(self.layers), compute)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
 from planner.cluster import ClusterSpec
 from planner.front import FrontPoint, trace_front
-from planner.model_shape import model_shape
 from planner.option_rules import refuse_ignored
 from planner.options import FRONT_RULES, PlanOptions
 from planner.search import find_plan, planning_costs
@@ -58,7 +58,7 @@ class Cluster:
         `solver`, `group`, … Raises `SpecError` for what cannot be planned as asked and
         `InfeasibleError` when it does not fit.
         """
-        shape, chosen = model_shape(model), PlanOptions.of(options)
+        shape, chosen = checked_shape(model), PlanOptions.of(options)
         data = find_plan(self.spec, shape, str(model), workload, chosen)
         chosen = replace(chosen, kv_bits=data.kv_bits)
         costs, _ = planning_costs(self.spec, shape, workload, chosen)
@@ -73,7 +73,7 @@ class Cluster:
         """
         refuse_ignored({"pareto": True, **options}, FRONT_RULES)
         chosen = PlanOptions.of(options)
-        return trace_front(self.spec, model_shape(model), workload, chosen, most_points)
+        return trace_front(self.spec, checked_shape(model), workload, chosen, most_points)
 
 
 def _warned(spec: ClusterSpec) -> ClusterSpec:

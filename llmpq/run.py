@@ -15,6 +15,7 @@ from actors.messages import Finished, Request, Sampling, StageStats, Transport
 from actors.recovery import OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.jobs.identity import model_digest
 from llmpq.jobs.manifest import JobIdentity
+from llmpq.model_check import checked_shape
 from llmpq.monitor import RunMeter, RunState
 from llmpq.replan import replan_for_rest, replanned_text
 from llmpq.results import Result
@@ -22,13 +23,14 @@ from llmpq.rows import BadRow, Row
 from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput, job_sampling
 from llmpq.session import ray_session
 from llmpq.tokenize import RequestMaker, beyond_vocabulary, load_tokenizer
-from planner.model_shape import ModelShape, model_shape, shape_at_hand
+from planner.model_shape import ModelShape, shape_at_hand
 from planner.plan import Plan
 from planner.plan_check import check_plan
 from planner.run_trace import check_trace_path
+from planner.workload import check_length
 from quant.cache.settings import CacheSettings
 from quant.errors import DeviceLostError, PlanMismatchError, SpecError
-from quant.model_reference import resolve
+from quant.model_reference import local_path, resolve
 
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
@@ -105,6 +107,7 @@ class Run:
     """
 
     def __init__(self, plan: Plan, options: RunOptions) -> None:
+        from actors.library_config import check_library_takes
         from quant.checkpoint import Checkpoint
 
         if options.trace is not None:
@@ -123,6 +126,7 @@ class Run:
         self._maker = self._request_maker()
         if str(self._folder) == self._checkpoint:
             Checkpoint(self._folder).check_files()
+        check_library_takes(self._folder)
         self.meter = RunMeter(None, None)
         self.show: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None
@@ -296,8 +300,9 @@ def _shape_for_run(plan: Plan, sampling: Sampling, folder: Path, plan_source: st
             f"max_new_tokens is {most}, the plan has room for {plan.workload.new_tokens}; plan "
             "with a larger --n"
         )
-    shape = model_shape(str(folder)) if plan.stand_in else shape_for_plan(plan, folder)
+    shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
     check_plan(plan, _planned_shape(plan) if plan.stand_in else shape, plan_source)
+    check_length(shape, plan.workload)
     beyond = beyond_vocabulary(sampling, shape.vocab_size)
     if beyond:
         raise SpecError(beyond)
@@ -312,7 +317,7 @@ def _planned_shape(plan: Plan) -> ModelShape | None:
 
 def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:
     """Shape of the model in `folder`; raises `PlanMismatchError` if the plan is for another one."""
-    shape = model_shape(str(folder))
+    shape = checked_shape(folder)
     if shape.fingerprint() != plan.model.fingerprint:
         raise PlanMismatchError(
             f"{folder} holds {shape.name} ({shape.layers} layers, hidden size "
@@ -334,5 +339,6 @@ def checkpoint_reference(plan: Plan, model: str | None) -> str:
 
     That is `model` if given, else what the plan was made from.
     """
-    named = Path(model or plan.model.source).expanduser()
-    return str(named.resolve()) if named.is_dir() else model or plan.model.source
+    reference = model or plan.model.source
+    named = local_path(reference, "give a folder or a hub id")
+    return str(named.resolve()) if named is not None and named.is_dir() else reference

@@ -26,6 +26,7 @@ from llmpq.ray_jobs import JobEnd, RayJobs
 from planner.option_rules import Rule
 from planner.plan import Plan
 from quant.errors import InputError
+from quant.model_reference import local_path
 
 MAX_UPLOAD_BYTES = 100 * 2**20
 """Of prompts that travel with a job. Ray takes 512 MiB, but keeps them in the head's memory."""
@@ -233,8 +234,8 @@ def _model(named: str | None, plan: Plan) -> str | None:
     take the plan's own.
     """
     reference = named or plan.stand_in or plan.model.source
-    path = Path(reference).expanduser()
-    if not path.is_absolute() and path.is_dir():
+    path = local_path(reference, "give a folder or a hub id")
+    if path is not None and not path.is_absolute() and path.is_dir():
         return str(path.absolute())
     return named
 

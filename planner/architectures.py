@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from planner.decoder_shape import ModelShape
+from planner.config_file import ConfigFile
+from planner.config_values import check_values
+from planner.decoder_shape import MAX_LAYERS, ModelShape
 from quant.errors import SpecError
 from quant.gptq.config import CONFIG_KEY, parse_gptq_config
 
@@ -14,66 +16,40 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 _BLOOM_TRAINED_LENGTH = 2048  # ALiBi has no table; BLOOM was trained on 2,048 tokens
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """The parsed `config.json` of `name`, with checks at every read."""
+def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
+    """The shape that the parsed `config.json` of `name` describes; `place` is the file's path.
 
-    name: str
-    values: Mapping[str, Any]
-
-    def integer(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is set (older configs spell some differently)."""
-        for key in keys:
-            value = self.values.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise SpecError(f"{self.name}: {key} is {value!r}; it must be a whole number")
-            return value
-        if default is None:
-            raise SpecError(f"{self.name}: {' or '.join(keys)} is missing from its config.json")
-        return default
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A true/false entry, or what the library takes when it is absent."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise SpecError(f"{self.name}: {key} is {value!r}; it must be true or false")
-        return value
-
-    def per_head(self, width: int, heads: int) -> int:
-        """`width` split over `heads`, which must come out even."""
-        if heads < 1 or width % heads:
-            raise SpecError(f"{self.name}: hidden size {width} cannot be split over {heads} heads")
-        return width // heads
-
-
-def shape_from_config(name: str, values: Mapping[str, Any]) -> ModelShape:
-    """The shape that the parsed `config.json` of `name` describes.
-
-    SpecError for mixture-of-experts models, for architectures outside `supported_model_types`, for
-    quantized weights that cannot be read, and for missing or impossible entries.
+    SpecError naming it for mixture-of-experts models, for architectures outside
+    `supported_model_types`, for quantized weights that cannot be read, and for entries that are
+    missing or that the model could not be run with.
     """
+    config = ConfigFile(name, values, place or f"config.json of {name}")
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise SpecError(f"{name}: its config.json names no model_type")
-    config = ConfigFile(name, values)
+        raise SpecError(f"{config.place} names no model_type")
     if "moe" in model_type or "mixtral" in model_type or _has_experts(config):
         raise SpecError(
-            f"{name} ({model_type}) is a mixture-of-experts model, which llmpq does not plan yet; "
-            "choose a dense one"
+            f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
+            "plan yet; choose a dense one"
         )
     if model_type not in _READERS:
         raise SpecError(
-            f"{name}: model_type {model_type!r} is not supported; "
+            f"{config.place}: model_type {model_type!r:.40} is not supported; "
             f"supported: {', '.join(supported_model_types())}"
         )
-    shape, quantization = _READERS[model_type](config), values.get(CONFIG_KEY)
+    shape, quantization = _shape(config, model_type), values.get(CONFIG_KEY)
+    check_values(config, shape)
     if quantization is None:
         return shape
-    return replace(shape, stored=parse_gptq_config(quantization, name))
+    return replace(shape, stored=parse_gptq_config(quantization, config.place))
+
+
+def _shape(config: ConfigFile, model_type: str) -> ModelShape:
+    try:
+        return _READERS[model_type](config)
+    except SpecError as error:
+        where = "" if config.place in str(error) else f"{config.place}: "
+        raise SpecError(f"{where}{error}") from error
 
 
 def supported_model_types() -> tuple[str, ...]:
@@ -86,30 +62,31 @@ def _has_experts(config: ConfigFile) -> bool:
 
 
 def _opt(config: ConfigFile) -> ModelShape:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     norm_first = config.flag("do_layer_norm_before", True)
+    removed = config.flag("_remove_final_layer_norm", False)
     bias = config.flag("enable_bias", True)
-    positions = config.integer("max_position_embeddings")
+    positions = config.size("max_position_embeddings")
     return ModelShape(
         name=config.name,
         model_type="opt",
-        layers=config.integer("num_hidden_layers"),
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden,
-        intermediate_size=config.integer("ffn_dim"),
+        intermediate_size=config.size("ffn_dim"),
         heads=heads,
         kv_heads=heads,
         head_dim=config.per_head(hidden, heads),
-        vocab_size=config.integer("vocab_size"),
+        vocab_size=config.size("vocab_size"),
         max_positions=positions,
         position_rows=positions + 2,  # the library keeps two rows for padding
-        word_embedding_size=config.integer("word_embed_proj_dim", default=hidden),
+        word_embedding_size=config.size("word_embed_proj_dim", default=hidden),
         gated_mlp=False,
         fused_qkv=False,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
         norm_parameters=2 * hidden * config.flag("layer_norm_elementwise_affine", True),
-        final_norm=norm_first and not config.flag("_remove_final_layer_norm", False),
+        final_norm=norm_first and not removed,
         embedding_norm=False,
         qk_norm=False,
         tied_embeddings=config.flag("tie_word_embeddings", True),
@@ -117,19 +94,19 @@ def _opt(config: ConfigFile) -> ModelShape:
 
 
 def _bloom(config: ConfigFile) -> ModelShape:
-    hidden = config.integer("n_embed", "hidden_size")
-    heads = config.integer("n_head", "num_attention_heads")
+    hidden = config.size("n_embed", "hidden_size")
+    heads = config.size("n_head", "num_attention_heads")
     return ModelShape(
         name=config.name,
         model_type="bloom",
-        layers=config.integer("n_layer", "num_hidden_layers"),
+        layers=config.size("n_layer", "num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         heads=heads,
         kv_heads=heads,
         head_dim=config.per_head(hidden, heads),
-        vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("seq_length", default=_BLOOM_TRAINED_LENGTH),
+        vocab_size=config.size("vocab_size"),
+        max_positions=config.size("seq_length", default=_BLOOM_TRAINED_LENGTH),
         position_rows=0,
         word_embedding_size=hidden,
         gated_mlp=False,
@@ -146,19 +123,19 @@ def _bloom(config: ConfigFile) -> ModelShape:
 
 
 def _gpt_neox(config: ConfigFile) -> ModelShape:
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     bias = config.flag("attention_bias", True)
     return ModelShape(
         name=config.name,
         model_type="gpt_neox",
-        layers=config.integer("num_hidden_layers"),
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.size("intermediate_size"),
         heads=heads,
         kv_heads=heads,
         head_dim=config.per_head(hidden, heads),
-        vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        vocab_size=config.size("vocab_size"),
+        max_positions=config.size("max_position_embeddings"),
         position_rows=0,
         word_embedding_size=hidden,
         gated_mlp=False,
@@ -176,11 +153,10 @@ def _gpt_neox(config: ConfigFile) -> ModelShape:
 
 def _llama(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", False)
+    config.per_head(config.size("hidden_size"), config.size("num_attention_heads"))
     return _gated(
         config,
-        kv_heads=config.integer(
-            "num_key_value_heads", default=config.integer("num_attention_heads")
-        ),
+        kv_heads=config.size("num_key_value_heads", default=config.size("num_attention_heads")),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
@@ -188,7 +164,7 @@ def _llama(config: ConfigFile) -> ModelShape:
 
 
 def _mistral(config: ConfigFile) -> ModelShape:
-    return _gated(config, sliding_window=config.integer("sliding_window", default=0) or None)
+    return _gated(config, sliding_window=_window(config))
 
 
 def _qwen2(config: ConfigFile) -> ModelShape:
@@ -209,10 +185,18 @@ def _qwen3(config: ConfigFile) -> ModelShape:
 
 def _qwen_window(config: ConfigFile) -> int | None:
     """The window where every layer has it; with full layers among them, plan for full attention."""
-    if not config.flag("use_sliding_window", False):
-        return None
-    first_sliding = config.integer("max_window_layers", default=config.integer("num_hidden_layers"))
-    return config.integer("sliding_window", default=0) or None if first_sliding == 0 else None
+    window = _window(config)
+    if config.values.get("max_window_layers", 0) is None:
+        raise config.refusal("max_window_layers", None, "a whole number")
+    first_sliding = config.integer(
+        "max_window_layers", default=config.size("num_hidden_layers", most=MAX_LAYERS)
+    )
+    is_used = config.flag("use_sliding_window", False)
+    return window if is_used and first_sliding == 0 else None
+
+
+def _window(config: ConfigFile) -> int | None:
+    return None if config.values.get("sliding_window") is None else config.size("sliding_window")
 
 
 def _gated(
@@ -227,19 +211,22 @@ def _gated(
     sliding_window: int | None = None,
 ) -> ModelShape:
     """The LLaMA family: rotary positions, gated MLP, RMS norms, grouped key/value heads."""
-    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    head_dim = config.integer("head_dim", default=default_head_dim or 0)
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    is_given = config.values.get("head_dim") is not None
+    if default_head_dim is not None and "head_dim" in config.values and not is_given:
+        raise config.refusal("head_dim", None, "a whole number, or left out")
+    head_dim = config.size("head_dim") if is_given else default_head_dim
     return ModelShape(
         name=config.name,
         model_type=str(config.values["model_type"]),
-        layers=config.integer("num_hidden_layers"),
+        layers=config.size("num_hidden_layers", most=MAX_LAYERS),
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.size("intermediate_size"),
         heads=heads,
-        kv_heads=kv_heads or config.integer("num_key_value_heads"),
+        kv_heads=kv_heads or config.size("num_key_value_heads"),
         head_dim=head_dim or config.per_head(hidden, heads),
-        vocab_size=config.integer("vocab_size"),
-        max_positions=config.integer("max_position_embeddings"),
+        vocab_size=config.size("vocab_size"),
+        max_positions=config.size("max_position_embeddings"),
         position_rows=0,
         word_embedding_size=hidden,
         gated_mlp=True,

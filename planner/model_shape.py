@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,8 +13,11 @@ from typing import Any
 
 from planner.architectures import shape_from_config, supported_model_types
 from planner.decoder_shape import ModelShape
+from planner.own_head import has_own_head
 from quant.errors import SpecError
-from quant.gptq.config import read_gptq_config
+from quant.gptq.config import CONFIG_FILE, read_gptq_config
+from quant.model_reference import local_path
+from quant.settings_file import read_settings
 
 __all__ = [
     "ModelShape",
@@ -25,6 +27,8 @@ __all__ = [
     "shape_at_hand",
     "supported_model_types",
 ]
+
+_REMEDY = "give a name, a folder or a hub id"
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -57,10 +61,9 @@ def shape_at_hand(text: str) -> ModelShape | None:
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
     """The entries of `config.json` that `model_shape` reads the shape from; SpecError as there."""
     text = str(name_or_path)
-    path = Path(text).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if path.is_file():
-        return _read_config(path)
+    path = local_path(text, _REMEDY, SpecError)
+    if path is not None:
+        return _read_config(path / CONFIG_FILE if path.is_dir() else path)
     builtin = _builtin_configs().get(text.lower())
     return _hub_config(text) if builtin is None else builtin
 
@@ -72,34 +75,26 @@ def builtin_names() -> tuple[str, ...]:
 
 def _local_shape(text: str) -> ModelShape | None:
     """The shape of a folder or file here; None where there is neither."""
-    try:
-        path = Path(text).expanduser()
-        if path.is_file():
-            return shape_from_config(path.parent.resolve().name, _read_config(path))
-        return _folder_shape(path) if path.is_dir() else None
-    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
-        raise SpecError(f"model {text}: {error}; give a name, a folder or a hub id") from error
+    path = local_path(text, _REMEDY, SpecError)
+    if path is None or path.is_dir():
+        return None if path is None else _folder_shape(path)
+    return shape_from_config(path.parent.resolve().name, _read_config(path), str(path))
 
 
 def _folder_shape(folder: Path) -> ModelShape:
-    config = folder / "config.json"
+    config = folder / CONFIG_FILE
     if not config.is_file():
         raise SpecError(
             f"model folder {folder} holds no config.json; "
             "give the folder of a Hugging Face checkpoint"
         )
-    shape = shape_from_config(folder.resolve().name, _read_config(config))
-    return replace(shape, stored=shape.stored or read_gptq_config(folder))
+    shape = shape_from_config(folder.resolve().name, _read_config(config), str(config))
+    tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
+    return replace(shape, stored=shape.stored or read_gptq_config(folder), tied_embeddings=tied)
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise SpecError(f"{path} holds no JSON object; give a Hugging Face config.json")
-    return values
+    return read_settings(path, "give a Hugging Face config.json", SpecError)
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:

@@ -45,7 +45,7 @@ from planner.profile_links import links_beside
 from planner.remedies import Planner, PlanningRequest, naming_remedies
 from planner.sensitivity import Omega
 from planner.stored_bits import with_stored_bits
-from planner.workload import Workload
+from planner.workload import Workload, check_length
 from quant.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 
 _Found = TypeVar("_Found")
@@ -382,12 +382,7 @@ def cost_model(
     sensitivity: FloatArray,
 ) -> CostModel:
     """All that a search keeps fixed; `SpecError` for a workload longer than the model's context."""
-    if shape.model_type != "bloom" and workload.total_length > shape.max_positions:
-        raise SpecError(
-            f"{workload.prompt_length} prompt and {workload.new_tokens} new tokens are "
-            f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions; "
-            "lower --s or --n"
-        )
+    check_length(shape, workload)
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
     latency = RememberedLatency(latency_model_of(cluster, shape, options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from planner.decoder_shape import ModelShape
 from quant.errors import SpecError
 
 MAX_REQUESTS = 2**20
@@ -41,3 +42,13 @@ class Workload:
     def total_length(self) -> int:
         """Tokens of one request when it is done, which the KV cache has to hold."""
         return self.prompt_length + self.new_tokens
+
+
+def check_length(shape: ModelShape, workload: Workload) -> None:
+    """SpecError where requests are longer than the model's context; ALiBi (BLOOM) has no end."""
+    if shape.model_type != "bloom" and workload.total_length > shape.max_positions:
+        raise SpecError(
+            f"{workload.prompt_length} prompt and {workload.new_tokens} new tokens are "
+            f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions "
+            "(max_position_embeddings of its config.json); lower --s or --n"
+        )

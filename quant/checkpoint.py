@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -25,10 +24,15 @@ from quant.file_identity import FileIdentity
 from quant.gptq.config import GptqConfig, read_gptq_config
 from quant.model_reference import resolve
 from quant.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
-from quant.tensor_file import DamagedFileError, TensorPlace, read_header
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+from quant.stored_tensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_index,
+    shard_path,
+    spellings,
+    unreadable,
+)
+from quant.tensor_header import DamagedFileError, TensorPlace, read_header
 
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
@@ -70,7 +74,7 @@ class Checkpoint:
                 self._ahead.wait_for(self.range_of(name))
             tensor: torch.Tensor = handle.get_tensor(name)
         except (SafetensorError, RuntimeError, TypeError, OSError) as error:  # TypeError: a shape
-            raise self._unreadable(self._file_of[name], error) from error
+            raise unreadable(self.folder / self._file_of[name], error) from error
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -78,7 +82,7 @@ class Checkpoint:
         try:
             return tuple(self._handle(name).get_slice(name).get_shape())
         except SafetensorError as error:
-            raise self._unreadable(self._file_of[name], error) from error
+            raise unreadable(self.folder / self._file_of[name], error) from error
 
     def range_of(self, name: str) -> FileRange:
         """Where the tensor `name` lies; errors as in `read`."""
@@ -90,7 +94,7 @@ class Checkpoint:
                 with path.open("rb") as opened:
                     self._places[file] = read_header(opened).places
             except (DamagedFileError, OSError) as error:
-                raise self._unreadable(file, error) from error
+                raise unreadable(self.folder / file, error) from error
         place = self._places[file][name]
         return FileRange(self.folder / file, place.start, place.stop)
 
@@ -147,7 +151,7 @@ class Checkpoint:
         without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
         CheckpointError names the tensor if none is there.
         """
-        candidates = _spellings(name, prefix)
+        candidates = spellings(name, prefix)
         for candidate in candidates:
             if candidate in self._file_of:
                 return candidate
@@ -158,7 +162,7 @@ class Checkpoint:
 
     def has(self, name: str, prefix: str = "") -> bool:
         """Whether `find` would find a tensor."""
-        return any(candidate in self._file_of for candidate in _spellings(name, prefix))
+        return any(candidate in self._file_of for candidate in spellings(name, prefix))
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
@@ -183,33 +187,18 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            path = self._path(file)
+            path = shard_path(self.folder, file)
             self._identity(file)  # before its content
             try:
                 self._files[file] = safe_open(path, framework="pt")
             except (SafetensorError, RuntimeError, OSError) as error:
-                raise self._unreadable(file, error) from error
+                raise unreadable(self.folder / file, error) from error
         return self._files[file]
 
     def _identity(self, file: str) -> FileIdentity:
         if file not in self._identities:
-            self._identities[file] = FileIdentity.of(self._path(file))
+            self._identities[file] = FileIdentity.of(shard_path(self.folder, file))
         return self._identities[file]
-
-    def _path(self, file: str) -> Path:
-        path = self.folder / file
-        if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long
-            raise CheckpointError(
-                f"{self.folder} lacks {file}, which its index names; download the missing shard"
-            )
-        return path
-
-    def _unreadable(self, file: str, error: Exception) -> CheckpointError:
-        path = self.folder / file
-        size = path.stat().st_size if path.is_file() else 0
-        return CheckpointError(
-            f"{path} ({size} bytes) is truncated or damaged: {error}; download it again"
-        )
 
     def _list_tensors(self) -> dict[str, str]:
         """File of each tensor."""
@@ -226,25 +215,3 @@ class Checkpoint:
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             "give the folder that holds the weights"
         )
-
-
-def read_index(path: Path) -> dict[str, str]:
-    """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is no index of shards ({type(error).__name__}: {error}); download it again"
-        ) from error
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} lists no tensors in its weight_map; download it again")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path} places tensor {name} in {file!r}, which is no file name")
-    return weight_map
-
-
-def _spellings(name: str, prefix: str) -> list[str]:
-    if not prefix:
-        return [name]
-    return [f"{prefix}.{name}", name, name.removeprefix(f"{prefix}.")]

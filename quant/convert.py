@@ -5,7 +5,6 @@ The target appears only when it is complete: it is written aside, in the same fo
 
 from __future__ import annotations
 
-import json
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from quant.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from quant.errors import CheckpointError
 from quant.model_folder import copy_settings, new_folder, overlap, write_index
+from quant.settings_file import read_settings
+from quant.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -123,10 +123,8 @@ def _ties_embeddings(source: Path) -> bool:
     path = source / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
-    try:
-        return bool(json.loads(path.read_text(encoding="utf-8")).get("tie_word_embeddings", True))
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON object ({error}); download it again") from error
+    values = read_settings(path, "download it again", CheckpointError)
+    return bool(values.get("tie_word_embeddings", True))
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -1,5 +1,6 @@
 """The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
 
+from quant.foreign_words import without_foreign_advice
 from quant.printable import printable
 
 MESSAGE_CHARACTERS = 1500
@@ -10,7 +11,7 @@ class LlmpqError(Exception):
     """Something the user can mend: the message names the problem, the number and the remedy."""
 
     def __str__(self) -> str:
-        return printable(super().__str__(), MESSAGE_CHARACTERS)
+        return printable(without_foreign_advice(super().__str__()), MESSAGE_CHARACTERS)
 
 
 class SpecError(LlmpqError):

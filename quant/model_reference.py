@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quant.errors import CheckpointError
+from quant.errors import CheckpointError, LlmpqError
 
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
+
+
+def local_path(
+    reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
+) -> Path | None:
+    """The folder or file that `reference` names on this machine, `~` written out; None where there
+    is none. `refuse` with `remedy` for a name that cannot be looked at.
+    """
+    try:
+        path = Path(reference).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
+        raise refuse(f"model {reference!s:.200}: {error}; {remedy}") from error
 
 
 def resolve(path: str | Path, weights: bool = True) -> Path:
@@ -17,16 +30,12 @@ def resolve(path: str | Path, weights: bool = True) -> Path:
 
     CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
     """
-    try:
-        folder = Path(path).expanduser()
-        if folder.is_dir():
-            return folder
-        is_file = folder.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
-        raise CheckpointError(f"{path}: {error}; give the folder that holds the weights") from error
-    if is_file:
-        raise CheckpointError(f"{folder} is a file; give the folder that holds it")
-    name = str(path)
+    here = local_path(path, "give the folder that holds the weights")
+    if here is not None and here.is_dir():
+        return here
+    if here is not None:
+        raise CheckpointError(f"{here} is a file; give the folder that holds it")
+    name, folder = str(path), Path(path).expanduser()
     patterns = _HUB_PATTERNS if weights else _HUB_PATTERNS[1:]
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise CheckpointError(

@@ -11,14 +11,12 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, BinaryIO
 
 import torch
 
-_LENGTH_BYTES = 8
-_HEADER_BYTES_MAX = 100_000_000
-"""What the `safetensors` library itself refuses to go beyond."""
+from quant.tensor_header import LENGTH_BYTES, MALFORMED, DamagedFileError, Header, TensorPlace
 
 _RESERVED_BYTES = 1 << 16
 """Room for the header of a written file, padded with spaces as the format allows: a decoder layer
@@ -39,60 +37,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What parsing JSON of any content raises, and taking from it what should be there."""
-
-
-class DamagedFileError(Exception):
-    """A file that is no safetensors file, is cut short, or holds other bytes than were written."""
-
-
-@dataclass(frozen=True)
-class TensorPlace:
-    """One tensor in a file: safetensors' name of its type, shape, half-open range of bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """The places of all tensors in a file, by name, and the file's own notes."""
-
-    places: Mapping[str, TensorPlace]
-    metadata: Mapping[str, str]
-
-
-def read_header(file: BinaryIO) -> Header:
-    """The header of an open safetensors file; DamagedFileError if it is none or ends too early."""
-    file_bytes = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    data_start = _LENGTH_BYTES + header_bytes
-    if not 0 < header_bytes <= _HEADER_BYTES_MAX or data_start > file_bytes:
-        raise DamagedFileError(f"its header claims {header_bytes} of {file_bytes} bytes")
-    try:
-        entries = json.loads(file.read(header_bytes))
-        metadata = dict(entries.pop("__metadata__", {}))
-        places = {name: _place(entry, data_start) for name, entry in entries.items()}
-    except _MALFORMED as error:
-        raise DamagedFileError(f"its header is malformed ({type(error).__name__})") from error
-    end = max((place.stop for place in places.values()), default=data_start)
-    if end > file_bytes:
-        raise DamagedFileError(f"it has {file_bytes} of {end} bytes")
-    return Header(places, metadata)
-
-
-def _place(entry: Mapping[str, Any], data_start: int) -> TensorPlace:
-    start, stop = map(int, entry["data_offsets"])
-    if not 0 <= start <= stop:
-        raise ValueError(f"byte range {start} to {stop}")
-    shape = tuple(int(size) for size in entry["shape"])
-    return TensorPlace(str(entry["dtype"]), shape, data_start + start, data_start + stop)
 
 
 def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
@@ -157,12 +101,12 @@ class TensorWriter:
             for name, place in self._places.items()
         }
         header = json.dumps({"__metadata__": notes, **entries}).encode()
-        room = _RESERVED_BYTES - _LENGTH_BYTES
+        room = _RESERVED_BYTES - LENGTH_BYTES
         if len(header) > room:
             raise ValueError(f"a header of {len(header)} bytes exceeds the {room} set aside")
         self._file.truncate(self._stop)
         self._file.seek(0)
-        self._file.write(room.to_bytes(_LENGTH_BYTES, "little") + header.ljust(room))
+        self._file.write(room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room))
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -181,7 +125,7 @@ def checksums(header: Header) -> dict[str, int]:
         found = json.loads(header.metadata["crc32"])
         of_tensors = {name: int(found[name]) for name in header.places}
         is_right = int(header.metadata[_HEADER_CRC32]) == _header_crc32(header)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise DamagedFileError("its checksums are missing") from error
     if not is_right:
         raise DamagedFileError("its header's checksum is wrong")

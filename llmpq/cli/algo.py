@@ -11,6 +11,7 @@ from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
 from llmpq.cluster import Cluster
+from llmpq.model_check import checked_shape
 from llmpq.profile_view import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     model = _model(options)
+    checked_shape(model)  # before devices are looked for and prompts are tokenized
     cluster = _cluster(options)
     if "write_cluster" in options:
         _write(Path(options.write_cluster), cluster.to_yaml())

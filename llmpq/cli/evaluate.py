@@ -47,9 +47,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.evaluate import bits_subject, device_of, plan_subject, windows_of
+    from llmpq.model_check import checked_shape
     from llmpq.run import checkpoint_reference, shape_for_plan
     from llmpq.scoring import evaluate
-    from planner.model_shape import model_shape
     from planner.plan import Plan
     from quant.checkpoint import Checkpoint
     from quant.model_reference import resolve
@@ -69,7 +69,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     for _, plan in plans:
         shape_for_plan(plan, folder)
     subjects = [plan_subject(plan, name, device, settings.dtype) for name, plan in plans]
-    layers = model_shape(str(folder)).layers
+    layers = checked_shape(folder).layers
     subjects += [
         bits_subject(bitwidths, layers, device, settings.dtype, options.rounding)
         for bitwidths in map(_bitwidths, options.bits)

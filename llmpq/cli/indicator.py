@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
+    from llmpq.model_check import checked_shape
     from llmpq.omega import measure_omega, measure_points
     from quant.checkpoint import Checkpoint
     from quant.model_reference import resolve
@@ -65,6 +66,7 @@ def _measure(options: argparse.Namespace) -> int:
             "text), of the kind that the model shall work on; --method random needs none"
         )
     folder = resolve(options.model)
+    checked_shape(folder)
     Checkpoint(folder).check_files()
     calibration = read_documents(options.calibration)
     held_out = read_documents(options.perplexity)

@@ -84,8 +84,8 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
+    from llmpq.model_check import checked_shape
     from llmpq.run import checkpoint_reference, shape_for_plan
-    from planner.model_shape import model_shape
     from planner.plan import Plan
     from quant.model_reference import resolve
 
@@ -100,7 +100,7 @@ def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     if model is None:
         raise SpecError("name the model: --model FOLDER")
     folder = resolve(model)
-    layers = model_shape(str(folder)).layers
+    layers = checked_shape(folder).layers
     given = tuple(options.bits)
     if len(given) not in (1, layers):
         raise SpecError(

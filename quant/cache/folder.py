@@ -30,15 +30,8 @@ import torch
 
 from quant.cache.settings import DEFAULT_LIMIT_BYTES, CacheSettings
 from quant.read_ahead import FileRange, ReadAhead
-from quant.tensor_file import (
-    DamagedFileError,
-    Header,
-    TensorWriter,
-    checksums,
-    read_header,
-    read_tensor,
-    reserved_bytes,
-)
+from quant.tensor_file import TensorWriter, checksums, read_tensor, reserved_bytes
+from quant.tensor_header import DamagedFileError, Header, read_header
 
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"

@@ -6,13 +6,13 @@ GPTQModel writes it into `config.json` (`quantization_config`), auto-gptq into a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quant.errors import SpecError
+from quant.settings_file import read_settings
 
 CONFIG_FILE = "config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
@@ -117,12 +117,4 @@ def _bits_of(change: Any, default: int) -> Any:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, Mapping):
-        raise SpecError(f"{path} holds no JSON object")
-    return values
+    return read_settings(path, "download it again", SpecError) if path.exists() else {}

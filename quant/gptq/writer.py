@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quant.checkpoint import INDEX_FILE, Checkpoint
+from quant.checkpoint import Checkpoint
 from quant.errors import SpecError
 from quant.gptq.config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
 from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
 from quant.gptq.rounding import GptqOptions
 from quant.model_folder import write_index
 from quant.scheme import GROUP_SIZES, group_size
+from quant.stored_tensors import INDEX_FILE
 
 _FULL_BITS = 16
 

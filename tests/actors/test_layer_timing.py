@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from actors.layer_timing import TimedLayers, library_config
+from actors.layer_timing import TimedLayers
+from actors.library_config import library_config
 from actors.pace import Pace
 from actors.profiling import ProfileTask, _Passes, measure
 from planner.architectures import shape_from_config

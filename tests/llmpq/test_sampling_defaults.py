@@ -124,7 +124,7 @@ def test_neutral_values_are_not_named(tmp_path: Path) -> None:
     [
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ("[]", "no JSON object"),
+        ("[]", "is no JSON object"),
         ({"do_sample": True, "temperature": -1}, "temperature is -1"),
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"repetition_penalty": "high"}, "repetition_penalty is 'high'"),
