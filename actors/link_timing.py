@@ -19,7 +19,8 @@ from actors.environment import stage_environment
 from actors.head import get_while_it_lives
 from actors.messages import MicroBatch
 from actors.placement import CRUMB, Placement
-from actors.transport.links import Links, Meeting, MeetingPlace
+from actors.transport.links import Links
+from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
 from actors.transport.packed import PackedTensor, pack, unpack
 from actors.transport.wire import decode, encode
 from planner.profile_links import Place, Way
@@ -44,7 +45,7 @@ class MeasuredHop:
     repetitions: int
 
 
-class End:
+class End(BoardKeeper):
     """One of two processes that send each other hidden states, on a GPU where it has one."""
 
     def __init__(self) -> None:
@@ -52,16 +53,15 @@ class End:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
         self._links: Links
-        self._place: MeetingPlace
 
-    def open(self) -> Meeting:
-        """Listen for the other."""
-        self._place = MeetingPlace(ray.util.get_node_ip_address(), 2, _MEETING_S)
-        return self._place.meeting
+    def host(self) -> str:
+        """Address of its node."""
+        return str(ray.util.get_node_ip_address())
 
-    def connect(self, meeting: Meeting, index: int) -> None:
-        """Link both, which do so at the same time."""
-        self._links = Links(meeting, index, 2, ray.util.get_node_ip_address())
+    def connect(self, meeting: Meeting, index: int, first: Any) -> None:
+        """Link both, which do so at the same time; the `first` one keeps the board."""
+        board = RemoteBoard(first, meeting) if index else self.board(meeting.secret)
+        self._links = Links(meeting, index, board)
 
     def echo(self, batch: MicroBatch, hidden: PackedTensor) -> PackedTensor:
         """Take what Ray brought to the device, and from there."""
@@ -171,7 +171,8 @@ def _bundle(end: Placement) -> dict[str, float]:
 
 
 def _start(end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
-    remote: Any = ray.remote(End).options(
+    make_remote: Any = ray.remote  # its annotations lack concurrency groups
+    remote: Any = make_remote(concurrency_groups={CONTROL: 1})(End).options(
         num_cpus=CRUMB,
         num_gpus=end.num_gpus,
         resources=dict(end.resources),
@@ -195,9 +196,12 @@ def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[M
 
 def _linked(first: Any, second: Any) -> bool:
     """Whether both could be connected."""
-    meeting = get_while_it_lives(first.open.remote())
+    ends = (first, second)
+    hosts = get_while_it_lives([end.host.remote() for end in ends])
+    meeting = Meeting(tuple(hosts), _MEETING_S)
+    get_while_it_lives(first.open_meeting.remote(meeting))
     try:
-        get_while_it_lives([first.connect.remote(meeting, 0), second.connect.remote(meeting, 1)])
+        get_while_it_lives([end.connect.remote(meeting, i, first) for i, end in enumerate(ends)])
     except RayTaskError as error:
         if not isinstance(error.cause, DeviceError):
             raise

@@ -88,6 +88,11 @@ class Stage:
         """Width of the hidden states between stages."""
         return int(self._model.config.hidden_size)
 
+    @property
+    def widest(self) -> int:
+        """Columns at most of what stages send each other; some heads take fewer than layers do."""
+        return max(self.hidden_size, getattr(self._model.config, "word_embed_proj_dim", 0))
+
     @torch.inference_mode()
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
         """Compute one micro-batch.

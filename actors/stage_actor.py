@@ -21,14 +21,14 @@ from actors.stage import Stage
 from actors.stage_spec import StageSpec
 from actors.telemetry import Spans, StageMeter, TelemetryOptions
 from actors.transport.chains import LinkChain, RayChain, serve
-from actors.transport.links import Links, Meeting, MeetingPlace
+from actors.transport.links import Links
+from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
 from actors.transport.packed import PackedTensor, pack, unpack
+from actors.transport.wire import Limits
 from quant.cache.settings import CacheSettings
 from quant.errors import StageLostError
 from quant.model_reference import resolve
 from quant.processor import local_processor
-
-CONTROL = "control"  # a thread of its own for calls that must not wait for the pipeline
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,14 @@ class QueueSizes:
     prefill_micro_batch: int
     decode_micro_batch: int
 
+    def limits(self, max_tokens: int, columns: int) -> Limits:
+        """What messages may hold where a slot has room for `max_tokens`."""
+        rows = max(self.prefill_micro_batch * max_tokens, self.decode_micro_batch)
+        requests = max(self.prefill_micro_batch, self.decode_micro_batch)
+        return Limits(requests, rows, columns, self.slots, max_tokens)
 
-class StageActor:
+
+class StageActor(BoardKeeper):
     """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is
     held.
     """
@@ -63,8 +69,8 @@ class StageActor:
         self._cache = cache
         self._meter = StageMeter(telemetry)
         self._stage: Stage | None = None
-        self._meeting_place: MeetingPlace | None = None
         self._links: Links | None = None
+        self._limits: Limits | None = None
         self._leader: _Leader | None = None
         self._health = Health()
         self._epoch: int | None = 0  # of what the other stages' calls belong to
@@ -120,36 +126,36 @@ class StageActor:
             return replace(result, ready_at_s=self.ready_at_s)
         return pack(result, self.ready_at_s)
 
-    def open_meeting(self, timeout_s: float) -> Meeting:
-        """First stage only: listen for the others."""
-        address = ray.util.get_node_ip_address()
-        self._meeting_place = MeetingPlace(address, self._spec.stages, timeout_s)
-        return self._meeting_place.meeting
-
-    def connect(self, meeting: Meeting) -> None:
-        """Link this stage to all others, which do the same at this time."""
-        address = ray.util.get_node_ip_address()
-        self._links = Links(meeting, self._spec.index, self._spec.stages, address)
+    def connect(self, meeting: Meeting, first: ActorHandle[StageActor], sizes: QueueSizes) -> None:
+        """Link this stage to all others, which do the same at this time, over the board that the
+        `first` stage keeps.
+        """
+        mine = self._spec.is_first  # a call to itself would wait for this one
+        board = self.board(meeting.secret) if mine else RemoteBoard(first, meeting)
+        self._limits = sizes.limits(self._spec.max_tokens, self._loaded().widest)
+        self._links = Links(meeting, self._spec.index, board)
 
     def serve(self) -> None:
         """All but the first stage: compute what comes over the links, until one of them breaks."""
-        serve(self, self._linked())
+        serve(self, self._linked(), self._limits)
 
     def settle(self) -> Settled:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         so_far = None if self._leader is None else self._leader.so_far()
-        self._leader = self._links = self._meeting_place = self._epoch = None
+        self._leader = self._links = self._epoch = None
+        self.close_meeting()
         return Settled(self._health.take_failure(), so_far)
 
-    def begin(self, epoch: int) -> None:
-        """All stages are about to be linked again, in the same `epoch`."""
+    def begin(self, epoch: int) -> str:
+        """All stages are about to be linked again, in the same `epoch`; the address of its node."""
         self._epoch = epoch
+        return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
         """First stage only: what `generate` schedules, over `following` by Ray or over links."""
         chain: Pipeline
         if following is None:
-            chain = LinkChain(self, self._linked())
+            chain = LinkChain(self, self._linked(), self._limits)
         else:
             chain = RayChain(self, following, self._epoch or 0)
         self._leader = _Leader(sizes, chain)

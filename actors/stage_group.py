@@ -32,9 +32,10 @@ from actors.observing import Observer
 from actors.placement import Placement, place
 from actors.planned_stage import stage_spec
 from actors.recovery import OnEvent, Recovery, ignore_event
-from actors.stage_actor import CONTROL, QueueSizes, StageActor
+from actors.stage_actor import QueueSizes, StageActor
 from actors.stage_spec import StageSpec
 from actors.telemetry import TelemetryOptions
+from actors.transport.meeting import CONTROL, Meeting
 from actors.watch import Watch, get_watched
 from planner.model_shape import model_shape
 from planner.plan import Plan, StagePlan
@@ -98,6 +99,7 @@ class StageGroup:
         self._groups: list[PlacementGroup] = []
         self._serving: list[Any] = []
         self._runs = self._epoch = 0
+        self._hosts: tuple[str, ...] = ()  # addresses of the stages' nodes
         self._placements: Sequence[Placement] = ()
         self._strategies: Sequence[Mapping[str, Any]] = ()
         self.sizes = QueueSizes(plan.workload.global_batch, sizes.prefill, sizes.decode)
@@ -153,9 +155,11 @@ class StageGroup:
         timeout_s = self._timeouts.meeting_s
         if self._epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
-        (meeting,) = self._get_watched([first.open_meeting.remote(timeout_s)], timeout_s)
+        meeting = Meeting(self._hosts, timeout_s)
+        self._get_watched([first.open_meeting.remote(meeting)], timeout_s)
         # The first to fail is the one to blame: the others wait for it.
-        self._get_watched([a.connect.remote(meeting) for a in self._actors], 2 * timeout_s)
+        connecting = [a.connect.remote(meeting, first, self.sizes) for a in self._actors]
+        self._get_watched(connecting, 2 * timeout_s)
 
     def _get_watched(self, references: Sequence[Any], limit_s: float) -> list[Any]:
         """As `get`; a stage that gives no sign of life meanwhile raises too."""
@@ -282,7 +286,8 @@ class StageGroup:
         """Connect all stages, which are at rest, and let the first one lead."""
         self._epoch += 1
         limit_s = max(self._timeouts.meeting_s, self._recovery.hang_s)
-        self._get_watched([actor.begin.remote(self._epoch) for actor in self._actors], limit_s)
+        begun = [actor.begin.remote(self._epoch) for actor in self._actors]
+        self._hosts = tuple(self._get_watched(begun, limit_s))
         linked = self._link()
         first: Any = self._actors[0]
         following: list[Any] = self._actors[1:]

@@ -14,7 +14,8 @@ from torch import Tensor
 from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.transport.links import Links
 from actors.transport.packed import pack, unpack
-from actors.transport.wire import decode, encode
+from actors.transport.wire import Limits, decode, encode
+from quant.errors import StageLostError
 
 ANSWER_S = 1800.0
 """A micro-batch that takes longer than half an hour to come back hangs."""
@@ -75,11 +76,11 @@ class RayChain:
 class LinkChain:
     """Messages over links; the other stages `serve`. Answers come in the order of submission."""
 
-    def __init__(self, first: Computing, links: Links) -> None:
-        self._first = first
+    def __init__(self, first: Computing, links: Links, limits: Limits | None = None) -> None:
+        self._first, self._limits = first, limits
         self.stages = links.stages
         self._down = links.sender(1)
-        self._back = links.receiver(links.stages - 1, ANSWER_S)
+        self._back = links.receiver(links.stages - 1, ANSWER_S, limits)
 
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
         """Compute the first stage here and send the result down the chain."""
@@ -90,24 +91,41 @@ class LinkChain:
 
     def result(self, handle: MicroBatch) -> Sampled:
         """The sampled tokens; the first stage samples them where the LM head lives there."""
-        answer = decode(self._back.receive())
+        answer = decode(self._back.receive(), self._limits)
         if isinstance(answer, Sampled):
+            _check_answer(len(answer.token_ids), handle)
             self._first.wait_for(answer.ready_at_s)
             return answer
         returned, last_hidden = answer
+        _check_answer(len(last_hidden), handle)
         self._first.wait_for(returned.ready_at_s)
         return self._first.finish(handle, last_hidden)
 
 
-def serve(stage: Computing, links: Links) -> None:
-    """Compute what comes from the stage before and send it on, for as long as both are there."""
-    from_before = links.receiver(links.index - 1)
+def _check_answer(rows: int, asked: MicroBatch) -> None:
+    if rows != len(asked.slots):
+        raise StageLostError(
+            f"the last stage answered for {rows} requests, asked were {len(asked.slots)}"
+        )
+
+
+def serve(stage: Computing, links: Links, limits: Limits | None = None) -> None:
+    """Compute what comes from the stage before and send it on, for as long as both are there.
+
+    Raises `StageLostError` for a message that is none of a stage before this one, or goes beyond
+    `limits`.
+    """
+    from_before = links.receiver(links.index - 1, limits=limits)
     onward = links.sender((links.index + 1) % links.stages)
     while True:
-        message = decode(from_before.receive())
+        message = decode(from_before.receive(), limits)
         if isinstance(message, Sampled):
-            raise ValueError("a stage before the last one sampled")
+            raise StageLostError("a stage before the last one sampled")
         batch, hidden = message
+        if len(hidden) != batch.counts.sum():
+            raise StageLostError(
+                f"stage {links.index - 1} sent {len(hidden)} rows for {batch.counts.sum()} tokens"
+            )
         result = stage.compute(batch, hidden)
         onward.send(encode(batch, result, stage.ready_at_s))
         stage.sent()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+import hmac
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -14,7 +13,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from actors.transport.wire import host_memory, message_bytes
+from actors.transport.meeting import Board, Meeting, MeetingStore
+from actors.transport.wire import Limits, host_memory, message_bytes
 from quant.errors import DeviceError, StageLostError
 
 FRAME_BYTES = 4 * 2**20
@@ -22,35 +22,8 @@ FRAME_BYTES = 4 * 2**20
 
 _FRAMES_AHEAD = 2  # receives that are posted: one message is computed while the next one arrives
 _STOP = torch.zeros(64, dtype=torch.uint8)  # a message of no bytes: there is no other like it
+_PROOF = 1  # the tag of proofs, messages have 0
 _FOR_EVER = timedelta(days=365)
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the stages find each other: the first one's node and port, and how long they try."""
-
-    address: str
-    port: int
-    timeout_s: float
-
-
-class MeetingPlace:
-    """The first stage's side of the meeting: a store that listens on its node's `address` alone."""
-
-    def __init__(self, address: str, stages: int, timeout_s: float) -> None:
-        check_available()
-        listening = socket.create_server((address, 0), backlog=4 * stages)
-        self.meeting = Meeting(address, listening.getsockname()[1], timeout_s)
-        distributed: Any = torch.distributed
-        self._store = distributed.TCPStore(
-            address,
-            self.meeting.port,
-            stages,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
 
 
 def check_available() -> None:
@@ -61,31 +34,48 @@ def check_available() -> None:
 
 
 class Links:
-    """All connections of stage `index` of `stages`, whose own node has `address`.
+    """All connections of end `index` of those that meet, over the `board` of their meeting.
 
-    Raises `DeviceError` when the stages do not meet in time.
+    Raises `DeviceError` when they do not meet in time, or one does not prove that it was invited.
     """
 
-    def __init__(self, meeting: Meeting, index: int, stages: int, address: str) -> None:
+    def __init__(self, meeting: Meeting, index: int, board: Board) -> None:
         check_available()
-        self.index, self.stages = index, stages
+        self.index, self.stages = index, len(meeting.hosts)
         self._senders: list[Sender] = []
-        timeout = timedelta(seconds=meeting.timeout_s)
+        address = meeting.address(index)
         distributed: Any = torch.distributed
         gloo = distributed.ProcessGroupGloo
+        # Python's part of the store goes with its last reference here, and gloo keeps the other
+        self._store = MeetingStore(board, meeting.timeout_s)
         try:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=address)]
-            options._timeout = timeout
-            store = distributed.TCPStore(
-                meeting.address, meeting.port, stages, False, timeout, wait_for_workers=False
-            )
-            self._group = gloo(store, index, stages, options)
-        except RuntimeError as error:
+            options._timeout = timedelta(seconds=meeting.timeout_s)
+            self._group = gloo(self._store, index, self.stages, options)
+            self._check_neighbours(meeting)
+        except (RuntimeError, DeviceError) as error:
             raise DeviceError(
-                f"stage {index} on {address} did not meet the others at {meeting.address}:"
-                f"{meeting.port} within {meeting.timeout_s:g} s: {error}"
+                f"stage {index} on {address} did not meet the others within "
+                f"{meeting.timeout_s:g} s: {error}"
             ) from error
+
+    def _check_neighbours(self, meeting: Meeting) -> None:
+        """Gloo takes whoever comes first under a neighbour's number; those we send to and receive
+        from show that they know the secret.
+        """
+        timeout = timedelta(seconds=meeting.timeout_s)
+        near = {(self.index + step) % self.stages for step in (1, -1)} - {self.index}
+        shown = {other: _bytes(meeting.proof(self.index, other)) for other in near}
+        sending = [self._group.send([proof], other, _PROOF) for other, proof in shown.items()]
+        for other in sorted(near):
+            expected = meeting.proof(other, self.index)
+            found = torch.zeros(len(expected), dtype=torch.uint8)
+            self._group.recv([found], other, _PROOF).wait(timeout)
+            if not hmac.compare_digest(found.numpy().tobytes(), expected):
+                raise DeviceError(f"who came as stage {other} is not the one that was invited")
+        for work in sending:
+            work.wait(timeout)
 
     def sender(self, to: int) -> Sender:
         """For messages to stage `to`."""
@@ -97,9 +87,11 @@ class Links:
         for sender in self._senders:
             sender.stop()
 
-    def receiver(self, source: int, timeout_s: float | None = None) -> Receiver:
-        """For messages from stage `source`, each of which may take `timeout_s`."""
-        return Receiver(self._group, source, timeout_s)
+    def receiver(
+        self, source: int, timeout_s: float | None = None, limits: Limits | None = None
+    ) -> Receiver:
+        """For messages from stage `source` within `limits`, each of which may take `timeout_s`."""
+        return Receiver(self._group, source, timeout_s, limits)
 
 
 class Sender:
@@ -137,8 +129,10 @@ class Sender:
 class Receiver:
     """Receives into buffers that are posted ahead, so that transfer overlaps computation."""
 
-    def __init__(self, group: Any, source: int, timeout_s: float | None) -> None:
-        self._group, self._source = group, source
+    def __init__(
+        self, group: Any, source: int, timeout_s: float | None, limits: Limits | None
+    ) -> None:
+        self._group, self._source, self._limits = group, source, limits
         self._timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._in_use: Tensor | None = None
@@ -152,12 +146,15 @@ class Receiver:
             raise _lost(self._source, error) from error
 
     def receive(self) -> Tensor:
-        """The next message `[bytes]`; valid until the next call."""
+        """The next message `[bytes]`; valid until the next call.
+
+        Raises `StageLostError` when none comes, or one that goes beyond the limits.
+        """
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None
         first = self._frame()
-        size = message_bytes(first)
+        size = message_bytes(first, self._limits)
         if not size:
             raise StageLostError(f"stage {self._source} broke the run off")
         if size <= FRAME_BYTES:
@@ -185,3 +182,7 @@ def _wait(work: Any, stage: int, timeout: timedelta) -> None:
 
 def _lost(stage: int, error: RuntimeError) -> StageLostError:
     return StageLostError(f"stage {stage} cannot be reached, its process died or hangs: {error}")
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,7 +1,8 @@
 """A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
 
 A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
-begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle.
+begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle. Nothing in it is believed
+either: what it says of its sizes is held against what was planned before memory is taken for it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
+from quant.errors import LlmpqError, StageLostError
 
 _PREFIX = struct.Struct("<QQQQQQQd")
 """Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns, when an emulated
@@ -25,7 +27,50 @@ link brings it."""
 _BATCH, _SAMPLED = 0, 1
 _ALIGNMENT = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST = 2**62
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
+
+ADMISSION_BYTES = 16 * 2**20
+"""Of JSON, for each request: ids, stop strings, tokens and biases of 256,000 take less."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a message may hold: requests, their new tokens (rows of hidden states), columns
+    of these; KV slots and tokens in each that the stages have.
+    """
+
+    requests: int
+    rows: int
+    columns: int
+    slots: int
+    max_tokens: int
+
+
+class _Prefix(NamedTuple):
+    """What `_PREFIX` holds."""
+
+    message_bytes: int
+    kind: int
+    requests: int
+    text_bytes: int
+    dtype: int
+    rows: int
+    columns: int
+    ready_at_s: float
+
+    @property
+    def array_bytes(self) -> int:
+        return 8 * (2 if self.kind == _SAMPLED else 3) * self.requests
+
+    @property
+    def tensor_begin(self) -> int:
+        return _aligned(_PREFIX.size + self.array_bytes + self.text_bytes)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Of a message with these parts."""
+        return self.tensor_begin + self.rows * self.columns * _DTYPES[self.dtype].itemsize
 
 
 def encode(batch: MicroBatch, result: Tensor | Sampled, ready_at_s: float = 0.0) -> Tensor:
@@ -41,26 +86,84 @@ def encode(batch: MicroBatch, result: Tensor | Sampled, ready_at_s: float = 0.0)
     return _message(_BATCH, arrays, text, result, ready_at_s)
 
 
-def message_bytes(first_frame: Tensor) -> int:
-    """Length of the message that begins with `first_frame`."""
-    return int(_PREFIX.unpack_from(first_frame.numpy().data)[0])
+def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
+    """Length of the message that begins with `first_frame`; raises as `decode`."""
+    if not _PREFIX.unpack_from(first_frame.numpy().data)[0]:
+        return 0
+    return _prefix(first_frame, limits).message_bytes
 
 
-def decode(message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
-    """What was encoded; its tensor is a view of `message`."""
+def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, Tensor] | Sampled:
+    """What was encoded; its tensor is a view of `message`.
+
+    Raises `StageLostError` for what no stage sends: sizes that disagree or go beyond `limits`,
+    slots and positions that there are not, admissions that are none.
+    """
     data = message.numpy()
-    _, kind, requests, text_bytes, dtype, rows, columns, ready_at_s = _PREFIX.unpack_from(data.data)
-    count = 2 if kind == _SAMPLED else 3
-    end = _PREFIX.size + 8 * count * requests
-    arrays = data[_PREFIX.size : end].view(np.int64).reshape(count, requests).copy()
-    if kind == _SAMPLED:
-        return Sampled(arrays[0], tuple(_REASONS[code] for code in arrays[1]), ready_at_s)
-    text = data[end : end + text_bytes].tobytes()
-    admitted = tuple(_from_json(each) for each in json.loads(text)) if text else ()
-    begin = _aligned(end + text_bytes)
-    size = rows * columns * _DTYPES[dtype].itemsize
-    hidden = message[begin : begin + size].view(_DTYPES[dtype]).reshape(rows, columns)
-    return MicroBatch(arrays[0], arrays[1], arrays[2], admitted, ready_at_s), hidden
+    prefix = _prefix(message, limits)
+    if len(data) < prefix.message_bytes:
+        _refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
+    end = _PREFIX.size + prefix.array_bytes
+    arrays = data[_PREFIX.size : end].view(np.int64).reshape(-1, prefix.requests).copy()
+    if prefix.kind == _SAMPLED:
+        return _sampled(arrays, prefix.ready_at_s)
+    admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
+    batch = MicroBatch(arrays[0], arrays[1], arrays[2], admitted, prefix.ready_at_s)
+    _check_batch(batch, prefix.rows, limits)
+    hidden = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
+    return batch, hidden.reshape(prefix.rows, prefix.columns)
+
+
+def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
+    prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
+    if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
+        _refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
+    if prefix.kind == _SAMPLED and prefix.text_bytes + prefix.rows + prefix.columns:
+        _refuse("brings more than the tokens that it says")
+    if not prefix.requests or prefix.message_bytes != prefix.planned_bytes:
+        _refuse(f"says {prefix.message_bytes} bytes, of which {prefix.planned_bytes} have a place")
+    if limits is not None:
+        for what, most in (
+            ("requests", limits.requests),
+            ("rows", limits.rows),
+            ("columns", limits.columns),
+            ("text_bytes", limits.requests * ADMISSION_BYTES),
+        ):
+            if getattr(prefix, what) > most:
+                _refuse(f"says {getattr(prefix, what)} {what}, at most {most} were planned")
+    return prefix
+
+
+def _sampled(arrays: TokenIds, ready_at_s: float) -> Sampled:
+    token_ids, codes = arrays
+    if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
+        _refuse("has tokens or reasons that there are not")
+    return Sampled(token_ids, tuple(_REASONS[code] for code in codes), ready_at_s)
+
+
+def _check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
+    """Against what the stages hold; its hidden states are one for each token, or each request."""
+    slots, starts, counts = batch.slots, batch.starts, batch.counts
+    tokens = limits.max_tokens if limits is not None else _MOST
+    most_slots = limits.slots if limits is not None else _MOST
+    inside = (starts >= 0) & (starts <= tokens) & (counts >= 1) & (counts <= tokens)
+    if not (inside & (starts <= tokens - counts)).all():
+        _refuse(f"has positions outside the {tokens} of a slot")
+    if (slots < 0).any() or (slots >= most_slots).any() or len(np.unique(slots)) < len(slots):
+        _refuse(f"has slots that are none of {most_slots}, or one twice")
+    if rows not in (len(slots), int(counts.sum())):
+        _refuse(f"has {rows} rows for {int(counts.sum())} tokens")
+    if any(admission.slot >= most_slots for admission in batch.admitted):
+        _refuse(f"admits requests to slots that are none of {most_slots}")
+    if len(batch.admitted) > len(slots):
+        _refuse(f"admits {len(batch.admitted)} requests and has {len(slots)}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StageLostError(
+        f"a message of another stage {what}; either the nodes have different versions of llmpq, or "
+        "a stranger can reach the ports of the links: choose --transport ray then"
+    )
 
 
 def _message(
@@ -98,8 +201,28 @@ def _to_json(admission: Admission) -> dict[str, Any]:
     return asdict(admission)
 
 
+def _admitted(text: bytes) -> tuple[Admission, ...]:
+    """The admissions in `text`, each field of its own type."""
+    try:
+        return tuple(_from_json(each) for each in json.loads(text)) if text else ()
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        LlmpqError,
+    ) as error:
+        _refuse(f"admits requests that are none ({type(error).__name__})")
+
+
 def _from_json(values: dict[str, Any]) -> Admission:
     sampling = values.pop("sampling")
     sampling["stop"] = tuple(sampling["stop"])
     values |= {name: tuple(values[name]) for name in ("generated", "prompt_tokens")}
-    return Admission(sampling=Sampling(**sampling), **values)
+    admission = Admission(sampling=Sampling(**sampling), **values)
+    numbers = admission.generated + admission.prompt_tokens
+    numbers += (admission.slot, admission.max_new_tokens)
+    if type(admission.custom_id) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
+        raise ValueError("a field of another type")
+    return admission

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.transport.links import FRAME_BYTES, Links, Meeting, MeetingPlace
+from actors.transport.links import FRAME_BYTES, Links
 from actors.transport.wire import decode, encode, message_bytes
-from quant.errors import DeviceError, StageLostError
-
-HOST = "127.0.0.1"
+from quant.errors import StageLostError
+from tests.actors.linking import meet
 
 
 def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch:
@@ -70,10 +69,8 @@ def test_strided_hidden_states_and_sampled_tokens() -> None:
 
 @pytest.fixture
 def linked() -> tuple[Links, Links]:
-    place = MeetingPlace(HOST, 2, 20.0)
-    with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(lambda index: Links(place.meeting, index, 2, HOST), range(2)))
-    return ends[0], ends[1]
+    first, second = meet(2)
+    return first, second
 
 
 def test_messages_arrive_in_order_whatever_their_size(linked: tuple[Links, Links]) -> None:
@@ -110,11 +107,3 @@ def test_messages_of_about_a_frame(linked: tuple[Links, Links], extra: int) -> N
 def test_a_silent_peer_is_lost_when_the_time_is_up(linked: tuple[Links, Links]) -> None:
     with pytest.raises(StageLostError, match="stage 1 cannot be reached"):
         linked[0].receiver(1, 0.05).receive()
-
-
-def test_nobody_at_the_meeting_is_an_error() -> None:
-    place = MeetingPlace(HOST, 2, 0.2)
-    with pytest.raises(DeviceError, match=r"stage 0 on 127.0.0.1 did not meet"):
-        Links(place.meeting, 0, 2, HOST)
-    with pytest.raises(DeviceError, match="did not meet"):
-        Links(Meeting(HOST, 1, 0.2), 1, 2, HOST)
