@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from llmpq.ray_token import refused_token, warn_of_readers
 from quant.errors import DeviceError, InputError, SpecError
+from quant.printable import without_user
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -77,6 +79,7 @@ class RayJobs:
 
     def __init__(self, address: str) -> None:
         self.address = _checked(address)
+        warn_of_readers()
         _check_dashboard(self.address)
         with self._asking():
             self._client = _client(self.address)
@@ -157,11 +160,7 @@ class RayJobs:
         try:
             yield
         except AuthenticationError as error:
-            raise DeviceError(
-                f"the Ray cluster at {self.address} wants a token, and this one it does not take "
-                f"({_reason(error)}); copy the head's token file to here and set "
-                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-            ) from error
+            raise refused_token(f"the Ray cluster at {self.address}") from error
         except OSError as error:
             raise _silent(self.address, error) from error
         except (RuntimeError, ValueError) as error:
@@ -229,7 +228,7 @@ def _checked(address: str) -> str:
     if not usable:
         raise SpecError(
             "--submit wants the address of the cluster's dashboard, as http://HEAD:8265; "
-            f"{address.rpartition('@')[2]!r} is none"
+            f"{without_user(address)!r} is none"
         )
     if "@" in parts.netloc:
         raise SpecError(

@@ -7,11 +7,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from os import environ
 from typing import TYPE_CHECKING, Any
 
-from quant.errors import DeviceError, StageLostError
+from llmpq.ray_token import check_token, make_token, warn_of_readers
+from quant.errors import DeviceError, SpecError, StageLostError
+from quant.printable import without_user
 
 if TYPE_CHECKING:
     from llmpq.local_head import GiveUp
@@ -29,8 +31,9 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
     one, which `LocalHead` looks after with `give_up`.
 
     What is started or joined here is left at the end; what was there before stays. Raises
-    `DeviceError` when no cluster answers at `address`, and `HeadLostError` for what fails because a
-    Ray of this process's own is gone.
+    `SpecError` for an address with a password, `DeviceError` when no cluster answers at `address`
+    or it wants another token, and `HeadLostError` for what fails because a Ray of this process's
+    own is gone.
     """
     import ray
 
@@ -61,15 +64,16 @@ def _start(target: str) -> None:
     # What stages that die were still asked is handled where it matters, and no news to anybody.
     environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     handler = signal.getsignal(signal.SIGTERM)
-    _check_answers(target)
-    own: dict[str, Any] = {"include_dashboard": False, "_system_config": _LOCAL}
+    own: dict[str, Any] = {}
+    if target == "local":
+        own = {"include_dashboard": False, "_system_config": _LOCAL}
+        make_token()
+    else:
+        _check_joinable(target)
+    warn_of_readers()
     try:
-        ray.init(
-            address=target,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **(own if target == "local" else {}),
-        )
+        with _on_loopback() if target == "local" else nullcontext():
+            ray.init(address=target, log_to_driver=False, logging_level=logging.ERROR, **own)
     except SystemExit as error:
         # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
         if error.code == signal.SIGTERM and callable(handler):
@@ -77,8 +81,8 @@ def _start(target: str) -> None:
         raise
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise DeviceError(
-            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head`, or "
-            "if it asks for a token set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head` or "
+            "leave --address out for a local one"
         ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
@@ -110,15 +114,41 @@ def _quiet() -> Iterator[None]:
         worker._worker_logs_enabled = before
 
 
-def _check_answers(target: str) -> None:
-    """Fail at once where nothing listens: `ray.init` would keep trying for minutes."""
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address, as it does on
+    systems where it knows single nodes only: all its ports are then on loopback. The variable of
+    that switch, read when Ray is imported, has the last word.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in environ:
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _check_joinable(target: str) -> None:
+    """Fail at once where nothing listens or another token is wanted: `ray.init` would keep trying
+    for minutes.
+    """
+    if "@" in target:
+        raise SpecError(
+            "--address and RAY_ADDRESS take no user and password, which Ray does not know either "
+            f"({without_user(target)!r}); set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+        )
     host, _, port = target.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
         raise DeviceError(
             f"no Ray cluster answers at {target!r} ({error}); start one with `ray start --head` or "
             "leave --address out for a local one"
         ) from error
+    if not target.startswith("ray://"):
+        check_token(target)

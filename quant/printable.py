@@ -20,13 +20,15 @@ SECRET_VARIABLES = (
 
 _LEAST_SECRET = 6  # characters: shorter ones would blot out ordinary words
 _SECRETS = re.compile(
-    r"(?P<user>:/{1,2})[^/@\s'\"]+@|\bhf_[A-Za-z0-9]{8,}|"
+    r"(?P<user>:/{1,2})(?:[^/@\s'\":]*:[^\s'\"]*|[^/@\s'\"]+)@|"
+    r"(?<![^\s'\"=(,])(?P<bare>[^\s'\":/=(,]+:(?![\s/])[^\s'\"]*@)(?=[\w\[])|"
+    r"\bhf_[A-Za-z0-9]{8,}|"
     r"(?P<key>\b(?:token|access_token|api_key|password)=)[^&\s'\"]+|"
     r"(?P<bearer>\bBearer )\S+",
     re.IGNORECASE,
 )
-"""User and password in an address (with one slash where it went through a path), tokens of the hub,
-tokens in a query or a header.
+"""User and password in an address (with one slash where it went through a path, or without scheme;
+up to the last @, as passwords may hold one), tokens of the hub, tokens in a query or a header.
 """
 
 
@@ -61,4 +63,11 @@ def without_secrets(text: str) -> str:
 
 def _starred(found: re.Match[str]) -> str:
     kept = found["user"] or found["key"] or found["bearer"] or ""
-    return f"{kept}***{'@' if found['user'] else ''}"
+    return f"{kept}***{'@' if found['user'] or found['bare'] else ''}"
+
+
+def without_user(address: str) -> str:
+    """`address` without user and password, whatever characters these have."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|", address)
+    begin = "" if scheme is None else scheme[0]
+    return f"{begin}{address[len(begin) :].rpartition('@')[2]}"

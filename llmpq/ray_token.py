@@ -1,0 +1,143 @@
+"""The token by which a Ray cluster knows its own: made for a local Ray before Ray makes one that
+others can read, and tried before a cluster is joined.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import warnings
+from collections.abc import Mapping
+from os import environ
+from pathlib import Path
+
+from quant.errors import DeviceError
+
+TOKEN_BYTES = 32  # as in Ray's own (authentication_token_generator.py)
+PROBE_S = 10.0
+_MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
+
+def token_file(variables: Mapping[str, str] = environ) -> Path | None:
+    """Where Ray looks for the token; None where `RAY_AUTH_TOKEN` holds it."""
+    if variables.get(_TOKEN):
+        return None
+    return Path(variables.get(_PATH) or Path.home() / ".ray" / "auth_token")
+
+
+def make_token() -> None:
+    """Write the token of a local Ray where Ray would, for this user alone; one that is there stays.
+
+    Where that cannot be done it is left to Ray, which says so.
+    """
+    path = token_file()
+    if path is None or environ.get(_PATH) or not _uses_tokens():
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write_new(path, secrets.token_hex(TOKEN_BYTES))
+    except OSError:
+        return
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Whole or not at all, and never over what another run has written meanwhile."""
+    aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+        try:
+            os.link(aside, path)
+        except FileExistsError:
+            return
+    finally:
+        aside.unlink()
+
+
+def warn_of_readers() -> None:
+    """Say so where others than the user can read or write the token that Ray takes."""
+    path = token_file()
+    if path is None or not _uses_tokens():
+        return
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return
+    if mode & 0o077:
+        warnings.warn(
+            f"others can read Ray's token {path} (mode {mode:04o}), and who has it runs programs "
+            f"as you while Ray runs; close it with `chmod 600 {path}`",
+            stacklevel=4,
+        )
+
+
+def _uses_tokens() -> bool:
+    """Whether a local Ray asks for its token: unless it was told not to (Ray 2.60)."""
+    return environ.get(_MODE, "token").lower() == "token"
+
+
+def check_token(address: str) -> None:
+    """Ask the Ray at `address`, HOST:PORT, whether it takes the token of here: `ray.init` would go
+    on trying for half a minute, and print a line every second.
+
+    Raises `DeviceError` where it does not, or is no Ray.
+    """
+    try:
+        import grpc
+        from ray._private.authentication.authentication_token_setup import (
+            maybe_enable_token_auth_if_token_available,
+        )
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+        from ray.exceptions import AuthenticationError
+    except ImportError:  # a Ray that knows no tokens, or has them elsewhere
+        return
+    logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
+    try:
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray.init` does
+        with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+            nodes = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+            nodes.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=PROBE_S)
+    except AuthenticationError as error:
+        raise refused_token(f"the Ray cluster at {address}") from error
+    except grpc.RpcError as error:
+        if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            raise refused_token(f"the Ray cluster at {address}") from error
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
+            raise DeviceError(
+                f"what answers at {address} is no Ray cluster; name the address that `ray start "
+                "--head` printed, by default HEAD:6379"
+            ) from error
+        # else it is slow or of another version, which `ray.init` knows better
+
+
+def refused_token(cluster: str) -> DeviceError:
+    """For a `cluster` that wants a token and did not get the right one: which one it got, from
+    where, never the token itself.
+    """
+    path = token_file()
+    if environ.get(_MODE, "token").lower() != "token":
+        sent = f"{_MODE}={environ[_MODE]} keeps one from being sent; unset that, and"
+    elif path is None:
+        sent = f"the one in {_TOKEN} is not its own;"
+    elif _is_empty(path):
+        named = f"{_PATH} names it" if environ.get(_PATH) else f"{_TOKEN} and {_PATH} are unset"
+        sent = f"none was found: {path} is missing or empty, and {named};"
+    else:
+        why = f" ({_PATH})" if environ.get(_PATH) else ""
+        sent = f"the one in {path}{why} is not its own;"
+    return DeviceError(
+        f"{cluster} wants its token, and {sent} copy the head's token file to here (mode 0600) and "
+        f"set {_PATH} to it"
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return True
