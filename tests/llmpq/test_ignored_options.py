@@ -9,6 +9,7 @@ import pytest
 from llmpq import submit
 from llmpq.cli import algo, dist, evaluate, indicator, profile
 from llmpq.cli.common import Parser
+from llmpq.cli.dist_options import DIST_RULES, dist_parser
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
@@ -118,8 +119,8 @@ ACCEPTED: list[tuple[Parser, Sequence[Rule], list[str]]] = [
     (algo._parser(), algo._RULES, [*PLAN, "--method", "ilp", "--solver", "cbc", "--group", "2"]),
     (algo._parser(), algo._RULES, [*PLAN, "--pareto", "--report", "r", "--theta", "2", "-o", "p"]),
     (algo._parser(), algo._RULES, [*PLAN, "--profiles", "p.csv", "--fit"]),
-    (dist._parser(), dist._RULES, [*RUN, *SUBMIT, "--address", "auto", "--no-wait"]),
-    (dist._parser(), dist._RULES, [*RUN, "--resume", "--retry-errors"]),
+    (dist_parser(None), DIST_RULES, [*RUN, *SUBMIT, "--address", "auto", "--no-wait"]),
+    (dist_parser(None), DIST_RULES, [*RUN, "--resume", "--retry-errors"]),
     (evaluate._parser(), evaluate._RULES, ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
     (indicator._parser(), indicator._RULES, [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
 ]
@@ -135,10 +136,8 @@ def test_what_has_an_effect_is_accepted(
 @pytest.mark.parametrize(
     ("parser", "rules"),
     [
-        *(
-            (module._parser(), module._RULES)
-            for module in (algo, dist, evaluate, indicator, profile)
-        ),
+        *((module._parser(), module._RULES) for module in (algo, evaluate, indicator, profile)),
+        (dist_parser(None), DIST_RULES),
         (submit.submit_parser(), submit._RULES),
     ],
 )

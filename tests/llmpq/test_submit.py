@@ -17,6 +17,7 @@ import pytest
 
 from llmpq import Plan, ray_jobs, submit
 from llmpq.cli import dist
+from llmpq.cli.dist_options import dist_parser
 from llmpq.jobs.inputs import JobInput
 from llmpq.ray_jobs import JobEnd, RayJobs, keep_folder_to_driver
 from llmpq.submit import entrypoint, exit_code, split_options
@@ -49,7 +50,7 @@ def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path
     paths = ["--output", "/shared/out.jsonl", "--trace", "/shared/t.json", "--cluster", "c.yaml"]
     command = ["--strat-file-name", "plan.json", "--input", "a.jsonl", "more", *options, *paths]
     arguments = sent(plan, tmp_path / "job", *command, "--address", "ray://here:1", "--resume")
-    given, got = dist._parser().parse_args(command), dist._parser().parse_args(arguments)
+    given, got = dist_parser(None).parse_args(command), dist_parser(None).parse_args(arguments)
     changed = {"strat_file_name", "input", "address", "cluster", "resume", "model"}
     for name in (set(vars(given)) | set(vars(got))) - changed:
         assert getattr(got, name) == getattr(given, name), name
@@ -63,7 +64,7 @@ def test_relative_inputs_travel_and_keep_their_names(
 ) -> None:
     command = ["--plan", "plan.json", "--output", "/o.jsonl", "--input"]
     before = JobInput.find(["more/b.jsonl", "a.jsonl"])
-    got = dist._parser().parse_args(
+    got = dist_parser(None).parse_args(
         sent(plan, tmp_path / "job", *command, "more/b.jsonl", "a.jsonl")
     )
     before_rows = [(p.place, p.row) for p in before.rows()]
@@ -72,7 +73,9 @@ def test_relative_inputs_travel_and_keep_their_names(
     assert after.names == before.names == ("more/b.jsonl", "a.jsonl")
     assert [(p.place, p.row) for p in after.rows()] == before_rows
     monkeypatch.chdir(here)
-    got = dist._parser().parse_args(sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x"))
+    got = dist_parser(None).parse_args(
+        sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x")
+    )
     assert got.input == ["/far/*.parquet", "~/x"]
     assert not (tmp_path / "j2" / "input").exists()
 

@@ -1,0 +1,188 @@
+"""What `llmpq-dist` can be told: its options, what they mean together, and as settings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.messages import TRANSPORTS, Sampling
+from actors.recovery import Recovery
+from llmpq.cli.common import Parser
+from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.rows import merge_sampling
+from llmpq.run import RunOptions
+from llmpq.sampling_defaults import GENERATION_CONFIGS
+from llmpq.submit import submit_parser
+from planner.option_rules import Rule
+from quant.cache.settings import cache_settings
+from quant.errors import SpecError
+
+_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+DIST_RULES = (
+    Rule(
+        ("retry_errors",),
+        "--overwrite runs every row again; give one of them",
+        beside="overwrite",
+    ),
+    Rule(
+        ("cache_dir", "cache_limit_gib"),
+        "nothing is kept then; give one of them",
+        beside="no_cache",
+    ),
+    Rule(
+        ("address",),
+        "the job joins the cluster that it runs on; leave it out",
+        beside="submit",
+        honoured=("auto",),
+    ),
+)
+
+
+def dist_parser(description: str | None) -> Parser:
+    """All options of the command."""
+    parser = Parser(prog="llmpq-dist", description=description, parents=[submit_parser()])
+    add = parser.option
+    add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
+    add(
+        "--input",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="prompts: JSONL or Parquet files, folders, globs",
+    )
+    add("--output", required=True, help="results: .jsonl, .parquet or a folder/")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on; there must be something to")
+    how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")
+    parser.add_argument(
+        "--retry-errors", "--retry_errors", action="store_true", help="run error rows again"
+    )
+    parser.add_argument(
+        "--on-error",
+        "--on_error",
+        choices=("continue", "fail"),
+        default="continue",
+        help="what the first row that fails does to the others",
+    )
+    add("--shard_rows", type=int, default=SHARD_ROWS, help="results are kept in so many at once")
+    add("--shard_seconds", type=float, default=SHARD_S, help="and at the latest after so long")
+    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add("--cluster", help="cluster YAML that the plan must have been made for")
+    add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
+    add("--cache_dir", metavar="DIR", help="packed layers for the next start (the user's cache)")
+    add("--cache_limit_gib", type=float, help="of that folder (100, at most half the free space)")
+    parser.add_argument(
+        "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
+    )
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="between stages: gloo, Ray's objects, or gloo where it connects (auto)",
+    )
+    _add_recovery(parser)
+    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
+    parser.add_argument(
+        "--show-plan", "--show_plan", action="store_true", help="print the plan first"
+    )
+    _add_sampling(parser)
+    return parser
+
+
+def _add_sampling(parser: Parser) -> None:
+    add = parser.option
+    add(
+        "--generation_config",
+        choices=GENERATION_CONFIGS,
+        default="model",
+        help="sampling that is not set: of the model's generation_config.json, or none (greedy)",
+    )
+    add("--temperature", type=float, help="0 is greedy (0)")
+    add("--top_k", type=int, help="keep the most probable tokens, 0 is off (0)")
+    add("--top_p", type=float, help="keep the tokens that make up this probability (1)")
+    add("--min_p", type=float, help="keep tokens with this share of the most probable's (0)")
+    add("--repetition_penalty", type=float, help="of tokens of prompt and answer, 1 is off (1)")
+    add("--presence_penalty", type=float, help="of tokens in the answer, -2 to 2 (0)")
+    add("--frequency_penalty", type=float, help="for each time in the answer, -2 to 2 (0)")
+    add("--logit_bias", nargs="+", metavar="ID=BIAS", help="added to logits, -100 to 100")
+    add("--seed", type=int, help="of the random draws (0)")
+    add("--max_new_tokens", type=int, help="at most the plan's (the plan's)")
+    add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
+    add("--ignore_eos", action="store_const", const=True, help="generate on after end of sequence")
+
+
+def _add_recovery(parser: Parser) -> None:
+    default = Recovery()
+    parser.add_argument(
+        "--on-device-loss",
+        "--on_device_loss",
+        choices=("replan", "wait", "fail"),
+        default=default.on_device_loss,
+        help="when a device is gone: plan for what is left, wait for it, or end",
+    )
+    add = parser.option
+    add("--retries", type=int, default=default.retries, help="faults of a row until it is suspect")
+    add("--hang_s", type=float, default=default.hang_s, help="without progress, then a restart")
+    add("--replace_s", type=float, default=default.replace_s, help="a lost device is waited for")
+
+
+def run_options(options: argparse.Namespace) -> RunOptions:
+    """How to run."""
+    return RunOptions(
+        model=getattr(options, "model", None),
+        sampling=sampling_options(options),
+        generation_config=options.generation_config,
+        address=getattr(options, "address", None),
+        cache=cache_settings(
+            getattr(options, "cache_dir", None),
+            getattr(options, "cache_limit_gib", None),
+            options.no_cache,
+        ),
+        transport=options.transport,
+        trace=Path(options.trace) if "trace" in options else None,
+        job=Path(options.output).stem,
+        recovery=Recovery(
+            retries=options.retries,
+            hang_s=options.hang_s,
+            replace_s=options.replace_s,
+            on_device_loss=options.on_device_loss,
+        ),
+        plan_source=str(options.strat_file_name),
+    )
+
+
+def output_options(options: argparse.Namespace) -> OutputOptions:
+    """How results are kept; `SpecError` for sizes of shards that make no sense."""
+    rows, seconds = options.shard_rows, options.shard_seconds
+    if rows < 1 or not 0 < seconds < float("inf"):
+        raise SpecError(
+            f"--shard-rows is {rows}, --shard-seconds {seconds:g}; give 1 or more rows and more "
+            "than 0 seconds"
+        )
+    return OutputOptions(options.overwrite, options.resume, rows, seconds)
+
+
+def sampling_options(options: argparse.Namespace) -> Mapping[str, Any]:
+    """The fields that are given; raises `SpecError` for values out of range."""
+    given = {name: getattr(options, name) for name in _SAMPLING if name in options}
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    merge_sampling(Sampling(), given)
+    return given
+
+
+def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
+    """Bias by token id, of words such as `50256=-100`."""
+    bias = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            bias[token] = float(value)
+        except ValueError:
+            raise SpecError(
+                f"--logit_bias has {pair!r:.80}; give ID=BIAS, such as 50256=-100"
+            ) from None
+    return bias
