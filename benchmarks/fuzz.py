@@ -34,6 +34,7 @@ SHARES = {
     "config.json": 10, "profile CSV": 10, "prompt line": 30, "safetensors": 8, "shard index": 5,
     "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 8,
     "cluster YAML": 3,
+    "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
 }  # fmt: skip
 """Of the inputs; less for what is slow."""
 

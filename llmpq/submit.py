@@ -21,6 +21,7 @@ from llmpq.cli.common import (
     Parser,
     console,
 )
+from llmpq.jobs.formats import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.ray_jobs import JobEnd, RayJobs
 from planner.option_rules import Rule
@@ -138,6 +139,8 @@ def entrypoint(command: Sequence[str], plan: Plan, folder: Path) -> str:
     travels, and its model's relative folder becomes an absolute one.
     """
     paths, rest = _path_parser().parse_known_args(command)
+    if not paths.output.endswith("/"):  # a folder that is there already can be given so too
+        output_format(Path(paths.output))
     for option in ("output", "trace", "cache_dir"):
         _check_absolute(option, getattr(paths, option, None))
     _copy(Path(paths.strat_file_name), folder / _PLAN)

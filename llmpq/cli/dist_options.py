@@ -51,9 +51,13 @@ def dist_parser(description: str | None) -> Parser:
         required=True,
         nargs="+",
         metavar="PATH",
-        help="prompts: JSONL or Parquet files, folders, globs",
+        help="prompts: JSONL or CSV (also .gz, .zst) or Parquet files, folders, globs",
     )
-    add("--output", required=True, help="results: .jsonl, .parquet or a folder/")
+    add(
+        "--output",
+        required=True,
+        help="results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on; there must be something to")
     how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmpq.jobs.csv_files import csv_lines, read_csv_results
 from llmpq.jobs.files import Files, Sink, write_whole
+from llmpq.jobs.formats import FileFormat, output_format
 from llmpq.jobs.ledger import Ledger
 from llmpq.jobs.parquet import read_results, write_results
 from llmpq.jobs.shards import Shard, write_shard
+from llmpq.jobs.streams import compressed, contradiction, numbered_lines
 from llmpq.results import Result
 from quant.errors import InputError
 
@@ -21,6 +24,7 @@ FINISHED_FILE = 0
 
 _KEYS = ("custom_id", "error", "fingerprint")
 _FINGERPRINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{20}")
+_REMEDY = "name another output or pass --overwrite"
 _WRITE_BYTES = 2**17
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -45,21 +49,20 @@ def line_of(result: Result, fingerprint: str) -> bytes:
     return _ENCODE(row).encode() + b"\n"
 
 
-def is_parquet(path: Path) -> bool:
-    """By its name."""
-    return path.suffix == ".parquet"
-
-
 def identities(path: Path) -> Iterator[Identity]:
-    """Those of the rows of a finished file; `InputError` for a row that llmpq did not write."""
-    rows: Iterable[object]
-    rows = read_results(path, _KEYS) if is_parquet(path) else _lines(path)
-    for number, row in enumerate(rows, start=1):
+    """Those of the rows of a finished file; `InputError` for a row that llmpq did not write, and
+    for a file that is not what its name says. Raises one of `READ_ERRORS` for one that is damaged.
+    """
+    named = output_format(path)
+    wrong = contradiction(path, named)
+    if wrong is not None:
+        raise InputError(f"output {path} exists already: {wrong}, {_REMEDY}")
+    for number, row in enumerate(_finished_rows(path, named, _KEYS), start=1):
         found = identity(row)
         if found is None:
             raise InputError(
-                f"output {path} exists already and its row {number} is no result of llmpq; name "
-                "another output or pass --overwrite"
+                f"output {path} exists already and its row {number} is no result of llmpq; "
+                f"{_REMEDY}"
             )
         yield found
 
@@ -91,9 +94,11 @@ class Join:
 
     def write(self, files: Files, target: Path, aside: Path) -> str:
         """Write them to `target`, in the place of what was there, at once; returns its digest."""
-        if is_parquet(target):
+        named = output_format(target)
+        if named.rows == "parquet":
             return write_whole(files, target, aside, lambda sink: write_results(sink, self._rows()))
-        return write_whole(files, target, aside, self._fill)
+        lines = self._lines() if named.rows == "jsonl" else csv_lines(self._rows())
+        return write_whole(files, target, aside, lambda sink: _fill(sink, named, lines))
 
     def compact(self, files: Files, folder: Path, generation: int) -> None:
         """Write those shards anew that hold lines which do not count."""
@@ -106,27 +111,18 @@ class Join:
                     number += 1
                 files.unlink(shard.path)
 
-    def _fill(self, sink: Sink) -> None:
-        block: list[bytes] = []
-        size = 0
-        for line in self._lines():
-            block.append(line)
-            size += len(line)
-            if size >= _WRITE_BYTES:
-                sink.write(b"".join(block))
-                block, size = [], 0
-        sink.write(b"".join(block))
-
     def _lines(self) -> Iterator[bytes]:
         if self.finished is not None:
-            yield from self._kept(_lines(self.finished), FINISHED_FILE)
+            lines = _lines(self.finished, output_format(self.finished))
+            yield from self._kept(lines, FINISHED_FILE)
         for shard in self.shards:
             yield from self._kept(shard.lines(), shard.source)
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
         if self.finished is not None:
-            for line, row in enumerate(read_results(self.finished, None)):
-                if self._counts(row, FINISHED_FILE, line):
+            rows = _finished_rows(self.finished, output_format(self.finished), None)
+            for line, row in enumerate(rows):
+                if isinstance(row, Mapping) and self._counts(row, FINISHED_FILE, line):
                     yield row
         for shard in self.shards:
             yield from map(json.loads, self._kept(shard.lines(), shard.source))
@@ -143,9 +139,35 @@ class Join:
         return found is not None and self.ledger.counts(found.custom_id, source, line)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines, each with its end: an editor may have dropped the last one's."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                yield line if line.endswith(b"\n") else line + b"\n"
+def _finished_rows(
+    path: Path, named: FileFormat, columns: Sequence[str] | None
+) -> Iterator[object]:
+    """Lines of JSON, or the rows of a table; of Parquet only `columns`, where they are named."""
+    if named.rows == "parquet":
+        return read_results(path, columns)
+    if named.rows == "csv":
+        return read_csv_results(path, named.compression)
+    return _lines(path, named)
+
+
+def _lines(path: Path, named: FileFormat) -> Iterator[bytes]:
+    """Lines, each with its end: an editor may have dropped the last one's. One that is too long
+    is none of llmpq's, and given as an empty one.
+    """
+    for _, line in numbered_lines(path, named.compression):
+        if line is None or line.strip():
+            line = line or b""
+            yield line if line.endswith(b"\n") else line + b"\n"
+
+
+def _fill(sink: Sink, named: FileFormat, lines: Iterator[bytes]) -> None:
+    with compressed(sink, named.compression) as stream:
+        block: list[bytes] = []
+        size = 0
+        for line in lines:
+            block.append(line)
+            size += len(line)
+            if size >= _WRITE_BYTES:
+                stream.write(b"".join(block))
+                block, size = [], 0
+        stream.write(b"".join(block))

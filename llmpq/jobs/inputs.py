@@ -1,31 +1,31 @@
-"""The prompts of a job as a stream: JSONL (also gzipped) and Parquet files, folders, globs."""
+"""The prompts of a job as a stream: JSONL, CSV (also compressed), Parquet; folders, globs."""
 
 from __future__ import annotations
 
 import glob
-import gzip
 import os
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
+from llmpq.jobs import streams
+from llmpq.jobs.csv_files import csv_rows
+from llmpq.jobs.formats import SUFFIXES, FileFormat, input_format
 from llmpq.jobs.parquet import parquet_rows
 from llmpq.jobs.record import FileRecord, InputRecord, settled_identities
+from llmpq.jobs.streams import (
+    READ_ERRORS,
+    contradiction,
+    numbered_lines,
+    reason,
+)
 from llmpq.row_ids import Occurrences
 from llmpq.rows import BadRow, Row, row_from_line, row_from_mapping
 from quant.errors import InputError
 from quant.file_identity import FileIdentity
 
-SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".parquet")
-"""What is taken from a folder; a file that is named itself may be called anything."""
-
-MAX_LINE_BYTES = 2**26
-"""Longer than any prompt, and short enough that a file without line ends cannot fill the memory."""
-
 _PLACES_PER_FILE = 2**40
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class PlacedRow(NamedTuple):
@@ -114,20 +114,39 @@ class JobInput:
         return all(file.matches(path) for file, path in pairs)
 
     def _rows_of(self, path: Path, name: str) -> Iterator[tuple[int, Row | BadRow]]:
+        named = input_format(path)
         try:
-            if path.suffix == ".parquet":
-                for number, content in enumerate(parquet_rows(path), start=1):
-                    yield number, row_from_mapping(content, f"{name}:{number}")
-                return
-            for number, line in _lines(path):
-                if line is None:
-                    problem = f"the line has more than {MAX_LINE_BYTES} bytes"
-                    yield number, BadRow(f"{name}:{number}", problem)
-                elif line.strip():
-                    yield number, row_from_line(line, f"{name}:{number}")
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise InputError(f"cannot read input {path}: {reason}") from error
+            wrong = contradiction(path, named)
+            if wrong is not None:
+                raise InputError(f"cannot read input {path}: {wrong}")
+            for number, content in _contents(path, named):
+                yield number, _row(content, f"{name}:{number}")
+        except READ_ERRORS as error:
+            raise InputError(f"cannot read input {path}: {reason(error)}") from error
+
+
+def _contents(
+    path: Path, named: FileFormat
+) -> Iterator[tuple[int, bytes | Mapping[str, Any] | str]]:
+    """Numbered rows: lines of JSON, what a row of a table holds, or what is wrong with one."""
+    if named.rows == "parquet":
+        yield from enumerate(parquet_rows(path), start=1)
+    elif named.rows == "csv":
+        yield from csv_rows(path, named.compression)
+    else:
+        for number, line in numbered_lines(path, named.compression):
+            if line is None:
+                yield number, f"the line has more than {streams.MAX_LINE_BYTES} bytes"
+            elif line.strip():
+                yield number, line
+
+
+def _row(content: bytes | Mapping[str, Any] | str, place: str) -> Row | BadRow:
+    if isinstance(content, bytes):
+        return row_from_line(content, place)
+    if isinstance(content, str):
+        return BadRow(place, content)
+    return row_from_mapping(content, place)
 
 
 def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
@@ -140,14 +159,18 @@ def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
 
 def no_prompts(source: str) -> InputError:
     """That there is nothing to do."""
-    return InputError(f"{source}: no prompts; give one JSON object per line with a prompt")
+    return InputError(
+        f"{source}: no prompts; give one JSON object per line with a prompt, or one row of a table"
+    )
 
 
 def _files_of(name: str) -> list[Path]:
     path = Path(name).expanduser()
     try:
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.is_file())
+            found = sorted(
+                p for p in path.iterdir() if p.name.lower().endswith(SUFFIXES) and p.is_file()
+            )
             kinds = ", ".join(SUFFIXES)
         elif path.exists() or not glob.has_magic(name):
             path.stat()
@@ -162,26 +185,3 @@ def _files_of(name: str) -> list[Path]:
     if not found:
         raise InputError(f"cannot read input {name}: no file of that {kinds} there")
     return found
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines; None for one that is too long."""
-    with _opened(path) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if len(line) <= MAX_LINE_BYTES or line.endswith(b"\n"):
-                yield number, line
-                continue
-            yield number, None
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
-
-
-def _opened(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        opened: BinaryIO = gzip.open(path, "rb")  # type: ignore[assignment]  # noqa: SIM115
-        return opened
-    return path.open("rb")

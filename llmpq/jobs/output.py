@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from llmpq.jobs.files import Files
-from llmpq.jobs.finished import (
-    FINISHED_FILE,
-    Identity,
-    Join,
-    identities,
-    identity,
-    is_parquet,
-    line_of,
-)
+from llmpq.jobs.finished import Join, line_of
+from llmpq.jobs.formats import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.lock import OutputLock
@@ -40,7 +32,8 @@ from llmpq.jobs.record import (
     TellInput,
     settled_identities,
 )
-from llmpq.jobs.shards import DAMAGED_SUFFIX, SHARD_ASIDE, Shard, shards_in, write_shard
+from llmpq.jobs.shards import SHARD_ASIDE, Shard, shards_in, write_shard
+from llmpq.jobs.taken import Takes
 from llmpq.results import Result
 from quant.errors import InputError
 from quant.file_identity import FileIdentity
@@ -82,7 +75,7 @@ class JobOutput:
         inputs: Sequence[Path] = (),
         files: Files | None = None,
     ) -> None:
-        path = Path(named)
+        path = self._named = Path(named)
         path = path.resolve() if path.is_symlink() else path
         self.path = path
         self.committed = self._resumed = 0
@@ -133,8 +126,7 @@ class JobOutput:
             self._release()
 
     def _check_target(self) -> None:
-        if is_parquet(self.path):
-            require_pyarrow()
+        self._check_format()
         if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
             raise InputError(f"output {self.path} is the input too; name another file")
         if not self._in_folder or not self.path.is_dir():
@@ -146,6 +138,20 @@ class JobOutput:
                 f"output {self.path} is a folder with other files in it ({foreign[0]}); name an "
                 "empty one, or a file in it"
             )
+
+    def _check_format(self) -> None:
+        if self._in_folder:
+            return
+        named = output_format(self.path)
+        if named != output_format(self._named):
+            raise InputError(
+                f"output {self._named} is a link to {self.path}, whose name stands for "
+                f"{named.name}; give both the same ending"
+            )
+        if named.rows == "parquet":
+            require_pyarrow()
+        elif named.compression == ".zst":
+            require_pyarrow("Files that end in .zst")
 
     def _read_manifest(self) -> None:
         found = None if self._options.overwrite else Manifest.read(self.folder / MANIFEST)
@@ -202,45 +208,18 @@ class JobOutput:
         replaces = self._options.overwrite or bool(self._manifest and self._manifest.replaces)
         self._finished = not replaces and self._has_finished_file()
         self._next_manifest = Manifest.of(identity, self._generation, replaces)
+        takes = Takes(ledger, self.path, identity.model, identity.model_name, retry_errors)
         try:
             if self._finished:
                 (self._before,) = settled_identities([self.path])
-                rows = identities(self.path)
-                ledger.record_all(self._taken(rows, FINISHED_FILE, retry_errors))
+                takes.finished(self.path)
             for shard in self._shards():
-                self._take_shard(shard, retry_errors)
+                takes.shard(shard, self._files)
         except OSError as error:
             raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
         self._resumed, _ = ledger.done_counts()
         if self._options.shard_s is not None:
             threading.Thread(target=self._commit_in_time, daemon=True).start()
-
-    def _take_shard(self, shard: Shard, retry_errors: bool) -> None:
-        found = [identity(line) for line in shard.lines()] if shard.is_whole() else [None]
-        if None in found:
-            aside = shard.path.with_name(shard.path.name + DAMAGED_SUFFIX)
-            self._files.rename(shard.path, aside)
-            warnings.warn(
-                f"{shard.path} is damaged: its {shard.rows} rows are generated again, the file is "
-                f"kept as {aside.name}",
-                stacklevel=2,
-            )
-            return
-        assert self._ledger is not None
-        rows = (row for row in found if row is not None)
-        self._ledger.record_all(self._taken(rows, shard.source, retry_errors))
-
-    def _taken(
-        self, rows: Iterable[Identity], source: int, retry_errors: bool
-    ) -> Iterator[tuple[str, Done]]:
-        for line, row in enumerate(rows):
-            if row.model != self._next_manifest.model:
-                raise InputError(
-                    f"output {self.path} was made by another model (row {row.custom_id!r}) than "
-                    f"{self._next_manifest.model_name}; name another output or pass --overwrite"
-                )
-            forgotten = retry_errors and row.failed
-            yield row.custom_id, Done(row.fingerprint, row.failed, source, line, forgotten)
 
     def write(self, result: Result) -> bool:
         """Take a result in; False if its id has one already, which stays.

@@ -15,13 +15,13 @@ ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
 
 
-def require_pyarrow() -> None:
-    """`InputError` where it is not installed."""
+def require_pyarrow(what: str = "Parquet files") -> None:
+    """`InputError` where it is not installed, that `what` needs it."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
         raise InputError(
-            "Parquet files need pyarrow, which is not installed: pip install 'llmpq[parquet]'"
+            f"{what} need pyarrow, which is not installed: pip install 'llmpq[parquet]'"
         ) from error
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import errno
+import gzip
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.messages import Sampling
@@ -183,13 +187,34 @@ def prompts(count: int, first: int = 0) -> list[dict[str, str]]:
     return [{"custom_id": f"q{i}", "prompt": f"prompt {i}"} for i in range(first, first + count)]
 
 
+def content_of(path: Path) -> str:
+    """Of a file, decompressed as its ending says."""
+    if path.suffix == ".zst":
+        with pa.input_stream(str(path), compression="zstd") as file:
+            return bytes(file.read()).decode()
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+
+
+def csv_result(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of results from its cells."""
+    failed = not row["finish_reason"]
+    row["token_ids"] = json.loads(row["token_ids"])
+    row["text"] = None if failed else row["text"]
+    return row | {name: row[name] or None for name in ("finish_reason", "error")}
+
+
 def results_in(target: Path) -> dict[str, dict[str, Any]]:
     """Results by id, of a file or of a folder of shards; every id must be there once."""
-    if target.suffix == ".parquet":
-        rows = pq.read_table(target).to_pylist()
-    else:
-        paths = sorted(target.glob("part-*.jsonl")) if target.is_dir() else [target]
+    if target.is_dir():
+        paths = sorted(target.glob("part-*.jsonl"))
         rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    elif target.suffix == ".parquet":
+        rows = pq.read_table(target).to_pylist()
+    elif ".csv" in target.suffixes:
+        rows = [csv_result(row) for row in csv.DictReader(io.StringIO(content_of(target), ""))]
+    else:
+        rows = [json.loads(line) for line in content_of(target).splitlines()]
     by_id = {row["custom_id"]: row for row in rows}
     assert len(by_id) == len(rows), "an id twice"
     return by_id

@@ -45,7 +45,9 @@ SCENARIOS = {
     "new file": Scenario(),
     "new folder": Scenario(target="out/"),
     "new Parquet file": Scenario(target="out.parquet"),
+    "new CSV, Zstandard": Scenario(target="out.csv.zst"),
     "longer input": Scenario(before=3),
+    "longer input, gzip": Scenario(target="out.jsonl.gz", before=3),
     "longer input, folder": Scenario(target="out/", before=3),
     "overwrite": Scenario(before=7, options=OVERWRITE),
     "overwrite shards": Scenario(before=7, interrupted=5, options=OVERWRITE),
@@ -55,11 +57,12 @@ SCENARIOS = {
     "errors again, Parquet": Scenario(target="out.parquet", before=7, retry=True),
 }
 
+ALL_MODES = ("new file", "new folder", "new CSV, Zstandard", "overwrite", "errors again")
 CASES = [
     (name, mode)
     for name, scenario in SCENARIOS.items()
     for mode in ("torn", "after", "full")
-    if mode == "torn" or name in ("new file", "new folder", "overwrite", "errors again")
+    if mode == "torn" or name in ALL_MODES
 ]
 
 

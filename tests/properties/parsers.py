@@ -23,11 +23,10 @@ from rich.console import Console
 from actors.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
 from actors.messages import Sampling
 from llmpq.jobs.finished import identity
-from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.manifest import Manifest
 from llmpq.report import report_page
 from llmpq.row_ids import FINGERPRINT_HEX, digest
-from llmpq.rows import BadRow, Row, merge_sampling, row_from_line
+from llmpq.rows import BadRow, merge_sampling, row_from_line
 from llmpq.sampling_defaults import job_sampling
 from llmpq.tables import comparison_table, plan_table
 from llmpq.text import read_documents
@@ -66,6 +65,15 @@ from tests.properties.seeds import (
     safetensors_seed,
     shape,
     text_seeds,
+)
+from tests.properties.tables import (
+    packed_prompts,
+    packed_seeds,
+    prompt_csv,
+    prompt_csv_seeds,
+    read_prompts,
+    result_csv,
+    result_csv_seeds,
 )
 
 MESSAGE_CHARACTERS = 2000
@@ -144,20 +152,11 @@ def _line(data: bytes, folder: Path) -> bool:
 
 
 def _lines(data: bytes, folder: Path) -> bool:
-    return _rows(_file(folder, "prompts.jsonl", data))
+    return read_prompts(_file(folder, "prompts.jsonl", data))
 
 
 def _parquet(data: bytes, folder: Path) -> bool:
-    return _rows(_file(folder, "prompts.parquet", data))
-
-
-def _rows(path: Path) -> bool:
-    rows = [placed.row for placed in JobInput.find([path]).rows()]
-    for row in rows:
-        row.custom_id.encode()
-        if isinstance(row, BadRow):
-            row.error.encode()
-    return any(isinstance(row, Row) for row in rows)
+    return read_prompts(_file(folder, "prompts.parquet", data))
 
 
 def _text(data: bytes, folder: Path) -> bool:
@@ -270,6 +269,8 @@ def parsers() -> dict[str, Parser]:
         Parser("prompt line", line_seeds, mutate_json, _line),
         Parser("prompt file", lambda: (b"\n".join(line_seeds()),), mutate_bytes, _lines),
         Parser("prompt Parquet", parquet_seed, mutate_bytes, _parquet),
+        Parser("prompt CSV", prompt_csv_seeds, mutate_cells, prompt_csv),
+        Parser("packed prompts", packed_seeds, mutate_bytes, packed_prompts),
         Parser("text lines", text_seeds, mutate_bytes, _text),
         Parser("profile CSV", profile_seeds, mutate_cells, _profile),
         Parser("omega file", omega_seeds, mutate_json, _omega),
@@ -281,6 +282,7 @@ def parsers() -> dict[str, Parser]:
         Parser("packed layer", _packed_seeds, _mutate_packed, _packed),
         Parser("job manifest", manifest_seed, mutate_json, _manifest),
         Parser("result line", result_seed, mutate_json, _result),
+        Parser("result CSV", result_csv_seeds, mutate_cells, result_csv),
     )
     return {parser.name: parser for parser in listed}
 
