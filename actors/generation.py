@@ -139,7 +139,7 @@ class Generation:
         if verdict.fault is not None:
             given_up = self._ledger.fault(verdict.fault)
             for each in given_up:
-                self._tell("given up", verdict.stage, 0.0, f"{each.custom_id}: {each.error}")
+                self._tell("given up", verdict.stage, 0.0, f"{each.custom_id!r:.80}: {each.error}")
             if given_up:
                 yield given_up
         mend(self._stages, after, self._recovery, self._on_event)

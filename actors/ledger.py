@@ -81,7 +81,7 @@ class Ledger:
         new = self._read(missing)
         for request in new:
             if request.custom_id in self._unfinished:
-                raise SpecError(f"custom_id {request.custom_id!r} is in the run twice")
+                raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
             self._unfinished[request.custom_id] = request
         return (*(self._unfinished[custom_id] for custom_id in old), *new)
 

@@ -10,7 +10,7 @@ from quant.errors import SpecError
 
 OnDeviceLoss = Literal["replan", "wait", "fail"]
 EventKind = Literal[
-    "died", "hung", "failed", "memory", "broken", "waiting", "given up", "replanned"
+    "died", "hung", "failed", "memory", "broken", "waiting", "given up", "replanned", "tokenizer"
 ]
 
 

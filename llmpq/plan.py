@@ -15,6 +15,7 @@ from llmpq.report import write_report
 from llmpq.rows import RowInput, rows_of
 from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput
 from llmpq.text import Document
+from llmpq.tokenizing.process import ROW_S
 from planner.costs import CostModel
 from planner.explain import Explanation, StageLimits, explain, stage_limits
 from planner.front import FrontPoint
@@ -129,6 +130,7 @@ class Plan:
         replace_s: float = Recovery.replace_s,
         on_event: OnEvent = ignore_event,
         generation_config: GenerationConfigUse = "model",
+        row_s: float = ROW_S,
     ) -> Results:
         """Generate for every row; yields results in the order they finish.
 
@@ -146,7 +148,8 @@ class Plan:
         is told of every fault. `sampling`: a `Sampling` settles every field; a mapping, such as
         `{"temperature": 0.7}`, those that it names, and the others are those of the model's
         generation_config.json, or with `generation_config="none"` greedy; what holds is in the
-        results' `sampling`. Raises what `llmpq.errors` lists before anything is started, and
+        results' `sampling`. A row whose chat template or tokens take more than `row_s` seconds
+        becomes an error. Raises what `llmpq.errors` lists before anything is started, and
         `quant.errors.HeadLostError` where the Ray that was started here comes to its end.
         """
         from llmpq.run import Run, RunOptions
@@ -163,6 +166,7 @@ class Plan:
                 retries=retries, hang_s=hang_s, replace_s=replace_s, on_device_loss=on_device_loss
             ),
             on_event=on_event,
+            row_s=row_s,
         )
         return Results(Run(self.data, options), rows_of(rows))
 

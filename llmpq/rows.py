@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.messages import Sampling
+from llmpq.chat import MessageError, plain_message
 from llmpq.jobs.ledger import Ledger
+from llmpq.openai_fields import AskedForError, without_neutral
 from llmpq.row_ids import Occurrences
 from quant.errors import MESSAGE_CHARACTERS, InputError, LlmpqError, SpecError
 from quant.printable import printable
@@ -23,11 +25,14 @@ RowInput = str | Sequence[int] | Mapping[str, Any]
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
 _SPELLINGS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-# Fields of an OpenAI Batch body that do not change what is generated here.
-_IGNORED_IN_BODY = frozenset({"model", "user", "metadata", "stream"})
+_IGNORED_IN_BODY = "model"  # of an OpenAI Batch line; the plan says which model it is
 _LARGEST = 2**53  # whole numbers up to here are exact in every format
 _DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
 _PROMPT_FIELDS = ("prompt", "messages")
+
+MAX_ID_CHARACTERS = 1000
+"""Of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
+
 _NUMBERS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 )
@@ -104,7 +109,7 @@ def _from_items(
         earlier = ledger.want(row.custom_id, "", number)
         if earlier is not None:
             raise InputError(
-                f"custom_id {row.custom_id!r} of row {number} stands in row {earlier} already; "
+                f"custom_id {row.custom_id!r:.80} of row {number} stands in row {earlier} already; "
                 "results could not be told apart"
             )
         yield row
@@ -129,14 +134,27 @@ def row_from_line(line: bytes, place: str) -> Row | BadRow:
 
 def row_from_mapping(content: Mapping[str, Any], place: str) -> Row | BadRow:
     """As `row_from_line`, of what the line holds."""
+    try:
+        return _row(content, place)
+    except RecursionError:  # a message that quotes it needs more levels than reading it
+        return BadRow(place, "a field nests too deeply")
+
+
+def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
     custom_id = content.get("custom_id")
     if "custom_id" in content and (not isinstance(custom_id, str) or not custom_id):
         return BadRow(place, f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
+    if custom_id is not None and len(custom_id) > MAX_ID_CHARACTERS:
+        return BadRow(
+            place,
+            f"custom_id {custom_id!r:.80}… has {len(custom_id)} characters; give it at most "
+            f"{MAX_ID_CHARACTERS}",
+        )
     if custom_id is not None and not _is_text(custom_id):
         return BadRow(place, "custom_id holds half a surrogate pair, which UTF-8 cannot write")
     try:
         return _parse(content, custom_id or "")
-    except (_RowError, LlmpqError) as error:
+    except (_RowError, MessageError, AskedForError, LlmpqError) as error:
         return BadRow(custom_id or place, printable(str(error), MESSAGE_CHARACTERS))
 
 
@@ -144,7 +162,7 @@ def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
     body = content.get("body")
     fields = dict(body if isinstance(body, Mapping) else content)
     if isinstance(body, Mapping):
-        fields = {k: v for k, v in fields.items() if k not in _IGNORED_IN_BODY}
+        fields.pop(_IGNORED_IN_BODY, None)
     fields.pop("custom_id", None)
     given = [name for name in _PROMPT_FIELDS if name in fields]
     if len(given) != 1:
@@ -170,9 +188,7 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _RowError("sampling must be an object")
     merged: dict[str, Any] = {k: v for k, v in fields.items() if k != "sampling"}
     merged |= dict(nested or {})
-    merged = {name: value for name, value in merged.items() if value is not None}
-    if merged.pop("n", 1) != 1:
-        raise _RowError("n must be 1: one answer a row; repeat the row with another seed")
+    merged = without_neutral(merged)
     overrides = {_SPELLINGS.get(str(name), str(name)): value for name, value in merged.items()}
     unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
     if unknown:
@@ -234,7 +250,7 @@ def _messages(value: Any) -> Messages:
         raise _RowError(
             f"messages hold half a surrogate pair, or nest deeper than {_DEEPEST} levels"
         )
-    return tuple(value)
+    return tuple(plain_message(message, number) for number, message in enumerate(value, start=1))
 
 
 def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:

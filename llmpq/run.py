@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,8 @@ from llmpq.results import Result
 from llmpq.rows import BadRow, Row
 from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput, job_sampling
 from llmpq.session import ray_session
-from llmpq.tokenize import RequestMaker, beyond_vocabulary, load_tokenizer
+from llmpq.tokenize import RequestMaker, beyond_vocabulary, start_tokenizer
+from llmpq.tokenizing.process import ROW_S, Limits, TokenizerProcess
 from planner.model_shape import ModelShape, shape_at_hand
 from planner.plan import Plan
 from planner.plan_check import check_plan
@@ -43,6 +44,9 @@ NOT_FINITE = (
 
 BAD_ROWS_AT_ONCE = 256
 """Rows that cannot run, gathered at most while the stages' next requests are looked for."""
+
+BAD_ROWS_S = 5.0
+"""For so long at most: a row whose tokens take too long may cost `row_s`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class RunOptions:
     Ray's; `cache`: where each node keeps packed layers for the next start; `transport` between
     stages; `trace`: where to write every micro-batch's times; `job` names the run in Ray's metrics;
     `recovery`: how it goes on after faults, of which `on_event` is told; `generation_config`: whose
-    sampling holds where `sampling` settles none; `plan_source`: the plan's file, for messages.
+    sampling holds where `sampling` settles none; `row_s`: seconds that making a row's tokens may
+    take; `plan_source`: the plan's file, for messages.
     """
 
     model: str | None = None
@@ -85,6 +90,7 @@ class RunOptions:
     job: str = "llmpq"
     recovery: Recovery = Recovery()  # noqa: RUF009  (frozen)
     on_event: OnEvent = ignore_event
+    row_s: float = ROW_S
     plan_source: str = "the plan"
 
 
@@ -118,15 +124,21 @@ class Run:
         self._options = options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
+        tokenizer = self._started_tokenizer()  # it loads while the rest is looked at
         self.sampling = job_sampling(
             options.sampling, options.generation_config, self._folder, plan.workload
         )
         if self.sampling.warning:
             warnings.warn(self.sampling.warning, stacklevel=3)
-        self._maker = self._request_maker()
+        shape = _shape_for_run(plan, self.sampling.sampling, self._folder, options.plan_source)
+        self._maker = RequestMaker(
+            plan.workload, shape.vocab_size, self.sampling.sampling, tokenizer
+        )
         if str(self._folder) == self._checkpoint:
             Checkpoint(self._folder).check_files()
         check_library_takes(self._folder)
+        if tokenizer is not None:
+            tokenizer.wait()
         self.meter = RunMeter(None, None)
         self.show: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None
@@ -137,10 +149,21 @@ class Run:
         self._loaded_s: float | None = None
         self.summary: RunSummary | None = None
 
-    def _request_maker(self) -> RequestMaker:
-        plan, sampling = self.plan, self.sampling.sampling
-        shape = _shape_for_run(plan, sampling, self._folder, self._options.plan_source)
-        return RequestMaker(plan.workload, shape.vocab_size, sampling, load_tokenizer(self._folder))
+    def _started_tokenizer(self) -> TokenizerProcess | None:
+        limits = Limits(self._options.row_s, most_tokens=self.plan.workload.prompt_length)
+        tokenizer = start_tokenizer(self._folder, limits)
+        if tokenizer is not None:
+            tokenizer.on_failure = self._tokenizer_failed
+        return tokenizer
+
+    def _tokenizer_failed(self, cause: str, lost_s: float) -> None:
+        text = f"a row's chat template or tokens {cause}; it becomes an error row, the others go on"
+        self._tell(RecoveryEvent(time.time(), "tokenizer", None, lost_s, text))
+
+    def close(self) -> None:
+        """End the process that tokenizes, where the results have not been asked for to the end."""
+        if self._maker.tokenizer is not None:
+            self._maker.tokenizer.close()
 
     def results(
         self, rows: Iterable[Row | BadRow], size: RunSize | None = None
@@ -151,14 +174,17 @@ class Run:
         """
         self.meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
         resumed = size.resumed if size else 0
-        made = (self._maker.request(row) if isinstance(row, Row) else row for row in rows)
-        for item in made:
-            if isinstance(item, Request):
-                yield from self._generate(chain((item,), made), resumed)
-                return
-            self.meter.leave_out()
-            yield self._failed(item.custom_id, item.error)
-        self.summary = RunSummary(self.rows, self.errors, 0, 0.0, 0.0, (), resumed)
+        made = self._maker.requests(rows)
+        try:
+            for item in made:
+                if isinstance(item, Request):
+                    yield from self._generate(chain((item,), made), resumed)
+                    return
+                self.meter.leave_out()
+                yield self._failed(item.custom_id, item.error)
+            self.summary = RunSummary(self.rows, self.errors, 0, 0.0, 0.0, (), resumed)
+        finally:
+            self.close()
 
     def _generate(self, items: Iterator[Request | BadRow], resumed: int) -> Generator[Result]:
         bad_rows: deque[BadRow] = deque()
@@ -206,9 +232,7 @@ class Run:
             self._loaded_s = self._loaded_s or time.perf_counter()
             for finished in group.generate(requests):
                 yield from self._bad_results(bad_rows)
-                for request in finished:
-                    self._tokens += len(request.token_ids)
-                    yield self._result(request)
+                yield from self._results(finished)
             yield from self._bad_results(bad_rows)
             self.summary = RunSummary(
                 prompts=self.rows,
@@ -241,14 +265,18 @@ class Run:
         """The requests among `items`; bad rows are put aside, and None comes where they are to be
         given out before more is read.
         """
+        since_s = time.monotonic()
         for item in items:
             if isinstance(item, Request):
                 self._under_way[item.custom_id] = item
                 yield item
-                continue
-            bad_rows.append(item)
-            if len(bad_rows) >= BAD_ROWS_AT_ONCE:
+            else:
+                bad_rows.append(item)
+                is_late = time.monotonic() - since_s > BAD_ROWS_S
+                if len(bad_rows) < BAD_ROWS_AT_ONCE and not is_late:
+                    continue
                 yield None
+            since_s = time.monotonic()
 
     def _bad_results(self, bad_rows: deque[BadRow]) -> Iterator[Result]:
         while bad_rows:
@@ -256,15 +284,25 @@ class Run:
             self.meter.leave_out()
             yield self._failed(bad.custom_id, bad.error)
 
-    def _result(self, finished: Finished) -> Result:
-        request = self._under_way.pop(finished.custom_id)
-        self.meter.end(len(finished.token_ids), request.max_new_tokens)
-        if finished.finish_reason == "error":
-            error = finished.error or NOT_FINITE
-            return self._failed(finished.custom_id, error, finished.token_ids)
-        self.rows += 1
-        text = self._maker.text(finished.token_ids, request.sampling.stop)
-        return Result(finished.custom_id, text, finished.token_ids, finished.finish_reason)
+    def _results(self, finished: Sequence[Finished]) -> Iterator[Result]:
+        requests = [self._under_way.pop(each.custom_id) for each in finished]
+        answers = self._maker.texts(
+            [
+                (each.token_ids, request.sampling.stop)
+                for each, request in zip(finished, requests, strict=True)
+            ]
+        )
+        for each, request, answer in zip(finished, requests, answers, strict=True):
+            self._tokens += len(each.token_ids)
+            self.meter.end(len(each.token_ids), request.max_new_tokens)
+            error = (each.error or NOT_FINITE) if each.finish_reason == "error" else None
+            if error is None and answer.error is not None:
+                error = f"its tokens cannot be turned into text: {answer.of}: {answer.error}"
+            if error is not None:
+                yield self._failed(each.custom_id, error, each.token_ids)
+                continue
+            self.rows += 1
+            yield Result(each.custom_id, answer.text, each.token_ids, each.finish_reason)
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
         result = Result(custom_id, None, token_ids, None, error)

@@ -11,12 +11,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from quant.errors import InputError
+
+if TYPE_CHECKING:
+    from llmpq.tokenizing.process import TokenizerProcess
 
 Document = str | Sequence[int]
 
@@ -80,7 +83,7 @@ def as_documents(text: Document | Iterable[Document]) -> tuple[Document, ...]:
 
 def token_windows(
     documents: Iterable[Document],
-    tokenizer: Any,
+    tokenizer: TokenizerProcess | None,
     sequence_length: int,
     max_tokens: int | None = None,
 ) -> Windows:
@@ -94,8 +97,8 @@ def token_windows(
         if value is not None and value < 2:
             raise InputError(f"{name} is {value}; give at least 2, one token to predict another")
     stream: list[int] = []
-    for document in documents:
-        stream += _token_ids(document, tokenizer)
+    for number, document in enumerate(documents, start=1):
+        stream += _token_ids(document, tokenizer, number)
         if max_tokens is not None and len(stream) >= max_tokens:
             stream = stream[:max_tokens]
             break
@@ -119,7 +122,9 @@ def _cut(stream: Sequence[int], length: int) -> Windows:
     return Windows(token_ids.reshape(windows, length), counts)
 
 
-def _token_ids(document: Document, tokenizer: Any) -> Sequence[int]:
+def _token_ids(
+    document: Document, tokenizer: TokenizerProcess | None, number: int
+) -> Sequence[int]:
     if not isinstance(document, str):
         if not all(isinstance(t, int | np.integer) and 0 <= t < 2**31 for t in document):
             raise InputError("token ids must be whole numbers of at least 0")
@@ -128,11 +133,13 @@ def _token_ids(document: Document, tokenizer: Any) -> Sequence[int]:
         raise InputError(
             "the model folder has no tokenizer; give JSON lines whose prompt is a list of token ids"
         )
-    try:
-        ids: list[int] = tokenizer(document, verbose=False)["input_ids"]
-    except (ValueError, TypeError) as error:  # half a surrogate pair
-        raise InputError(f"the text cannot be tokenized: {error}") from error
-    return ids
+    answer = tokenizer.ask({"text": document})
+    if answer.ids is None:
+        raise InputError(
+            f"document {number} ({document!r:.40}…) cannot be tokenized: {answer.of}: "
+            f"{answer.error}; mend or leave it out"
+        )
+    return answer.ids
 
 
 def _read(path: str) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from actors.messages import Sampling
+from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import read_rows
 from llmpq.rows import Row
 from llmpq.tokenize import RequestMaker, load_tokenizer
+from llmpq.tokenizing.process import Limits
 from planner.workload import MAX_TOKENS, Workload
 from quant.errors import CheckpointError, InputError, SpecError
 
@@ -42,16 +43,16 @@ def _longest(rows: list[Row], model: str) -> int:
         from quant.model_reference import resolve
 
         try:
-            tokenizer = load_tokenizer(resolve(model, weights=False))
+            tokenizer = load_tokenizer(resolve(model, weights=False), Limits())
         except CheckpointError as error:
             raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
         if tokenizer is None:
             raise SpecError(f"{model} has no tokenizer to measure the prompts; give --s")
     room = Workload(1, MAX_TOKENS, MAX_TOKENS)
     maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
-    lengths = [
-        len(made.prompt_ids) for made in map(maker.request, rows) if hasattr(made, "prompt_ids")
-    ]
+    lengths = [len(made.prompt_ids) for made in maker.requests(rows) if isinstance(made, Request)]
+    if tokenizer is not None:
+        tokenizer.close()
     if not lengths:
         raise InputError("no prompt could be tokenized; give --s")
     return max(lengths)

@@ -14,6 +14,7 @@ from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile_view import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
+from llmpq.tokenize import tokenizer_checked
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
 from planner.cluster import ClusterSpec
 from planner.front import FrontPoint, front_json, write_front
@@ -67,12 +68,14 @@ def _plan(options: argparse.Namespace) -> int:
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in ("theta", *BOUNDS)}
-        points = cluster.pareto(model, workload, **free)
+        with tokenizer_checked(model):
+            points = cluster.pareto(model, workload, **free)
         if options.pareto:
             write_front(options.pareto, points)
         if "report" not in options:
             return _show_front(options, points)
-    plan = cluster.plan(model, workload, **given)
+    with tokenizer_checked(model):
+        plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
     if "report" in options:

@@ -37,6 +37,7 @@ from llmpq.ray_jobs import keep_folder_to_driver
 from llmpq.run import Run, RunOptions, RunSize, job_identity
 from llmpq.submit import known_job, split_options, submit
 from llmpq.tables import plan_table, summary_table
+from llmpq.tokenizing.process import Limits
 from planner.cluster import ClusterSpec
 from planner.run_trace import check_trace_path
 from quant.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
@@ -59,6 +60,7 @@ def _check(options: argparse.Namespace) -> Plan:
     """The plan; raises for options that could not be used wherever they were run."""
     sampling_options(options)
     output_options(options)
+    Limits(row_s=options.row_s)
     plan = Plan.load(options.strat_file_name)
     if "cluster" in options:
         _check_cluster(plan, options.cluster)
@@ -149,7 +151,7 @@ def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
     _write_all(run, job, progress, fail, seen)
     if fail and run.first_error is not None:
-        _say(f"stopped at row {run.first_error.custom_id!r}: {run.first_error.error}")
+        _say(f"stopped at row {run.first_error.custom_id!r:.80}: {run.first_error.error}")
         return EXIT_FAILED
     job.finish()
     if run.summary is not None:
@@ -157,7 +159,7 @@ def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
     errors = run.errors + tally.resumed_errors
     if run.first_error is not None:
         first = run.first_error
-        _say(f"{errors} rows have errors, the first {first.custom_id!r}: {first.error}")
+        _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
         _say(f"{errors} rows have errors; --retry-errors runs them again")
     return EXIT_ERROR_ROWS if errors else EXIT_DONE

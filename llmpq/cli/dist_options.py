@@ -16,6 +16,7 @@ from llmpq.rows import merge_sampling
 from llmpq.run import RunOptions
 from llmpq.sampling_defaults import GENERATION_CONFIGS
 from llmpq.submit import submit_parser
+from llmpq.tokenizing.process import ROW_S
 from planner.option_rules import Rule
 from quant.cache.settings import cache_settings
 from quant.errors import SpecError
@@ -131,6 +132,7 @@ def _add_recovery(parser: Parser) -> None:
     add("--retries", type=int, default=default.retries, help="faults of a row until it is suspect")
     add("--hang_s", type=float, default=default.hang_s, help="without progress, then a restart")
     add("--replace_s", type=float, default=default.replace_s, help="a lost device is waited for")
+    add("--row_s", type=float, default=ROW_S, help="for chat template and tokens of one row")
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
@@ -154,6 +156,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
             replace_s=options.replace_s,
             on_device_loss=options.on_device_loss,
         ),
+        row_s=options.row_s,
         plan_source=str(options.strat_file_name),
     )
 

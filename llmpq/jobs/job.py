@@ -87,8 +87,8 @@ class Job:
         if twice is not None:
             second, first = map(self._source.place_name, twice)
             raise InputError(
-                f"custom_id {self._custom_id(twice[0])!r} of {second} stands in {first} already; "
-                "results could not be told apart"
+                f"custom_id {self._custom_id(twice[0])!r:.80} of {second} stands in {first} "
+                "already; results could not be told apart"
             )
         other = self._ledger.other_result()
         if other is not None:
@@ -106,7 +106,7 @@ class Job:
                 tokens = row.sampling.get("max_new_tokens") or most
             elif options.stop_at_error:
                 name = self._source.place_name(place)
-                raise InputError(f"{name}, row {row.custom_id!r}: {row.error}")
+                raise InputError(f"{name}, row {row.custom_id!r:.80}: {row.error}")
             yield Wanted(row.custom_id, self._identity.fingerprint(row), place, tokens)
 
     def _custom_id(self, place: int) -> str:
@@ -123,8 +123,8 @@ class Job:
 
     def _other_result(self, custom_id: str) -> InputError:
         return InputError(
-            f"output {self._output.path} has a result of row {custom_id!r} from another prompt or "
-            "other sampling; give the row another custom_id, name another output or pass "
+            f"output {self._output.path} has a result of row {custom_id!r:.80} from another prompt "
+            "or other sampling; give the row another custom_id, name another output or pass "
             "--overwrite"
         )
 

@@ -231,7 +231,7 @@ class JobOutput:
             self._raise_failure()
             fingerprint = self._ledger.wanted(result.custom_id)
             if fingerprint is None:
-                raise InputError(f"row {result.custom_id!r} was not there when the job began")
+                raise InputError(f"row {result.custom_id!r:.80} was not there when the job began")
             failed = result.error is not None
             done = Done(fingerprint, failed, self._number + 1, len(self._lines))
             if not self._ledger.record(result.custom_id, done):

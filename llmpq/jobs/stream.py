@@ -58,10 +58,11 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         """End the run; a result that is being waited for is waited for first."""
         if self._thread is None:
             self._results.close()
-            return
-        self._thread.submit(self._results.close).result()
-        self._thread.shutdown()
-        self._thread = None
+        else:
+            self._thread.submit(self._results.close).result()
+            self._thread.shutdown()
+            self._thread = None
+        self._run.close()
 
     async def aclose(self) -> None:
         """As `close`; other tasks go on meanwhile."""

@@ -1,0 +1,1 @@
+"""A model's tokenizer and chat template in a process of their own: time and memory a row."""
