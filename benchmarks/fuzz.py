@@ -33,8 +33,8 @@ SHARES = {
     "result line": 14, "text lines": 8, "quantize_config.json": 10, "job manifest": 7,
     "config.json": 10, "profile CSV": 10, "prompt line": 30, "safetensors": 8, "shard index": 5,
     "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 8,
-    "cluster YAML": 3,
-    "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
+    "cluster YAML": 3, "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
+    "chat templates": 10, "tokenizer files": 10,
 }  # fmt: skip
 """Of the inputs; less for what is slow."""
 
@@ -235,7 +235,7 @@ class Trial:
 
     def _kind_of(self, data: bytes) -> str | None:
         """Of its failure, if there is one."""
-        self._is_inside = True
+        self._is_inside = self.parser.watched
         try:
             taken = self.parser.check(bytes(data), self.folder)
         except Exception as error:  # whatever it is, it is the finding

@@ -41,6 +41,7 @@ from planner.workload import Workload
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from quant.errors import LlmpqError, SpecError
 from quant.gptq.config import read_gptq_config
+from tests.properties import tokenizers
 from tests.properties.mutation import (
     Mutate,
     mutate_bytes,
@@ -82,12 +83,16 @@ MESSAGE_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Parser:
-    """`parse` gets the input's bytes and a folder of its own, and returns whether it was taken."""
+    """`parse` gets the input's bytes and a folder of its own, and returns whether it was taken.
+
+    `watched`: files and processes, which a parser in a process of its own would not show anyway.
+    """
 
     name: str
     seeds: Callable[[], tuple[bytes, ...]]
     mutate: Mutate
     parse: Callable[[bytes, Path], bool]
+    watched: bool = True
 
     def check(self, data: bytes, folder: Path) -> bool:
         """Whether the input is accepted; AssertionError for a refusal that does not say where."""
@@ -283,6 +288,20 @@ def parsers() -> dict[str, Parser]:
         Parser("job manifest", manifest_seed, mutate_json, _manifest),
         Parser("result line", result_seed, mutate_json, _result),
         Parser("result CSV", result_csv_seeds, mutate_cells, result_csv),
+        Parser(
+            "chat templates",
+            tokenizers.template_seeds,
+            tokenizers.mutate_template,
+            tokenizers.template,
+            watched=False,
+        ),
+        Parser(
+            "tokenizer files",
+            tokenizers.file_seeds,
+            tokenizers.mutate_file,
+            tokenizers.file,
+            watched=False,
+        ),
     )
     return {parser.name: parser for parser in listed}
 

@@ -28,6 +28,7 @@ NAMES = (
     "profile CSV", "omega file", "config.json", "generation_config.json", "quantize_config.json",
     "safetensors", "shard index", "packed layer", "job manifest", "result line",
     "prompt CSV", "packed prompts", "result CSV",
+    "chat templates", "tokenizer files",
 )  # fmt: skip
 _SHARE = 8
 """One in so many of the hostile values for each field of a plan: all of them take a minute."""
