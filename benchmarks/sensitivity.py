@@ -148,7 +148,11 @@ def promised_plans(omega_file: Path) -> tuple[dict[tuple[float, Bits], Plan], in
     refused = 0
     for promise in PROMISES:
         for factor in MEMORY:
-            options = {"omega_file": omega_file, "max_ppl_delta": promise}
+            options = {
+                "omega_file": omega_file,
+                "max_ppl_delta": promise,
+                "memory_margin": 0.0,
+            }
             try:
                 plan = cluster_of(factor).plan(MODEL, WORKLOAD, **options)
             except InfeasibleError:

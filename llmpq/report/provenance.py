@@ -41,7 +41,8 @@ def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
     yield (
         "memory",
         "the kernels' own byte rules for weights and scales; KV cache of the whole batch at "
-        f"{plan.kv_bits} bit; limits from the cluster file or the device registry",
+        f"{plan.kv_bits} bit; limits from the cluster file or the device registry, "
+        f"{_kept_free(plan)} left free",
     )
     yield "sensitivity", plan.sensitivity_source
     yield (
@@ -54,6 +55,12 @@ def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
         f"the closed form of the objective {plan.solver.objective_kind}, not simulated",
     )
     yield "solver", _solver(plan)
+
+
+def _kept_free(plan: Plan) -> str:
+    """The margin of the stages' devices."""
+    margins = sorted({stage.memory_margin_bytes for stage in plan.stages})
+    return " or ".join(map(size, margins))
 
 
 def _marked(source: str) -> Content:
