@@ -34,14 +34,17 @@ class Plan:
     `load`.
     """
 
-    def __init__(self, data: PlanData, costs: CostModel | None = None) -> None:
+    def __init__(
+        self, data: PlanData, costs: CostModel | None = None, source: str = "the plan"
+    ) -> None:
         self.data = data
         self._costs = costs
+        self._source = source
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; raises `SpecError` naming file and field."""
-        return cls(PlanData.load(path))
+        return cls(PlanData.load(path), source=str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -167,6 +170,7 @@ class Plan:
             ),
             on_event=on_event,
             row_s=row_s,
+            plan_source=self._source,
         )
         return Results(Run(self.data, options), rows_of(rows))
 
@@ -196,6 +200,7 @@ class Plan:
             generation_config=generation_config,
             cache=cache_settings(cache_dir, None, no_cache),
             transport=transport,
+            plan_source=self._source,
         )
         with Results(Run(self.data, options), rows_in(dataset)) as results:
             return dataset_of(results)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from llmpq import Plan
 from llmpq.cli import algo, dist
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
+from quant.errors import SpecError
+from tests.planner.edits import Edit, change
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "examples/demo_model")
@@ -109,36 +111,24 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def edited(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
-    """The plan's content with another value there."""
-
-    def apply(content: dict[str, Any]) -> None:
-        inner: Any = content
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = to
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (edited("workload", "global_batch", to=2**20), "field stages.0.memory.kv_cache: "),
-        (edited("micro_batches", "prefill", to="4"), "field micro_batches.prefill: "),
-        (edited("stages", 0, "emulated", to=1), "field stages.0.emulated: "),
-        (edited("stages", 0, "memory", "weights", to=4.0), "field stages.0.memory.weights: "),
-        (edited("stages", 1, "device", to="old/T4-16GB:0"), "stands in stages.0.device already"),
-        (edited("stages", 0, "custom_resource", to="moon"), "field stages.0.custom_resource: "),
-        (edited("time_scale", to=1e9), "field time_scale: "),
-        (edited("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:6: with"),
+        (change("workload", "global_batch", to=2**20), "field stages.0.memory.kv_cache: "),
+        (change("micro_batches", "prefill", to="4"), "field micro_batches.prefill: "),
+        (change("stages", 0, "emulated", to=1), "field stages.0.emulated: "),
+        (change("stages", 0, "memory", "weights", to=4.0), "field stages.0.memory.weights: "),
+        (change("stages", 1, "device", to="old/T4-16GB:0"), "stands in stages.0.device already"),
+        (change("stages", 0, "custom_resource", to="moon"), "field stages.0.custom_resource: "),
+        (change("time_scale", to=1e9), "field time_scale: "),
+        (change("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:6: with"),
     ],
 )
 def test_an_edited_plan_is_not_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     plan_file: Path,
-    edit: Callable[[dict[str, Any]], None],
+    edit: Edit,
     message: str,
 ) -> None:
     content = json.loads(plan_file.read_text())
@@ -152,3 +142,12 @@ def test_an_edited_plan_is_not_run(
     assert message in shown
     assert f"llmpq-dist: error: {plan}: field " in shown
     assert not output.exists()
+
+
+def test_python_names_the_file_too(tmp_path: Path, plan_file: Path) -> None:
+    content = json.loads(plan_file.read_text())
+    change("micro_batches", "decode", to=1)(content)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq-algo"):
+        Plan.load(path).run([[1]])

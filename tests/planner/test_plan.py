@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +23,7 @@ from planner.sensitivity import default_sensitivity
 from planner.simulation import Simulated
 from planner.workload import Workload
 from quant.errors import SpecError
+from tests.planner.edits import Edit, change, remove
 
 
 @cache
@@ -104,26 +103,6 @@ def test_objective_latency_is_the_closed_form() -> None:
     assert plan.predicted.latency_s == pytest.approx(expected, rel=0.1)
 
 
-def change(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
-    def apply(content: dict[str, Any]) -> None:
-        inner: Any = content
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = to
-
-    return apply
-
-
-def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
-    def apply(content: dict[str, Any]) -> None:
-        inner: Any = content
-        for key in path[:-1]:
-            inner = inner[key]
-        del inner[path[-1]]
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -197,9 +176,7 @@ def remove(*path: str | int) -> Callable[[dict[str, Any]], None]:
         (change("unused_devices", to=["x", "x"]), "unused_devices.1: .* in unused_devices.0"),
     ],
 )
-def test_damaged_plans_are_refused(
-    tmp_path: Path, damage: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_damaged_plans_are_refused(tmp_path: Path, damage: Edit, message: str) -> None:
     plan = made()[0]
     content = json.loads(replace(plan, origin=PlanOrigin("", PlanOptions())).to_json())
     damage(content)

@@ -23,6 +23,7 @@ from planner.search import find_plan
 from planner.workload import Workload
 from quant.errors import SpecError
 from quant.gptq.config import GptqConfig
+from tests.planner.edits import change
 
 SPECS = Path(__file__).parents[2] / "cluster_specs"
 QUICK = {"theta": 0.0, "relative_gap": 0.05, "search_time_limit": 5.0}
@@ -162,10 +163,7 @@ def test_edited_figures_are_refused(changes: list[Change], message: str) -> None
     plan, shape = made()
     content = json.loads(plan.to_json())
     for path, to in changes:
-        inner = content
-        for key in path[:-1]:
-            inner = inner[key]
-        inner[path[-1]] = to
+        change(*path, to=to)(content)
     edited = Plan.from_json(json.dumps(content), "edited.json")
     with pytest.raises(SpecError, match=message) as refusal:
         check_plan(edited, shape, "edited.json")
