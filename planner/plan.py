@@ -293,6 +293,9 @@ class Plan:
             first = error.errors()[0]
             problem = first["msg"].removeprefix("Value error, ")
             where = ".".join(str(part) for part in first["loc"])
+            found = first["input"]
+            if not isinstance(found, dict | list):
+                problem += f" (found {found!r:.40})"
             raise SpecError(f"{source}: field {where}: {problem}") from error
         except SpecError as error:
             raise SpecError(f"{source}: {error}") from error

@@ -56,7 +56,8 @@ CONDITIONS = (
     Condition(
         lambda wanted, row: row.threads in (None, wanted.threads),
         lambda wanted, rows: (
-            f"taken at {_listed(str(row.threads) for row in rows)} threads, not {wanted.threads}"
+            f"taken at a thread count of {_listed(str(row.threads) for row in rows)}, not "
+            f"{wanted.threads}"
         ),
     ),
     Condition(

@@ -145,7 +145,7 @@ def test_objective_latency_is_the_closed_form() -> None:
         (change("micro_batches", "prefill", to=-1), "field micro_batches: -1 and 5"),
         (change("workload", "global_batch", to=10**15), "global_batch is above 1048576"),
         (change("model", "layers", to=40), "stages hold 24 of 40 layers"),
-        (change("workload", "global_batch", to="8"), "field workload.global_batch: .*integer"),
+        (change("workload", "global_batch", to="8"), "global_batch: .*integer .found '8'"),
         (change("workload", "global_batch", to=True), "field workload.global_batch: .*integer"),
         (change("workload", "global_batch", to=4.0), "field workload.global_batch: .*integer"),
         (change("micro_batches", "decode", to=4.0), "field micro_batches.decode: .*integer"),

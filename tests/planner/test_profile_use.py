@@ -50,7 +50,7 @@ REASONS = pytest.mark.parametrize(
     ("other", "reason"),
     [
         ({"device": "T4"}, "bits 8, 16: taken on T4-16GB"),
-        ({"threads": "4"}, "bits 8, 16: taken at 4 threads, not 2"),
+        ({"threads": "4"}, "bits 8, 16: taken at a thread count of 4, not 2"),
         ({"dtype": "float32"}, "bits 8, 16: taken in float32, not bfloat16"),
         ({"kinds": [("prefill", 3)]}, "bits 8, 16: no rows"),
         (
