@@ -14,6 +14,7 @@ from planner.plan import Plan
 from planner.plan_simulation import APPROXIMATION, is_approximate, simulate_plan, time_scale
 from planner.trace import MICROSECONDS, named_tracks, simulated_events, write_text
 from quant.errors import InputError
+from quant.whole_file import names_a_file
 
 RUN_PROCESS, FIRST_SIMULATED_PROCESS = 0, 1
 
@@ -66,7 +67,7 @@ def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
     """
     if path.resolve() in [other.resolve() for other in taken]:
         raise InputError(f"the trace would replace {str(path)!r}; give it a file of its own")
-    if not path.name or path.is_dir() or not path.parent.is_dir():
+    if not names_a_file(path):
         raise InputError(
             f"cannot write the trace to {str(path)!r}; give a file in a folder that exists"
         )

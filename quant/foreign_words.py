@@ -44,3 +44,8 @@ def foreign_reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = without_foreign_advice(" ".join(lines[:4]))
     return f"{type(error).__name__}: {said:.400}" if said else type(error).__name__
+
+
+def path_reason(error: OSError | RuntimeError) -> str:
+    """Why a path could not be looked at; pathlib raises RuntimeError at an unknown `~user`."""
+    return (isinstance(error, OSError) and error.strerror) or str(error).rstrip(".")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quant.errors import CheckpointError, LlmpqError
+from quant.foreign_words import path_reason
 
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
@@ -20,7 +21,7 @@ def local_path(
         path = Path(reference).expanduser()
         return path if path.exists() else None
     except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
-        raise refuse(f"model {reference!s:.200}: {error}; {remedy}") from error
+        raise refuse(f"model {reference!s:.200}: {path_reason(error)}; {remedy}") from error
 
 
 def resolve(path: str | Path, weights: bool = True) -> Path:

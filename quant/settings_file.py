@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quant.errors import LlmpqError
 
@@ -29,32 +30,36 @@ def read_settings(
         if not path.is_file():
             raise ValueError("it is no ordinary file")
         if size > MAX_BYTES:
-            raise ValueError(f"{size} bytes; {MAX_BYTES} at most can be")
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"it has {size} bytes; {MAX_BYTES} at most can be")
+        values = _parsed(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise refuse(f"{path} cannot be read as JSON: {error}; {remedy}") from error
     if not isinstance(values, dict):
         raise refuse(f"{path} is no {what}; {remedy}")
-    if _is_deeper(values, MAX_DEPTH):
-        raise refuse(f"{path} is nested deeper than {MAX_DEPTH} levels; {remedy}")
     return values
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}, which is no number of JSON")
-
-
-def _is_deeper(values: Any, most: int) -> bool:
-    """Whether lists and objects lie in each other more than `most` levels deep."""
-    level = [values]
-    for _ in range(most):
-        level = [inner for outer in level for inner in _inside(outer)]
+def _parsed(text: str) -> Any:
+    """What `text` says; ValueError where that is no JSON, nested too deep or not finite."""
+    too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    level: list[tuple[str, Any]] = [("", values)]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for name, outer in level for each in _inside(name, outer)]
         if not level:
-            return False
-    return True
+            return values
+    raise ValueError(too_deep)
 
 
-def _inside(outer: Any) -> Iterator[Any]:
-    """The lists and objects directly in `outer`."""
-    inner: Iterable[Any] = outer.values() if isinstance(outer, dict) else outer
-    return (each for each in inner if isinstance(each, dict | list))
+def _inside(name: str, outer: Any) -> Iterator[tuple[str, Any]]:
+    """The lists and objects in the one at `name`, with the names of their own places."""
+    if not isinstance(outer, dict | list):
+        return
+    for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):
+        if isinstance(value, dict | list):
+            yield f"{name}{str(key)[:40]}.", value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}{str(key)[:40]} is {value}, which is no number of JSON")

@@ -8,6 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def names_a_file(path: Path) -> bool:
+    """Whether `path` can be a file: no folder itself, in one that exists, of a possible name."""
+    try:
+        return bool(path.name) and not path.is_dir() and path.parent.is_dir()
+    except OSError:  # too long a name, no access
+        return False
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write `text` aside, in the same folder, and give the file its name once it is complete.
 

@@ -17,7 +17,7 @@ from llmpq.text import read_documents
 from planner.option_rules import Rule
 from quant.errors import InputError, SpecError
 from quant.scheme import ROUNDINGS
-from quant.whole_file import write_whole
+from quant.whole_file import names_a_file, write_whole
 
 _RULES = (Rule(("rounding",), "a plan has its own; leave it out", without=("bits",)),)
 
@@ -34,7 +34,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     if not options.text:
         raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
     target = Path(options.json) if "json" in options else None
-    if target is not None and (target.is_dir() or not target.parent.is_dir()):
+    if target is not None and not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     results = _measure(options)
     console().print(_table(results))

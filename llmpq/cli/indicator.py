@@ -19,6 +19,7 @@ from planner.sensitivity import OmegaContent, save_omega
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
 from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.whole_file import names_a_file
 
 _RULES = (
     Rule(
@@ -57,7 +58,7 @@ def _measure(options: argparse.Namespace) -> int:
     from quant.model_reference import resolve
 
     target = Path(options.output)
-    if target.is_dir() or not target.parent.is_dir():
+    if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _indicator_options(options)
     if chosen.needs_text and not options.calibration:

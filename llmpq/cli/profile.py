@@ -19,6 +19,7 @@ from planner.profile_errors import FitError, all_together, held_out_errors
 from planner.roofline import RooflineLatency
 from quant.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
+from quant.whole_file import names_a_file
 
 if TYPE_CHECKING:
     from llmpq.profiling import DeviceProfile, ProfileOptions
@@ -50,7 +51,7 @@ def _profile(options: argparse.Namespace) -> int:
     from llmpq.session import ray_session
 
     target = Path(options.output)
-    if target.is_dir() or not target.parent.is_dir():
+    if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _options(options)
     shape = model_shape(options.model)

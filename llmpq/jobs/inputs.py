@@ -24,6 +24,7 @@ from llmpq.row_ids import Occurrences
 from llmpq.rows import BadRow, Row, row_from_line, row_from_mapping
 from quant.errors import InputError
 from quant.file_identity import FileIdentity
+from quant.foreign_words import path_reason
 
 _PLACES_PER_FILE = 2**40
 
@@ -86,7 +87,7 @@ class JobInput:
         """
         try:
             return tuple(settled_identities(self.files))
-        except OSError as error:
+        except OSError as error:  # RuntimeError: no such user
             raise InputError(f"cannot read input {error.filename}: {error.strerror}") from error
 
     def record(self, before: Sequence[FileIdentity], rows: int, errors: int) -> InputRecord | None:
@@ -165,8 +166,8 @@ def no_prompts(source: str) -> InputError:
 
 
 def _files_of(name: str) -> list[Path]:
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         if path.is_dir():
             found = sorted(
                 p for p in path.iterdir() if p.name.lower().endswith(SUFFIXES) and p.is_file()
@@ -180,8 +181,8 @@ def _files_of(name: str) -> list[Path]:
                 p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()
             )
             kinds = "name"
-    except OSError as error:
-        raise InputError(f"cannot read input {name}: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"cannot read input {name:.200}: {path_reason(error)}") from error
     if not found:
         raise InputError(f"cannot read input {name}: no file of that {kinds} there")
     return found

@@ -53,7 +53,7 @@ def test_what_no_model_can_be_built_of_is_refused_in_our_words(tmp_path: Path) -
     check_library_takes(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
-    for entry in ({"id2label": [1]}, {"per_layer_config": 3}, {"problem_type": "x"}):
+    for entry in ({"id2label": [1]}, {"use_cache": None}, {"layer_types": ["x"]}):
         path.write_text(json.dumps(values | entry))
         with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot build"):
             check_library_takes(tmp_path)
