@@ -168,13 +168,19 @@ def _mistral(config: ConfigFile) -> ModelShape:
 
 
 def _qwen2(config: ConfigFile) -> ModelShape:
-    return _gated(config, qkv_bias=True, sliding_window=_qwen_window(config))
+    return _gated(
+        config,
+        kv_heads=_qwen_heads(config),
+        qkv_bias=True,
+        sliding_window=_qwen_window(config),
+    )
 
 
 def _qwen3(config: ConfigFile) -> ModelShape:
     bias = config.flag("attention_bias", False)
     return _gated(
         config,
+        kv_heads=_qwen_heads(config),
         default_head_dim=128,
         qkv_bias=bias,
         output_bias=bias,
@@ -183,16 +189,25 @@ def _qwen3(config: ConfigFile) -> ModelShape:
     )
 
 
+def _qwen_heads(config: ConfigFile) -> int | None:
+    """Key/value heads where they are null: as many as others. None: as the configuration says."""
+    is_null = (
+        "num_key_value_heads" in config.values and config.values["num_key_value_heads"] is None
+    )
+    return config.size("num_attention_heads") if is_null else None
+
+
 def _qwen_window(config: ConfigFile) -> int | None:
     """The window where every layer has it; with full layers among them, plan for full attention."""
-    window = _window(config)
+    config.integer("sliding_window", default=0)
     if config.values.get("max_window_layers", 0) is None:
         raise config.refusal("max_window_layers", None, "a whole number")
     first_sliding = config.integer(
         "max_window_layers", default=config.size("num_hidden_layers", most=MAX_LAYERS)
     )
     is_used = config.flag("use_sliding_window", False)
-    return window if is_used and first_sliding == 0 else None
+    window = _window(config) if is_used else None
+    return window if first_sliding == 0 else None
 
 
 def _window(config: ConfigFile) -> int | None:

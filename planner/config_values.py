@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from planner.config_file import ConfigFile, is_number
@@ -25,21 +26,32 @@ _WITHOUT_PADDING_ROW = frozenset({"bloom", "gpt_neox"})
 
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_FLAGS = (
-    "apply_residual_connection_post_layernorm",
-    "is_decoder",
-    "slow_but_exact",
-    "use_cache",
-    "use_parallel_residual",
-)
-_SHARES = (
-    "attention_dropout",
-    "classifier_dropout",
-    "dropout",
-    "hidden_dropout",
-    "layerdrop",
-)
-_DEVIATIONS = ("init_std", "initializer_range")
+
+
+@dataclass(frozen=True)
+class _Unused:
+    """Entries that generation does not use, or that only change how, without whose right types
+    transformers builds no model: true or false, any number (a share that is left out in training),
+    and numbers with a decimal point.
+    """
+
+    flags: tuple[str, ...] = ("use_cache",)
+    shares: tuple[str, ...] = ("attention_dropout",)
+    deviation: str = "initializer_range"
+
+
+_UNUSED: Mapping[str, _Unused] = {
+    "bloom": _Unused(
+        flags=("use_cache", "apply_residual_connection_post_layernorm", "slow_but_exact"),
+        shares=("attention_dropout", "hidden_dropout"),
+    ),
+    "gpt_neox": _Unused(
+        flags=("use_cache", "is_decoder", "use_parallel_residual"),
+        shares=("attention_dropout", "hidden_dropout", "classifier_dropout"),
+    ),
+    "opt": _Unused(shares=("attention_dropout", "dropout", "layerdrop"), deviation="init_std"),
+}
+_MOST = 1e300
 
 
 def check_values(config: ConfigFile, shape: ModelShape) -> None:
@@ -54,7 +66,7 @@ def check_values(config: ConfigFile, shape: ModelShape) -> None:
     _check_other_tokens(config, shape)
     _check_dtype(config)
     _check_layer_types(config, shape)
-    _check_unused(config)
+    _check_unused(config, family)
 
 
 def check_end_tokens(
@@ -117,20 +129,27 @@ def _check_layer_types(config: ConfigFile, shape: ModelShape) -> None:
         )
 
 
-def _check_unused(config: ConfigFile) -> None:
-    """What generation does not use, but without which transformers builds no model."""
-    for key in _FLAGS:
+def _check_unused(config: ConfigFile, family: str) -> None:
+    unused = _UNUSED.get(family, _Unused())
+    for key in unused.flags:
         config.flag(key, False)
+    for key in unused.shares:
+        value = config.values.get(key, 0.0)
+        may_miss = value is None and family == "llama"
+        if not may_miss and not is_number(value, -_MOST, _MOST):
+            raise config.refusal(key, value, "a number such as 0.0, or left out")
+    value = config.values.get(unused.deviation, 0.02)
+    if type(value) is not float or not is_number(value, -1e-9, 1):
+        raise config.refusal(unused.deviation, value, "a number from 0.0 to 1.0, or left out")
+    _check_labels(config)
     ways = config.values.get("pretraining_tp", 1)
-    if type(ways) is not int and (ways is not None or config.values["model_type"] == "bloom"):
-        raise config.refusal("pretraining_tp", ways, "a whole number")
+    may_miss = ways is None and family == "llama"
+    if family in ("bloom", "llama") and not may_miss and type(ways) is not int:
+        raise config.refusal("pretraining_tp", ways, "a whole number, or left out")
+
+
+def _check_labels(config: ConfigFile) -> None:
     labels = config.values.get("id2label")
     labels = {} if labels is None else labels
     if not isinstance(labels, Mapping) or not all(key.isdecimal() for key in labels):
         raise config.refusal("id2label", labels, "an object of names by number, or left out")
-    for key, needs_float in [(key, False) for key in _SHARES] + [
-        (key, True) for key in _DEVIATIONS
-    ]:
-        value = config.values.get(key, 0.5)
-        if (needs_float and type(value) is not float) or not is_number(value, -1e-9, 1):
-            raise config.refusal(key, value, "a number from 0.0 to 1.0, or left out")

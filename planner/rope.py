@@ -30,7 +30,8 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
-
+_WITH_LENGTH = ("llama3", "yarn")
+"""Types that know the length which the model was first trained with."""
 
 Entries = tuple[str, Mapping[str, Any]]
 """The entries in force, and the key that they are under."""
@@ -48,7 +49,8 @@ def check_rope(config: ConfigFile, entries: Entries, head_dim: int) -> None:
         value = parameters.get(name)
         if value is not None and not is_number(value, 0, _MOST):
             raise config.refusal(f"{key}.{name}", value, "a number above 0, or left out")
-    _check_original_length(config, key, parameters)
+    if rope_type in _WITH_LENGTH:
+        _check_original_length(config, key, parameters)
     if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         raise SpecError(
             f"{config.place}: {key}.low_freq_factor is {parameters['low_freq_factor']}; it must be "

@@ -40,10 +40,11 @@ from planner.sensitivity import load_omega
 from planner.workload import Workload
 from quant.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from quant.errors import LlmpqError, SpecError
-from quant.gptq.config import read_gptq_config
+from quant.gptq.config import CONFIG_FILE, read_gptq_config
 from tests.properties import tokenizers
 from tests.properties.mutation import (
     Mutate,
+    dumps,
     mutate_bytes,
     mutate_cells,
     mutate_framed,
@@ -51,8 +52,10 @@ from tests.properties.mutation import (
 )
 from tests.properties.seeds import (
     BITS,
+    FOLDER_BYTES,
     cluster_seeds,
     config_seeds,
+    folder_seeds,
     generation_seeds,
     gptq_seeds,
     index_seed,
@@ -202,6 +205,35 @@ def _config(data: bytes, folder: Path) -> bool:
     return True
 
 
+def _model_folder(data: bytes, folder: Path) -> bool:
+    """Configurations and the header of the weights in one JSON object; the weights are zeros."""
+    from llmpq.model_check import checked_shape
+
+    try:
+        files = json.loads(data)
+    except (ValueError, RecursionError):
+        files = None
+    if not isinstance(files, dict):
+        return _config(data, folder)
+    for name in (CONFIG_FILE, GENERATION_CONFIG_FILE):
+        _file(folder, name, dumps(files.get(name)) or b"")
+    header = dumps(files.get("header")) or b""
+    weights = _file(folder, SINGLE_FILE, len(header).to_bytes(8, "little") + header)
+    with weights.open("r+b") as file:
+        file.truncate(8 + len(header) + FOLDER_BYTES)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = checked_shape(folder)
+    finally:
+        for path in (folder / GENERATION_CONFIG_FILE, weights):
+            path.unlink()
+    for warning in told:
+        _check_message(str(warning.message), folder)
+    assert found.layers <= len(files["header"])
+    return True
+
+
 def _generation(data: bytes, folder: Path) -> bool:
     _file(folder, GENERATION_CONFIG_FILE, data)
     found = job_sampling(None, "model", folder, Workload(4, 100, 50))
@@ -280,6 +312,7 @@ def parsers() -> dict[str, Parser]:
         Parser("profile CSV", profile_seeds, mutate_cells, _profile),
         Parser("omega file", omega_seeds, mutate_json, _omega),
         Parser("config.json", config_seeds, mutate_json, _config),
+        Parser("model folder", folder_seeds, mutate_json, _model_folder),
         Parser("generation_config.json", generation_seeds, mutate_json, _generation),
         Parser("quantize_config.json", gptq_seeds, mutate_json, _gptq),
         Parser("safetensors", lambda: (safetensors_seed(),), mutate_framed, _safetensors),

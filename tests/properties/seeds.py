@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from llmpq import Cluster, Workload
+from planner.architectures import shape_from_config
 from planner.decoder_shape import ModelShape
 from planner.model_shape import model_shape
+from planner.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
 
 ROOT = Path(__file__).resolve().parents[2]
 BITS = (3, 4, 8, 16)
@@ -185,6 +188,41 @@ def config_seeds() -> tuple[bytes, ...]:
     mistral = {**_LLAMA, "model_type": "mistral", "sliding_window": 32}
     listed = (_LLAMA, opt, bloom, qwen, stored, neox, mistral)
     return tuple(json.dumps(each).encode() for each in listed)
+
+
+FOLDER_BYTES = 1 << 18
+"""Of the weights of `folder_seeds`, all zeros."""
+
+
+@cache
+def folder_seeds() -> tuple[bytes, ...]:
+    """The files of a model of each family: configurations, and the header of its weights."""
+    return tuple(_folder_seed(json.loads(seed)) for seed in config_seeds() if b"gptq" not in seed)
+
+
+def _folder_seed(config: dict[str, Any]) -> bytes:
+    config |= {"eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None, "rope_theta": 1e4}
+    shape = shape_from_config("m", config)
+    names = WEIGHT_NAMES[shape.model_type]
+    tensors = dict(end_tensors(shape))
+    for index in range(shape.layers):
+        tensors |= {f"{names.layers}.{index}.{n}": s for n, s in layer_tensors(shape).items()}
+    head = (shape.vocab_size, shape.word_embedding_size)
+    tensors |= {f"{name}.weight": head for name in names.heads[:1]}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, size in tensors.items():
+        stop = start + 2 * math.prod(size)
+        header[name] = {"dtype": "F16", "shape": size, "data_offsets": [start, stop]}
+        start = stop
+    header["padding"] = {"dtype": "U8", "shape": [FOLDER_BYTES - start],
+                         "data_offsets": [start, FOLDER_BYTES]}  # fmt: skip
+    files = {
+        "config.json": config,
+        "generation_config.json": {"eos_token_id": [2, 3], "do_sample": False},
+        "header": header,
+    }
+    return json.dumps(files).encode()
 
 
 def generation_seeds() -> tuple[bytes, ...]:

@@ -26,6 +26,7 @@ from tests.properties.seeds import plan_seeds
 NAMES = (
     "cluster YAML", "plan JSON", "prompt line", "prompt file", "prompt Parquet", "text lines",
     "profile CSV", "omega file", "config.json", "generation_config.json", "quantize_config.json",
+    "model folder",
     "safetensors", "shard index", "packed layer", "job manifest", "result line",
     "prompt CSV", "packed prompts", "result CSV",
     "chat templates", "tokenizer files",
