@@ -54,8 +54,11 @@ def _write_new(path: Path, text: str) -> None:
             os.link(aside, path)
         except FileExistsError:
             return
+        except OSError:  # a file system without links
+            os.rename(aside, path)
+            return
     finally:
-        aside.unlink()
+        aside.unlink(missing_ok=True)
 
 
 def warn_of_readers() -> None:

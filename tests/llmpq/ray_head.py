@@ -35,6 +35,11 @@ class Head:
     environment: dict[str, str]
     folder: Path
 
+    @property
+    def cluster(self) -> str:
+        """The address that `--address` takes."""
+        return (self.folder / "ray" / "ray_current_cluster").read_text()
+
     def command(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
         """`llmpq-dist --submit` with `arguments`; both its streams are pipes."""
         command = [sys.executable, "-m", "llmpq.cli.dist", "--submit", self.address, *arguments]
@@ -61,6 +66,7 @@ def ray_head() -> Iterator[Head]:
     folder = Path(tempfile.mkdtemp(prefix="llmpq-ray-"))  # short: Ray's sockets lie in it
     token = folder / "auth_token"
     token.write_text(TOKEN)
+    token.chmod(0o600)
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),

@@ -133,18 +133,49 @@ def test_bad_input_and_error_rows_have_their_exit_codes(
     assert results_in(tmp_path / "errors.jsonl")["a"]["error"]
 
 
-def test_without_its_token_the_head_is_closed(head: Head, tmp_path: Path) -> None:
-    wrong = tmp_path / "token"
+TOLD = ("is not its own", "keeps one from being sent", "none was found")
+
+
+def tokens(folder: Path) -> list[dict[str, str]]:
+    """Variables by which a wrong token comes, none, and one from nowhere."""
+    wrong = folder / "token"
     wrong.write_text(TOKEN[::-1])
-    processes = [
-        head.command("--follow-job", "any", RAY_AUTH_TOKEN_PATH=str(wrong)),
-        head.command("--follow-job", "any", RAY_AUTH_MODE="disabled"),
-        head.command("--follow-job", "any"),
-    ]
-    told = ["wants a token", "wants a token", "knows no job any"]
-    for process, words in zip(processes, told, strict=True):
+    wrong.chmod(0o600)
+    paths = ("RAY_AUTH_TOKEN_PATH", str(wrong)), ("RAY_AUTH_TOKEN_PATH", str(folder / "missing"))
+    return [dict(paths[:1]), {"RAY_AUTH_MODE": "disabled"}, dict(paths[1:])]
+
+
+def test_without_its_token_the_head_is_closed(head: Head, tmp_path: Path) -> None:
+    given = [*tokens(tmp_path), {}]
+    processes = [head.command("--follow-job", "any", **variables) for variables in given]
+    for process, words in zip(processes, [*TOLD, "knows no job any"], strict=True):
         code, _, error = finished(process)
         assert (code, words in error, "Traceback" in error) == (2, True, False), error
+
+
+def test_without_its_token_no_run_joins_the_head(
+    head: Head, plan_file: str, tmp_path: Path
+) -> None:
+    """Said at once, in one message; `ray.init` alone takes 20 s and a line each of them."""
+    prompts = write_prompts(tmp_path / "in.jsonl", {"prompt": [5]})
+    command = [sys.executable, "-m", "llmpq.cli.dist", "--plan", plan_file]
+    command += ["--input", str(prompts), "--output", str(tmp_path / "out.jsonl")]
+    command += ["--address", head.cluster]
+    for variables, words in zip(tokens(tmp_path), TOLD, strict=True):
+        done = subprocess.run(
+            command,
+            env=head.environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        (told,) = [line for line in done.stderr.splitlines() if "error: " in line]
+        assert done.returncode == 2
+        assert words in told
+        assert "RAY_AUTH_TOKEN_PATH" in told
+        assert "gcs_client" not in done.stderr
+        assert TOKEN[::-1] not in done.stdout + done.stderr
 
 
 def files_of(head: Head) -> list[Path]:

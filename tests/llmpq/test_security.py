@@ -1,5 +1,5 @@
 """The promises of docs/security.md: nothing of others is run, nothing is written or read elsewhere,
-secrets stay where they are, names are only shown. Parsers: tests/properties.
+secrets stay where they are. Names are only shown: test_shown_names.py; parsers: tests/properties.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ import stat
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
-from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -23,27 +19,21 @@ from safetensors.torch import save_file
 
 from llmpq import Plan
 from llmpq.cli import algo, convert, dist
-from llmpq.cli.common import EXIT_BAD_INPUT, console, run_command
-from llmpq.jobs.inputs import read_rows
+from llmpq.cli.common import EXIT_BAD_INPUT
 from llmpq.jobs.job import Job
 from llmpq.jobs.output import JobOutput
-from llmpq.report import report_page
 from llmpq.results import Result
-from llmpq.rows import Row
-from llmpq.tables import comparison_table, plan_table
-from planner.plan import Plan as PlanData
 from planner.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.checkpoint import INDEX_FILE, Checkpoint
-from quant.errors import CheckpointError, DeviceError, LlmpqError, SpecError
+from quant.errors import CheckpointError
 from quant.printable import printable
 from quant.whole_file import write_whole
 from tests.llmpq.fake_jobs import IDENTITY
+from tests.llmpq.hostile import with_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("llmpq", "actors", "planner", "quant")
-ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
-HOSTILE_TEXTS = ("<script>alert(1)</script>", "\"onload='x'", "[bold red]x[/]", "a&b;\x1b[31mred")
 OUTSIDE = ("../../outside", "/etc/outside", "..", "a/../../outside", "x\0y", "a\\..\\b")
 
 
@@ -97,27 +87,6 @@ def test_cached_layers_stay_in_their_folder(label: str, tmp_path: Path) -> None:
         "a",
         "a/cache",
     }
-
-
-def with_texts(plan: PlanData, text: str) -> PlanData:
-    """The plan with `text` wherever people may write what they like."""
-    stages = tuple(
-        replace(each, device=f"{text}{each.index}", accelerator=text, node=text, provenance=text)
-        for each in plan.stages
-    )
-    model = replace(plan.model, source=text, name=text, model_type=text)
-    baselines = tuple(replace(each, name=text) for each in plan.baselines)
-    solver = replace(plan.solver, objective_kind=text, method=text, solver=text, status=text)
-    return replace(
-        plan,
-        model=model,
-        cluster=text,
-        stages=stages,
-        baselines=baselines,
-        solver=solver,
-        sensitivity_source=text,
-        unused_devices=(f"{text}-unused",),
-    )
 
 
 @pytest.mark.parametrize("text", ["../../outside", "/etc/outside"])
@@ -238,6 +207,8 @@ def test_no_secret_in_messages(
     for main, arguments in (
         (dist.main, [*run, "--address", f"ray://user:{URL_SECRET}@127.0.0.1:1"]),
         (dist.main, [*run, "--address", "127.0.0.1:1"]),
+        (dist.main, [*run, "--address", f"user:{URL_SECRET}@127.0.0.1:1"]),
+        (dist.main, [*run, "--submit", f"user:{URL_SECRET}@127.0.0.1:1"]),
         (dist.main, [*run, "--submit", url]),
         (dist.main, [*run, "--model", url]),
         (dist.main, [*run, "--model", "some/private-model"]),
@@ -259,6 +230,9 @@ def test_no_secret_in_messages(
         ("GET http://h?a=1&token=abc&b=2", "GET http://h?a=1&token=***&b=2"),
         ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
         ("hf_abcdefghijkl is", "*** is"),
+        ("no Ray at 'u:p@h:1' (x)", "no Ray at '***@h:1' (x)"),
+        ("--address=u:p:@ss/w@h:1", "--address=***@h:1"),
+        ("ray://u:p@s:/s@[::1]:1 at 12:30 a@b", "ray://***@[::1]:1 at 12:30 a@b"),
         ("new_token=5, tokens=6, a@b", "new_token=5, tokens=6, a@b"),
     ],
 )
@@ -309,90 +283,3 @@ def test_other_files_follow_the_umask(umask: int, wanted: int, plan: Plan, tmp_p
     for name in ("plan.json", "report.html", "trace.json", "out.jsonl", "out.jsonl.job/job.json"):
         assert mode(tmp_path / name) == wanted, name
     assert mode(tmp_path / "out.jsonl.job") == 0o777 & ~umask
-
-
-# --- names are only shown -----------------------------------------------------------------------
-
-
-class Tags(HTMLParser):
-    """Elements with the names of their attributes, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[str, ...]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, tuple(name for name, _ in attrs)))
-
-
-def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
-    parser = Tags()
-    parser.feed(page)
-    return parser.found
-
-
-@pytest.mark.parametrize("text", HOSTILE_TEXTS)
-def test_the_report_has_no_markup_of_others(text: str, plan: Plan) -> None:
-    page = report_page(with_texts(plan.data, text))
-    plain = report_page(with_texts(plan.data, "name"))
-    assert tags_of(page) == tags_of(plain)
-    assert len(page) > len(plain)
-
-
-@pytest.mark.parametrize("text", HOSTILE_TEXTS[:3])
-def test_the_gantt_picture_has_no_markup_of_others(text: str, plan: Plan, tmp_path: Path) -> None:
-    from planner.trace import write_gantt
-    from tests.planner.test_trace import simulated  # type: ignore[attr-defined]
-
-    result = simulated()
-    write_gantt(tmp_path / "a.svg", result, [text] * result.stages)
-    write_gantt(tmp_path / "b.svg", result, ["name"] * result.stages)
-    hostile, plain = (
-        [element.tag for element in ElementTree.parse(tmp_path / name).iter()]
-        for name in ("a.svg", "b.svg")
-    )
-    assert hostile == plain
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_names_cannot_drive_the_terminal(
-    is_terminal: bool,
-    plan: Plan,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    if is_terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-    hostile = with_texts(plan.data, f"[red]{ESCAPES}[/]")
-    console().print(plan_table(hostile), comparison_table(hostile))
-    console().print(f"row {ESCAPES!s} failed", soft_wrap=True)
-    printed = capsys.readouterr().out
-    assert "[red]" in printed
-    assert not any(each in printed for each in ("\x1b]", "\x1b[2J", "\x07", "\x9b", "\u202e", "\r"))
-    assert ("\x1b[" in printed) == is_terminal  # Rich's own colours go through
-
-
-@pytest.mark.parametrize("kind", [LlmpqError, SpecError, DeviceError])
-def test_messages_cannot_drive_the_terminal(
-    kind: type[LlmpqError], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails() -> int:
-        raise kind(f"node {ESCAPES}{'x' * 100_000} is bad; remedy")
-
-    assert run_command("llmpq-x", fails) == EXIT_BAD_INPUT
-    printed = capsys.readouterr().err
-    assert not any(each in printed for each in "\x1b\x07\x9b\u202e\r")
-    assert "\\x1b[2J" in printed
-    assert printed.endswith("is bad; remedy\n")
-    assert len(printed) < 2000
-
-
-def test_rows_of_hostile_names(tmp_path: Path) -> None:
-    """An id is given back as it is, in JSON, where it is harmless."""
-    (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": ESCAPES, "prompt": "x"}) + "\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (row,) = read_rows(tmp_path / "in.jsonl")
-    assert isinstance(row, Row)
-    assert row.custom_id == ESCAPES

@@ -1,0 +1,31 @@
+"""Texts that try to be more than text, and plans that hold them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.plan import Plan as PlanData
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
+HOSTILE_TEXTS = ("<script>alert(1)</script>", "\"onload='x'", "[bold red]x[/]", "a&b;\x1b[31mred")
+
+
+def with_texts(plan: PlanData, text: str) -> PlanData:
+    """The plan with `text` wherever people may write what they like."""
+    stages = tuple(
+        replace(each, device=f"{text}{each.index}", accelerator=text, node=text, provenance=text)
+        for each in plan.stages
+    )
+    model = replace(plan.model, source=text, name=text, model_type=text)
+    baselines = tuple(replace(each, name=text) for each in plan.baselines)
+    solver = replace(plan.solver, objective_kind=text, method=text, solver=text, status=text)
+    return replace(
+        plan,
+        model=model,
+        cluster=text,
+        stages=stages,
+        baselines=baselines,
+        solver=solver,
+        sensitivity_source=text,
+        unused_devices=(f"{text}-unused",),
+    )
