@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping
 from os import environ
 from pathlib import Path
+from typing import Any
 
 from quant.errors import DeviceError
 
@@ -102,9 +103,10 @@ def check_token(address: str) -> None:
     logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
     try:
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray.init` does
+        messages: Any = gcs_service_pb2
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             nodes = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
-            nodes.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=PROBE_S)
+            nodes.GetClusterId(messages.GetClusterIdRequest(), timeout=PROBE_S)
     except AuthenticationError as error:
         raise refused_token(f"the Ray cluster at {address}") from error
     except grpc.RpcError as error:
