@@ -111,7 +111,7 @@ def _do(
     seen: Sequence[int],
 ) -> int:
     """Do what is left of a job; the exit code. Torch and Ray are loaded where that is something."""
-    job_options = JobOptions(options.retry_errors, options.on_error == "fail")
+    job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     identity = job_identity(plan.data, how)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:

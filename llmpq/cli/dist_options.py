@@ -29,6 +29,11 @@ DIST_RULES = (
         beside="overwrite",
     ),
     Rule(
+        ("extend",),
+        "--overwrite keeps nothing that could be extended; give one of them",
+        beside="overwrite",
+    ),
+    Rule(
         ("cache_dir", "cache_limit_gib"),
         "nothing is kept then; give one of them",
         beside="no_cache",
@@ -62,6 +67,7 @@ def dist_parser(description: str | None) -> Parser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on; there must be something to")
     how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")
+    parser.add_argument("--extend", action="store_true", help="take other rows into the output too")
     parser.add_argument(
         "--retry-errors", "--retry_errors", action="store_true", help="run error rows again"
     )

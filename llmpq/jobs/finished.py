@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from llmpq.jobs.csv_files import csv_lines, read_csv_results
 from llmpq.jobs.files import Files, Sink, write_whole
 from llmpq.jobs.formats import FileFormat, output_format
 from llmpq.jobs.ledger import Ledger
-from llmpq.jobs.parquet import read_results, write_results
+from llmpq.jobs.parquet import read_results, require_pyarrow, write_results
 from llmpq.jobs.shards import Shard, write_shard
 from llmpq.jobs.streams import compressed, contradiction, numbered_lines
 from llmpq.results import Result
@@ -47,6 +48,20 @@ def line_of(result: Result, fingerprint: str) -> bytes:
     """A row of results as a line of JSON."""
     row = result.as_dict() | {"fingerprint": fingerprint}
     return _ENCODE(row).encode() + b"\n"
+
+
+def check_writable(named: Path, path: Path) -> None:
+    """`InputError` for a format that cannot be written to `path`, which a link may have `named`."""
+    found = output_format(path)
+    if found != output_format(named):
+        raise InputError(
+            f"output {named} is a link to {path}, whose name stands for {found.name}; give both "
+            "the same ending"
+        )
+    if found.rows == "parquet":
+        require_pyarrow()
+    elif found.compression == ".zst":
+        require_pyarrow("Files that end in .zst")
 
 
 def identities(path: Path) -> Iterator[Identity]:
@@ -99,6 +114,17 @@ class Join:
             return write_whole(files, target, aside, lambda sink: write_results(sink, self._rows()))
         lines = self._lines() if named.rows == "jsonl" else csv_lines(self._rows())
         return write_whole(files, target, aside, lambda sink: _fill(sink, named, lines))
+
+    def gone(self) -> Iterator[str]:
+        """Ids of results, and no errors, that the ledger does not want."""
+        found: list[Iterator[Identity | None]] = [
+            map(identity, shard.lines()) for shard in self.shards
+        ]
+        if self.finished is not None:
+            found.insert(0, identities(self.finished))
+        for row in chain.from_iterable(found):
+            if row is not None and not row.failed and self.ledger.wanted(row.custom_id) is None:
+                yield row.custom_id
 
     def compact(self, files: Files, folder: Path, generation: int) -> None:
         """Write those shards anew that hold lines which do not count."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from llmpq.jobs.changes import shown
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.ledger import Ledger, Wanted
+from llmpq.jobs.ledger import Kind, Ledger, Wanted
 from llmpq.jobs.manifest import JobIdentity
 from llmpq.jobs.record import InputRecord
 from llmpq.jobs.sinks import Output
@@ -36,11 +37,12 @@ class Tally:
 @dataclass(frozen=True)
 class JobOptions:
     """`retry_errors`: rows that ended in an error run again; `stop_at_error`: the first one ends
-    the job.
+    the job; `extend`: a job that was begun with other rows keeps what is done and does these too.
     """
 
     retry_errors: bool = False
     stop_at_error: bool = False
+    extend: bool = False
 
 
 def finished_tally(
@@ -62,7 +64,7 @@ class Job:
 
     The input is read once to check and count it, before anything is generated, and once more as it
     is generated; ids are kept on disk. Raises `InputError` for an input without rows or with an id
-    twice, and for an output of another job.
+    twice, and for an output of another job or of other rows.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class Job:
         twice = self._ledger.want_all(self._wanted(options))
         if twice is not None:
             second, first = map(self._source.place_name, twice)
+            custom_id = shown(self._custom_id(twice[0]))
             raise InputError(
-                f"custom_id {self._custom_id(twice[0])!r:.80} of {second} stands in {first} "
-                "already; results could not be told apart"
+                f"custom_id {custom_id} of {second} stands in {first} already; "
+                "results could not be told apart"
             )
-        other = self._ledger.other_result()
-        if other is not None:
-            raise self._other_result(self._custom_id(other))
+        changes = self._output.changes(options.extend)
+        if changes:
+            raise changes.error(self._output.path, self._custom_id, self._output.gone())
         found = self._ledger.progress()
         if not found.rows:
             raise no_prompts(", ".join(map(str, self._source.files)))
@@ -106,8 +109,15 @@ class Job:
                 tokens = row.sampling.get("max_new_tokens") or most
             elif options.stop_at_error:
                 name = self._source.place_name(place)
-                raise InputError(f"{name}, row {row.custom_id!r:.80}: {row.error}")
-            yield Wanted(row.custom_id, self._identity.fingerprint(row), place, tokens)
+                raise InputError(f"{name}, row {shown(row.custom_id)}: {row.error}")
+            fingerprint = self._identity.fingerprint(row)
+            yield Wanted(row.custom_id, fingerprint, place, tokens, self._kind(row, place))
+
+    def _kind(self, row: Row | BadRow, place: int) -> Kind:
+        if isinstance(row, Row):
+            return Kind.GOOD
+        is_nameless = row.custom_id == self._source.place_name(place)
+        return Kind.NAMELESS if is_nameless else Kind.BAD
 
     def _custom_id(self, place: int) -> str:
         """Of the row that stands there, which is looked for: messages alone need it."""
@@ -118,15 +128,8 @@ class Job:
         if done is None or done.forgotten:
             return False
         if done.fingerprint != fingerprint and not done.failed:
-            raise self._other_result(custom_id)
+            raise self._changed()
         return done.fingerprint == fingerprint
-
-    def _other_result(self, custom_id: str) -> InputError:
-        return InputError(
-            f"output {self._output.path} has a result of row {custom_id!r:.80} from another prompt "
-            "or other sampling; give the row another custom_id, name another output or pass "
-            "--overwrite"
-        )
 
     def todo(self) -> Iterator[Row | BadRow]:
         """The rows that are left, as they are asked for.

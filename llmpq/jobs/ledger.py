@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
 from itertools import islice
 from typing import Any, NamedTuple
 
+from llmpq.jobs.changes import NAMED, Changes, Places
+from llmpq.jobs.row_list import RECORD_BYTES
+from llmpq.row_ids import FINGERPRINT_HEX
 from quant.errors import InputError
 
 CACHE_KIB = 32 * 1024
@@ -17,17 +21,47 @@ BATCH_ROWS = 1000
 """Rows of one call of the database, where many are noted: most of a call is not the row's."""
 
 _TABLES = (
-    "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT) "
+    "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT, kind INT) "
     "WITHOUT ROWID",
     "CREATE TABLE done (id BLOB PRIMARY KEY, fingerprint TEXT, failed INT, source INT, line INT, "
     "forgotten INT) WITHOUT ROWID",
 )
 
 
-_WANT = "INSERT OR IGNORE INTO wanted VALUES (?, ?, ?, ?)"
+_WANT = "INSERT OR IGNORE INTO wanted VALUES (?, ?, ?, ?, ?)"
 _RECORD = "INSERT OR IGNORE INTO done VALUES (?, ?, ?, ?, ?, ?)"
 _SUMS = "COUNT(*), COALESCE(SUM(w.tokens), 0)"
 _BOTH = "wanted w JOIN done d ON d.id = w.id WHERE NOT d.forgotten"
+
+
+class Kind(IntEnum):
+    """What a row of the input is: one that can run; one that cannot, `BAD`, and if it has no id of
+    its own, `NAMELESS`: called by its place, it is the same row nowhere else.
+    """
+
+    GOOD = 0
+    BAD = 1
+    NAMELESS = 2
+
+
+_KEY_BYTES, _HEX = 16, FINGERPRINT_HEX
+_NOTHING = f"'{'0' * _HEX}'"  # the digits of a row that cannot run
+_DIGITS = f"CASE kind WHEN {Kind.GOOD} THEN substr(fingerprint, -{_HEX}) ELSE {_NOTHING} END"
+_RECORDS = f"SELECT hex(id) || {_DIGITS} FROM wanted WHERE kind < {Kind.NAMELESS} ORDER BY id"
+_EARLIER = "INSERT OR IGNORE INTO earlier "
+_FAILED = "EXISTS (SELECT 1 FROM done d WHERE d.id = e.id AND d.failed)"
+_NEW = (
+    f"FROM wanted w WHERE kind < {Kind.NAMELESS} "
+    "AND NOT EXISTS (SELECT 1 FROM earlier e WHERE e.id = w.id)"
+)
+_ANOTHER = (
+    f"FROM wanted w JOIN earlier e ON e.id = w.id WHERE kind < {Kind.NAMELESS} "
+    f"AND e.digits <> {_DIGITS} AND e.digits <> {_NOTHING} AND NOT {_FAILED}"
+)
+_GONE = (
+    f"FROM earlier e WHERE e.digits <> {_NOTHING} AND NOT {_FAILED} "
+    "AND NOT EXISTS (SELECT 1 FROM wanted w WHERE w.id = e.id)"
+)
 
 
 class Wanted(NamedTuple):
@@ -37,6 +71,7 @@ class Wanted(NamedTuple):
     fingerprint: str
     place: int
     tokens: int
+    kind: Kind = Kind.GOOD
 
 
 class Progress(NamedTuple):
@@ -82,7 +117,7 @@ class Ledger:
     def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
         """Note a row of the input; the place where the same id stands already, if it does."""
         key = _key(custom_id)
-        if self._insert(_WANT, (key, fingerprint, place, 0)):
+        if self._insert(_WANT, (key, fingerprint, place, 0, Kind.GOOD)):
             return None
         return self._place(key)
 
@@ -93,7 +128,7 @@ class Ledger:
         keyed = ((_key(row.custom_id), *row[1:]) for row in rows)
         while batch := list(islice(keyed, BATCH_ROWS)):
             if self._insert_all(_WANT, batch) < len(batch):
-                for key, _, place, _ in batch:
+                for key, _, place, *_ in batch:
                     earlier = self._place(key)
                     if earlier != place:
                         return place, earlier
@@ -118,6 +153,34 @@ class Ledger:
         query = f"SELECT MIN(w.place) FROM {_BOTH} AND d.fingerprint <> w.fingerprint"
         (place,) = self._database.execute(f"{query} AND NOT d.failed").fetchone()
         return place if place is None else int(place)
+
+    def row_blocks(self) -> Iterator[bytes]:
+        """Records of the rows of the input, many at once, in an order that does not depend on where
+        they stand; none of those that are nameless.
+        """
+        found = self._database.execute(_RECORDS)
+        while batch := found.fetchmany(BATCH_ROWS):
+            yield bytes.fromhex("".join(digits for (digits,) in batch))
+
+    def compare(self, earlier: Iterable[bytes]) -> Changes:
+        """What is different since the input had the rows of these records, and gave the results."""
+        self._database.execute("DROP TABLE IF EXISTS earlier")
+        self._database.execute(
+            "CREATE TABLE earlier (id BLOB PRIMARY KEY, digits TEXT) WITHOUT ROWID"
+        )
+        for block in earlier:
+            ends = range(RECORD_BYTES, len(block) + 1, RECORD_BYTES)
+            records = (block[end - RECORD_BYTES : end] for end in ends)
+            rows = [(each[:_KEY_BYTES], each[_KEY_BYTES:].hex()) for each in records]
+            self._insert_all(_EARLIER + "VALUES (?, ?)", rows)
+        self._insert_all(_EARLIER + "SELECT id, substr(fingerprint, ?) FROM done", [(-_HEX,)])
+        (gone,) = self._database.execute(f"SELECT COUNT(*) {_GONE}").fetchone()
+        return Changes(self._places(_NEW), gone, self._places(_ANOTHER))
+
+    def _places(self, rows: str) -> Places:
+        (count,) = self._database.execute(f"SELECT COUNT(*) {rows}").fetchone()
+        first = self._database.execute(f"SELECT place {rows} ORDER BY place LIMIT {NAMED}")
+        return Places(count, tuple(place for (place,) in first))
 
     def record(self, custom_id: str, done: Done) -> bool:
         """Note a result; of two the later counts, unless it is an error or the earlier is none.
@@ -204,4 +267,5 @@ class Ledger:
 
 def _key(custom_id: str) -> bytes:
     """128 bits: two ids of 10^9 share them by chance once in 10^20 jobs."""
-    return hashlib.blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    content = custom_id.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()

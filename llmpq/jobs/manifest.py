@@ -12,6 +12,7 @@ from actors.messages import Sampling
 from actors.sampling import GREEDY
 from llmpq.jobs.files import Files, write_whole
 from llmpq.jobs.record import JobRecord
+from llmpq.jobs.row_list import known_digest
 from llmpq.row_ids import FINGERPRINT_HEX, digest
 from llmpq.rows import BadRow, Row, merge_sampling
 from quant.errors import InputError
@@ -45,7 +46,8 @@ class JobIdentity:
 class Manifest:
     """`generation`: of the shards that count; `replaces`: whether an output file that is there is
     older than this job; `complete`: whether all rows of the last input are done; `record`: of which
-    files that can be told without reading them again.
+    files that can be told without reading them again; `input_digest`: of the rows that the job was
+    begun with, in whichever order and files they stand, None for a job of an older llmpq.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Manifest:
     errors: int = 0
     version: int = MANIFEST_VERSION
     record: JobRecord | None = None
+    input_digest: str | None = None
 
     @classmethod
     def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
@@ -71,7 +74,11 @@ class Manifest:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             manifest = cls(**content)
-            manifest = replace(manifest, record=JobRecord.read(manifest.record))
+            manifest = replace(
+                manifest,
+                record=JobRecord.read(manifest.record),
+                input_digest=known_digest(content.get("input_digest")),
+            )
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, RecursionError) as error:

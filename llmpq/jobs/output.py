@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from llmpq.jobs.changes import Changes
 from llmpq.jobs.files import Files
-from llmpq.jobs.finished import Join, line_of
-from llmpq.jobs.formats import output_format
+from llmpq.jobs.finished import Join, check_writable, line_of
+from llmpq.jobs.folder import LOCK, JobFolder
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.lock import OutputLock
 from llmpq.jobs.manifest import JobIdentity, Manifest
-from llmpq.jobs.parquet import require_pyarrow
 from llmpq.jobs.record import (
     FileRecord,
     FolderRecord,
@@ -32,7 +32,8 @@ from llmpq.jobs.record import (
     TellInput,
     settled_identities,
 )
-from llmpq.jobs.shards import SHARD_ASIDE, Shard, shards_in, write_shard
+from llmpq.jobs.row_list import RowList, rows_digest
+from llmpq.jobs.shards import Shard, shards_in, write_shard
 from llmpq.jobs.taken import Takes
 from llmpq.results import Result
 from quant.errors import InputError
@@ -42,10 +43,6 @@ SHARD_ROWS = 1000
 SHARD_S = 10.0
 SHARD_BYTES = 2**24
 """Of a shard's lines, which wait in memory."""
-
-MANIFEST, LOCK = "job.json", "lock"
-_ASIDE, _JOINED = "job.json.part", "joined.part"
-_ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE})
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,7 @@ class JobOutput:
         self._files = files or Files()
         self._in_folder = str(named).endswith(os.sep) or path.is_dir()
         self.folder = path if self._in_folder else path.with_name(path.name + ".job")
+        self._job = JobFolder(self.folder, self._files)
         self._lines: list[bytes] = []
         self._bytes = 0
         self._number = 0
@@ -126,35 +124,21 @@ class JobOutput:
             self._release()
 
     def _check_target(self) -> None:
-        self._check_format()
+        if not self._in_folder:
+            check_writable(self._named, self.path)
         if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
             raise InputError(f"output {self.path} is the input too; name another file")
-        if not self._in_folder or not self.path.is_dir():
+        if not self._in_folder or not self.path.is_dir() or self._options.overwrite:
             return
-        has_job = (self.path / MANIFEST).exists() or bool(shards_in(self.path))
-        foreign = [p.name for p in self.path.iterdir() if p.name not in {LOCK, *_ASIDES}]
-        if foreign and not has_job and not self._options.overwrite:
+        foreign = self._job.foreign()
+        if foreign is not None:
             raise InputError(
-                f"output {self.path} is a folder with other files in it ({foreign[0]}); name an "
+                f"output {self.path} is a folder with other files in it ({foreign}); name an "
                 "empty one, or a file in it"
             )
 
-    def _check_format(self) -> None:
-        if self._in_folder:
-            return
-        named = output_format(self.path)
-        if named != output_format(self._named):
-            raise InputError(
-                f"output {self._named} is a link to {self.path}, whose name stands for "
-                f"{named.name}; give both the same ending"
-            )
-        if named.rows == "parquet":
-            require_pyarrow()
-        elif named.compression == ".zst":
-            require_pyarrow("Files that end in .zst")
-
     def _read_manifest(self) -> None:
-        found = None if self._options.overwrite else Manifest.read(self.folder / MANIFEST)
+        found = None if self._options.overwrite else self._job.manifest()
         self._manifest = found
         try:
             shards = shards_in(self.folder)
@@ -182,7 +166,9 @@ class JobOutput:
             return None
         manifest.check_same_job(identity, self.path)
         record = manifest.record
-        if not manifest.complete or record is None or (retry_errors and manifest.errors):
+        if not manifest.complete or record is None or manifest.input_digest is None:
+            return None
+        if retry_errors and manifest.errors:
             return None
         with suppress(OSError):  # those who read it say what is the matter
             if source.matches(record.input) and self._is_as_left(record.output):
@@ -191,7 +177,7 @@ class JobOutput:
 
     def _is_as_left(self, record: FileRecord | FolderRecord) -> bool:
         shards = shards_in(self.folder)
-        if any((self.folder / name).exists() for name in _ASIDES):
+        if self._job.holds_leftovers():
             return False
         if isinstance(record, FileRecord):
             return not self._in_folder and not shards and record.matches(self.path)
@@ -220,6 +206,42 @@ class JobOutput:
         self._resumed, _ = ledger.done_counts()
         if self._options.shard_s is not None:
             threading.Thread(target=self._commit_in_time, daemon=True).start()
+
+    def changes(self, extend: bool = False) -> Changes:
+        """What is different about the rows of the ledger since the job was begun; where it may be
+        extended, only whether a result is in their way. From then on they are its rows.
+
+        Raises `InputError` where it is not known with which rows it was begun.
+        """
+        assert self._ledger is not None
+        digest = rows_digest(self._ledger.row_blocks())
+        self._next_manifest = replace(self._next_manifest, input_digest=digest)
+        blocked = self._ledger.other_result() is not None
+        earlier = None if extend or not self._resumed else self._earlier_rows(digest)
+        if earlier is None and not blocked:
+            return Changes()
+        found = replace(self._ledger.compare(earlier or ()), blocked=blocked)
+        return found if earlier is not None else Changes(another=found.another, blocked=blocked)
+
+    def _earlier_rows(self, digest: str) -> Iterator[bytes] | None:
+        """Records of the rows that the job was begun with, as far as the results do not tell them;
+        None if these are the rows of that `digest`, or unknown.
+        """
+        if self._manifest is None:
+            return iter(()) if self._finished else None
+        known = self._manifest.input_digest
+        if known is None or known == digest:
+            return None
+        return iter(()) if self._manifest.complete else RowList(self.folder, known).blocks()
+
+    def gone(self) -> Iterator[str]:
+        """Ids of results whose rows are not among those of the ledger."""
+        return self._join().gone()
+
+    def _join(self) -> Join:
+        assert self._ledger is not None
+        finished = self.path if self._finished else None
+        return Join(finished, tuple(self._shards()), self._ledger)
 
     def write(self, result: Result) -> bool:
         """Take a result in; False if its id has one already, which stays.
@@ -264,13 +286,12 @@ class JobOutput:
                 raise self._failure from error
 
     def _finish(self, ledger: Ledger, given: InputRecord | None) -> None:
-        shards = tuple(self._shards())
-        join = Join(self.path if self._finished else None, shards, ledger)
+        join = self._join()
         written = None
         if self._in_folder and ledger.replaced:
             join.compact(self._files, self.folder, self._generation)
-        elif not self._in_folder and (shards or ledger.replaced):
-            written = join.write(self._files, self.path, self.folder / _JOINED)
+        elif not self._in_folder and (join.shards or ledger.replaced):
+            written = join.write(self._files, self.path, self._job.joined)
         rows, errors = ledger.done_counts()
         output = self._record(written) if given else None
         manifest = replace(
@@ -282,8 +303,8 @@ class JobOutput:
             record=JobRecord.of(given, output) if given and output else None,
         )
         if manifest != self._manifest:
-            manifest.write(self._files, self.folder / MANIFEST, self.folder / _ASIDE)
-        self._clean_up()
+            self._job.write_manifest(manifest)
+        self._job.clean_up(self._generation if self._in_folder else None)
 
     def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
         """What is told of the output; None if somebody else has changed it since it was read, or
@@ -313,23 +334,10 @@ class JobOutput:
 
     def _begin(self) -> None:
         """The manifest first: shards of an older job count no more from then on."""
-        self._files.sync_folder(self.folder.parent)
-        self._next_manifest.write(self._files, self.folder / MANIFEST, self.folder / _ASIDE)
+        assert self._ledger is not None
+        self._job.begin(self._next_manifest, self._ledger)
         self._manifest = self._next_manifest
         self._begun = True
-        self._remove_shards(of_this_job=False)
-
-    def _clean_up(self) -> None:
-        """Leave what counts, and the manifest."""
-        self._remove_shards(of_this_job=not self._in_folder)
-        for path in self.folder.iterdir():
-            if path.name in _ASIDES:
-                self._files.unlink(path)
-
-    def _remove_shards(self, of_this_job: bool) -> None:
-        for shard in shards_in(self.folder):
-            if of_this_job or shard.generation != self._generation:
-                self._files.unlink(shard.path)
 
     def _commit_in_time(self) -> None:
         """The thread that commits rows while none come; what fails is told to the next caller."""
@@ -343,7 +351,7 @@ class JobOutput:
             raise self._failure
 
     def _shards(self) -> list[Shard]:
-        return [s for s in shards_in(self.folder) if s.generation == self._generation]
+        return self._job.shards(self._generation)
 
     def _has_finished_file(self) -> bool:
         return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
+from llmpq.jobs.changes import Changes
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.ledger import Done, Ledger
 from llmpq.jobs.manifest import JobIdentity
@@ -31,6 +32,14 @@ class Output(Protocol):
 
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Take up what is done already into `ledger`."""
+
+    def changes(self, extend: bool = False) -> Changes:
+        """What is different about the rows of the ledger since the job was begun; where it may be
+        extended, only whether a result is in their way.
+        """
+
+    def gone(self) -> Iterator[str]:
+        """Ids of results whose rows are not among those of the ledger."""
 
     def write(self, result: Result) -> bool:
         """Take a result in; False if its row has one already."""
@@ -87,6 +96,14 @@ class ResultStream:
     def load(self, identity: JobIdentity, ledger: Ledger, retry_errors: bool = False) -> None:
         """Nothing is done yet."""
         self._ledger = ledger
+
+    def changes(self, extend: bool = False) -> Changes:
+        """None: nothing is done yet."""
+        return Changes()
+
+    def gone(self) -> Iterator[str]:
+        """None."""
+        return iter(())
 
     def write(self, result: Result) -> bool:
         """Write one line and hand it on."""

@@ -25,6 +25,7 @@ from llmpq.rows import BadRow, Row
 
 IDENTITY = JobIdentity("0123456789ab", "fake-model", Sampling(max_new_tokens=8))
 SMALL_SHARDS = OutputOptions(shard_rows=2, shard_s=None)
+EXTEND = JobOptions(extend=True)
 
 FaultMode = Literal["torn", "after", "full"]
 

@@ -72,6 +72,7 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
         ("--fit", "--use-profiler-prediction"),
     ),
     (dist.main, [*RUN, "--overwrite", "--retry-errors"], ("--overwrite", "--retry-errors")),
+    (dist.main, [*RUN, "--overwrite", "--extend"], ("--extend", "--overwrite")),
     (dist.main, [*RUN, "--no-cache", "--cache_dir", "d"], ("--no-cache", "--cache-dir")),
     (dist.main, [*RUN, "--no-cache", "--cache_limit_gib", "1"], ("--cache-limit-gib",)),
     (dist.main, [*RUN, *SUBMIT, "--address", "10.0.0.1:6379"], ("--address", "--submit")),
@@ -120,7 +121,7 @@ ACCEPTED: list[tuple[Parser, Sequence[Rule], list[str]]] = [
     (algo._parser(), algo._RULES, [*PLAN, "--pareto", "--report", "r", "--theta", "2", "-o", "p"]),
     (algo._parser(), algo._RULES, [*PLAN, "--profiles", "p.csv", "--fit"]),
     (dist_parser(None), DIST_RULES, [*RUN, *SUBMIT, "--address", "auto", "--no-wait"]),
-    (dist_parser(None), DIST_RULES, [*RUN, "--resume", "--retry-errors"]),
+    (dist_parser(None), DIST_RULES, [*RUN, "--resume", "--retry-errors", "--extend"]),
     (evaluate._parser(), evaluate._RULES, ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
     (indicator._parser(), indicator._RULES, [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
 ]

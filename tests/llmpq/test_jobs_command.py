@@ -75,9 +75,11 @@ def test_killed_at_once_and_resumed(
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write(json.dumps({"custom_id": "long", "prompt": [3] * 40}) + "\n")
-    assert dist.main([*arguments, "--on-error", "fail"]) == 1
+    assert dist.main(arguments) == 2
+    assert "1 is new ('long'); pass --extend" in capsys.readouterr().err
+    assert dist.main([*arguments, "--on-error", "fail", "--extend"]) == 1
     assert "stopped at row 'long'" in capsys.readouterr().err
-    assert dist.main(arguments) == 3
+    assert dist.main([*arguments, "--extend"]) == 3
     assert dist.main(arguments) == 3
     assert dist.main([*arguments, "--temperature", "1"]) == 2
     assert "temperature 0.0, this job has 1.0" in capsys.readouterr().err

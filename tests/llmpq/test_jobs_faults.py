@@ -82,8 +82,9 @@ class Case:
         self.old = self.target.read_bytes() if self.target.is_file() else None
 
     def run(self, files: QuickFiles, options: OutputOptions | None = None) -> None:
-        retry = JobOptions(retry_errors=self.scenario.retry)
-        run_job(self.source, self.named, options or self.scenario.options, files, retry)
+        retry = self.scenario.retry
+        how = JobOptions(retry, extend=0 < self.scenario.before < len(ROWS))
+        run_job(self.source, self.named, options or self.scenario.options, files, how)
 
     def check(self) -> None:
         found = results_in(self.target)

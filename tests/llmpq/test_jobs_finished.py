@@ -25,6 +25,7 @@ from llmpq.jobs.output import JobOutput, OutputOptions
 from llmpq.run import RunOptions, job_identity
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
+    EXTEND,
     IDENTITY,
     SMALL_SHARDS,
     QuickFiles,
@@ -133,7 +134,7 @@ def test_a_changed_input_is_noticed_whatever_its_size_and_time(
     with source.open("a") as file:
         file.write('{"prompt": "more"}\n')
     assert told(source, target) is None
-    assert run_job(source, target).left == 1
+    assert run_job(source, target, job_options=EXTEND).left == 1
     assert told(source, target) == Tally(8, 8, 2, 0)
 
 
@@ -227,7 +228,7 @@ def test_folders_globs_and_other_formats(tmp_path: Path) -> None:
     edit(folder / "c.parquet", b"q7", b"q5")
     write_prompts(folder / "d.jsonl", {"prompt": "new"})
     assert told(folder, target) is None
-    assert run_job(folder, target).left == 1
+    assert run_job(folder, target, job_options=EXTEND).left == 1
     assert told(folder, target) == Tally(6, 6, 0, 0)
 
 

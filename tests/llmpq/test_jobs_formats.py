@@ -29,6 +29,7 @@ from llmpq.jobs.sinks import open_output
 from llmpq.results import Result
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
+    EXTEND,
     IDENTITY,
     SMALL_SHARDS,
     QuickFiles,
@@ -62,7 +63,7 @@ def test_each_format_is_written_and_gone_on_with(suffix: str, source: Path, tmp_
     assert not target.exists()
     assert run_job(source, target).resumed == 3
     write_prompts(source, *ROWS)
-    added = run_job(source, target)
+    added = run_job(source, target, job_options=EXTEND)
     assert (added.resumed, added.left) == (len(ROWS) - 3, 3)
     found = results_in(target)
     assert len(found) == len(ROWS)

@@ -25,6 +25,7 @@ from llmpq.results import Result
 from llmpq.rows import Row
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
+    EXTEND,
     IDENTITY,
     SMALL_SHARDS,
     QuickFiles,
@@ -60,7 +61,9 @@ def test_a_finished_job_is_done_and_a_longer_one_goes_on(source: Path, target: P
     random.Random(0).shuffle(text)
     kept = [line for line in text if line != "{"]
     write_prompts(source, *kept, {"custom_id": "new", "prompt": "n", "max_new_tokens": 3})
-    assert run_job(source, target) == Tally(7, 6, 1, 3)
+    with pytest.raises(InputError, match=r"rows .* input: 1 is new \('new'\); pass --extend to"):
+        run_job(source, target)
+    assert run_job(source, target, job_options=EXTEND) == Tally(7, 6, 1, 3)
     assert len(results_in(target)) == 8
     assert target.read_bytes().startswith(before)
 
@@ -100,7 +103,9 @@ def test_rows_without_manifest_or_job_folder_are_known(source: Path, target: Pat
     target.with_name("out.jsonl.job").rmdir()
     target.write_text(target.read_text().removesuffix("\n"))
     write_prompts(source, *prompts(9))
-    assert run_job(source, target).resumed == 5
+    with pytest.raises(InputError, match=r"4 are new \('q5', 'q6', 'q7', …\)"):
+        run_job(source, target)
+    assert run_job(source, target, job_options=EXTEND).resumed == 5
     assert len(results_in(target)) == 11
 
 
@@ -128,12 +133,15 @@ def test_another_jobs_output_is_refused(keeps_manifest: bool, source: Path, targ
     with pytest.raises(InputError, match="another model"):
         run_job(source, target, identity=other_model)
     hot = replace(IDENTITY, sampling=Sampling(temperature=0.5, max_new_tokens=8))
-    match = "temperature 0.0, this job has 0.5" if keeps_manifest else "result of row 'q0'"
+    match = "temperature 0.0, this job has 0.5"
+    if not keeps_manifest:
+        match = r"5 have another prompt or sampling \('q0', 'q1', 'q2', …\); give a row of another"
     with pytest.raises(InputError, match=match):
         run_job(source, target, identity=hot)
     write_prompts(source, {"custom_id": "q3", "prompt": "another"})
-    with pytest.raises(InputError, match="result of row 'q3' from another prompt"):
-        run_job(source, target)
+    for how in (JobOptions(), EXTEND):
+        with pytest.raises(InputError, match=r"1 has another prompt or sampling \('q3'\); give"):
+            run_job(source, target, job_options=how)
     assert len(results_in(target)) == 7
     run_job(source, target, OVERWRITE, identity=other_model)
     assert set(results_in(target)) == {"q3"}
