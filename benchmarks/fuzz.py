@@ -250,6 +250,7 @@ class Trial:
     def finish(self) -> None:
         """Write the tally and leave, past libFuzzer."""
         self.tally.seconds = time.perf_counter() - self._began
+        self.parser.close()
         self.tally.memory_bytes = _peak_bytes() - self._memory_bytes
         self._options.tally.write_text(json.dumps(asdict(self.tally)))
         subprocess.run(["rm", "-rf", str(self.folder)], check=False)
@@ -296,7 +297,9 @@ def _kind(error: Exception) -> str:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this process, and of the largest of those that it started and that have ended."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(resource.getrusage(each).ru_maxrss for each in who) * 1024
 
 
 def _quick_folder() -> str | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -116,6 +117,10 @@ def _load(folder: Path) -> Any:
     return tokenizer
 
 
+_NEW_TAG = re.compile("unknown tag '(?!end|el)")
+"""Of a later transformers, perhaps; those of jinja that end something or go on are known."""
+
+
 class BrokenTemplateError(ValueError):
     """A chat template that cannot be compiled."""
 
@@ -145,7 +150,7 @@ def _compile(template: Any) -> None:
             raise TypeError(f"it is a {type(template).__name__}, not a text")
         environment.from_string(template)
     except TemplateSyntaxError as error:
-        if "unknown tag" not in str(error.message):  # a later transformers may know it
+        if not _NEW_TAG.search(str(error.message)):
             where = f" (line {error.lineno} of it)"
             raise BrokenTemplateError(f"{error.message}{where}") from error
     except (SyntaxError, RecursionError, MemoryError, TypeError, ValueError) as error:

@@ -217,8 +217,9 @@ class TokenizerProcess:
         code = -signal.SIGALRM if is_late else self._process.returncode
         self.close()
         if not self._is_ready:
-            raise self._unusable(str(self._folder), f"loading it {self._why(code, _LOAD_S)}")
-        cause = self._why(code, self.limits.row_s)
+            late = f"took more than {_LOAD_S:g} s"
+            raise self._unusable(str(self._folder), f"loading it {_why(code, late)}")
+        cause = _why(code, f"took more than {self.limits.row_s:g} s (--row_s)")
         if self._waiting:
             task = self._waiting[0]
             if -code in _FROM_OUTSIDE and task.number != self._spared:
@@ -227,14 +228,6 @@ class TokenizerProcess:
                 self._settle(Answer(error=cause, of=task.of))
                 self.on_failure(cause, time.monotonic() - self._heard_s)
         self._start()
-
-    def _why(self, code: int, limit_s: float) -> str:
-        if code == -signal.SIGALRM:
-            return f"took more than {limit_s:g} s"
-        if code < 0:
-            name = signal.Signals(-code).name
-            return f"ended the process ({name}), as too much memory or recursion does"
-        return f"ended the process (exit code {code})"
 
     def _unusable(self, file: str, why: str) -> CheckpointError:
         if "trust_remote_code" in why:
@@ -248,6 +241,16 @@ def _answer(content: Mapping[str, Any]) -> Answer:
     if "ids" in content:
         return Answer(ids=tuple(content["ids"]))
     return Answer(**content)
+
+
+def _why(code: int, late: str) -> str:
+    """What exit code `code` tells; `late` where it was the alarm."""
+    if code == -signal.SIGALRM:
+        return late
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"ended the process ({name}), as too much memory or recursion does"
+    return f"ended the process (exit code {code})"
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from llmpq.text import as_documents, read_documents, token_windows
+from llmpq.tokenize import load_tokenizer
 from quant.errors import InputError
+from tests.llmpq.small_tokenizers import GIVES_UP, MANY_X, write_tokenizer
 
 
 def test_windows_hold_every_token_once_in_order() -> None:
@@ -87,3 +89,14 @@ def test_texts_that_cannot_be_scored(
 ) -> None:
     with pytest.raises(InputError, match=message):
         token_windows(documents, None, length)
+
+
+def test_a_document_at_which_the_tokenizer_panics_is_named(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "model", pattern=GIVES_UP))
+    documents = ("hello world", MANY_X + "\x1b")
+    with pytest.raises(InputError) as caught:
+        token_windows(documents, tokenizer, 8)
+    text = str(caught.value)
+    assert text.startswith("document 2 ('xxxx")
+    assert "cannot be tokenized: tokenizer: PanicException: Onig" in text
+    assert token_windows(documents[:1], tokenizer, 8).token_ids.tolist() == [[10, 11]]

@@ -66,6 +66,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         written("chat_template.jinja", "{% for m in %}"), "chat_template.jinja: Expected"),
     "a template of no end": (
         written("chat_template.jinja", "{% if a %}"), "chat_template.jinja: Unexpected end"),
+    "a template that ends twice": (
+        written("chat_template.jinja", "{% if a %}{% endif %}{% endif %}"),
+        "chat_template.jinja: Encountered unknown tag 'endif'"),
     "a nested template": (
         written("chat_template.jinja", "{{ " + "(" * 10**5 + ")" * 10**5 + " }}"),
         "chat_template.jinja: RecursionError"),
@@ -127,8 +130,8 @@ def test_a_process_that_cannot_end_itself_is_ended(
     tokenizer = TokenizerProcess(folder, Limits(row_s=0.1), program)
     failed: list[str] = []
     tokenizer.on_failure = lambda cause, lost_s: failed.append(cause)
-    assert tokenizer.ask({"text": "a"}).error == "took more than 0.1 s"
-    assert failed == ["took more than 0.1 s"]
+    assert tokenizer.ask({"text": "a"}).error == "took more than 0.1 s (--row_s)"
+    assert failed == ["took more than 0.1 s (--row_s)"]
     tokenizer.close()
 
 

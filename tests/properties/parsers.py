@@ -88,7 +88,8 @@ MESSAGE_CHARACTERS = 2000
 class Parser:
     """`parse` gets the input's bytes and a folder of its own, and returns whether it was taken.
 
-    `watched`: files and processes, which a parser in a process of its own would not show anyway.
+    `watched`: files and processes, which a parser in a process of its own would not show anyway;
+    that one ends with `close`.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Parser:
     mutate: Mutate
     parse: Callable[[bytes, Path], bool]
     watched: bool = True
+    close: Callable[[], None] = lambda: None
 
     def check(self, data: bytes, folder: Path) -> bool:
         """Whether the input is accepted; AssertionError for a refusal that does not say where."""
@@ -326,14 +328,16 @@ def parsers() -> dict[str, Parser]:
             tokenizers.template_seeds,
             tokenizers.mutate_template,
             tokenizers.template,
-            watched=False,
+            False,
+            tokenizers.close,
         ),
         Parser(
             "tokenizer files",
             tokenizers.file_seeds,
             tokenizers.mutate_file,
             tokenizers.file,
-            watched=False,
+            False,
+            tokenizers.close,
         ),
     )
     return {parser.name: parser for parser in listed}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ from llmpq.tokenizing.process import Answer, Limits, TokenizerProcess
 from tests.llmpq.small_tokenizers import TEMPLATE, WORDS, write_tokenizer
 from tests.properties.mutation import mutate_bytes, mutate_json
 
-ROW_S = 0.5
+ROW_S = 0.3
 _LIMITS = Limits(ROW_S, row_bytes=1 << 29, most_tokens=64)
 _HELLO = 1 + WORDS.index("hello")
 _LONGEST = 1200  # characters of an error: a path, and what the child cuts
@@ -24,16 +25,22 @@ _CHATML = (
     "{{ '[ ' + m['role'] + ' ]' + m['content'] | trim + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[ assistant ]' }}{% endif %}"
 )
-_RICH = """{%- set ns = namespace(n=0) -%}{%- macro say(m) -%}{{ m.role }} {{ m.content }}
+_RICH = """{%- set ns = namespace(n=0) -%}{%- macro say(m) -%}[ {{ m.role }} ] {{ m.content }} a
 {%- endmacro -%}{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}
 {% generation %}{{ say(m) }}{% endgeneration %}{% set ns.n = ns.n + 1 %}{% endfor %}
 {{ messages | map(attribute='role') | list | tojson }}{{ strftime_now('%Y') | length }}
 {% if ns.n > 9 %}{{ raise_exception('too many') }}{% endif %}"""
+_ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
+    "{{ lipsum(n=10**7) }}", "{{ 9**9**9 }}",
+)  # fmt: skip
+"""Rare: each costs the time limit and a new process."""
+
 _PIECES = (
-    "{% for i in range(10**9) %}{% endfor %}", "{% for i in range(99999) %}{% for j in range(99999)"
-    " %}a{% endfor %}{% endfor %}", "{{ 'a' * 10**12 }}", "{{ 'a' * 10**8 }}", "{{ [0] * 10**9 }}",
-    "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "{{ 'abc' | dictsort }}", "{{ 9**9**9 }}",
-    "{{ lipsum(n=10**7) }}", "{{ messages | tojson(indent=10**9) }}", "{{ '%1000000000d' % 1 }}",
+    "{% for i in range(10**9) %}{% endfor %}", "{{ 'a' * 10**12 }}",
+    "{{ 'a' * 10**8 }}", "{{ [0] * 10**9 }}",
+    "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}", "{{ 'abc' | dictsort }}",
+    "{{ messages | tojson(indent=10**9) }}", "{{ '%1000000000d' % 1 }}",
     "{{ ''.__class__.__mro__ }}", "{{ cycler.__init__.__globals__.os.system('true') }}",
     "{{ self._TemplateReference__context }}", "{% include 'x' %}", "{% import 'x' as y %}",
     "{{ messages[7].role.x }}", "{{ 1 // 0 }}", "{{ raise_exception('no') }}", "{% break %}",
@@ -56,6 +63,11 @@ def _process() -> TokenizerProcess:
     return TokenizerProcess(folder, _LIMITS, program)
 
 
+def close() -> None:
+    """End the process."""
+    _process().close()
+
+
 def template_seeds() -> tuple[bytes, ...]:
     """Plain, ChatML's, and one with all that jinja and transformers have."""
     return tuple(text.encode() for text in (TEMPLATE, _CHATML, _RICH))
@@ -63,14 +75,20 @@ def template_seeds() -> tuple[bytes, ...]:
 
 def mutate_template(data: bytes, rng: random.Random) -> bytes:
     """Pieces put in that do harm, other bytes, or pieces of its own exchanged."""
-    if rng.random() < 0.4:
+    if rng.random() < 0.3:
         return mutate_bytes(data, rng)
     text = data.decode(errors="replace")
     for _ in range(rng.choice((1, 1, 2))):
-        at = rng.randrange(len(text) + 1)
-        end = min(len(text), at + rng.choice((0, 0, 1, 5, 30)))
-        own = text[rng.randrange(len(text) + 1) :][: rng.randrange(1, 40)]
-        text = text[:at] + rng.choice((own, rng.choice(_PIECES))) + text[end:]
+        between = [0, *(found.end() for found in re.finditer("[%}]}", text)), len(text)]
+        at, start, end = rng.choice(between), *sorted(rng.choices(between, k=2))
+        match rng.randrange(4):
+            case 0:
+                text = text[:start] + text[end:]
+            case 1:
+                text = text[:at] + text[start:end] + text[at:]
+            case _:
+                pieces = _ENDLESS if rng.random() < 0.004 else _PIECES
+                text = text[:at] + rng.choice(pieces) + text[at:]
     return text.encode()
 
 
