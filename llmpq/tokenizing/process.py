@@ -16,13 +16,13 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from llmpq.tokenizing import child
-from quant.errors import CheckpointError, SpecError
+from quant.errors import CheckpointError, DeviceError, SpecError
 from quant.printable import SECRET_VARIABLES, printable
 
 ROW_S = 30.0
@@ -145,14 +145,8 @@ class TokenizerProcess:
             "load_bytes": _LOAD_BYTES,
             **vars(self.limits),
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(self._program), json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Rust tells of every panic there
-            bufsize=0,
-            env=_environment(),
-        )
+        command = [sys.executable, "-P", str(self._program), json.dumps(settings)]
+        self._process = _started(command)
         self._end = weakref.finalize(self, _end, self._process)
         self._in, self._out = _fd(self._process.stdin), _fd(self._process.stdout)
         os.set_blocking(self._in, False)
@@ -251,6 +245,23 @@ def _why(code: int, late: str) -> str:
         name = signal.Signals(-code).name
         return f"ended the process ({name}), as too much memory or recursion does"
     return f"ended the process (exit code {code})"
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # Rust tells of every panic there
+            bufsize=0,
+            env=_environment(),
+        )
+    except OSError as error:
+        raise DeviceError(
+            f"the process that tokenizes cannot be started: {error.strerror}; free memory or "
+            "processes"
+        ) from error
 
 
 def _environment() -> dict[str, str]:

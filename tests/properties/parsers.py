@@ -328,16 +328,16 @@ def parsers() -> dict[str, Parser]:
             tokenizers.template_seeds,
             tokenizers.mutate_template,
             tokenizers.template,
-            False,
-            tokenizers.close,
+            watched=False,
+            close=tokenizers.close,
         ),
         Parser(
             "tokenizer files",
             tokenizers.file_seeds,
             tokenizers.mutate_file,
             tokenizers.file,
-            False,
-            tokenizers.close,
+            watched=False,
+            close=tokenizers.close,
         ),
     )
     return {parser.name: parser for parser in listed}
