@@ -106,11 +106,21 @@ def line_seeds() -> tuple[bytes, ...]:
         "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}],
         "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"50": -100, "7": 1.5},
     }  # fmt: skip
+    neutral = {
+        "n": 1, "logprobs": False, "tools": [], "response_format": {"type": "text"}, "user": "me",
+    }  # fmt: skip
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}],
+        }
+    ]
     rows: tuple[dict[str, Any], ...] = (
         {"custom_id": "a/../b", "prompt": "Hello", "temperature": 0.5, "top_k": 4, "seed": 7},
         {"custom_id": "b", "prompt": [1, 2, 3], "sampling": {"stop": ["."], "min_p": 0.9}},
         {"prompt": "no id", "ignore_eos": True, "n": 1, "repetition_penalty": 1.5},
         {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {"custom_id": "d", "body": {**neutral, "messages": parts}},
     )
     return tuple(json.dumps(row).encode() for row in rows)
 
@@ -128,7 +138,12 @@ def parquet_seed() -> tuple[bytes, ...]:
 
     rows = [
         {"custom_id": "a", "prompt": "Hello", "messages": None, "sampling": '{"seed": 3}'},
-        {"custom_id": "b", "prompt": None, "messages": '[{"role": "user"}]', "sampling": None},
+        {
+            "custom_id": "b",
+            "prompt": None,
+            "messages": '[{"role": "user", "content": "Hi"}]',
+            "sampling": None,
+        },
     ]
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows), sink)
