@@ -55,7 +55,9 @@ class Worker:
         try:
             task = json.loads(line)
             if "ids" in task:
-                return {"text": self.tokenizer.decode(task["ids"], skip_special_tokens=True)}
+                text = self.tokenizer.decode(task["ids"], skip_special_tokens=True)
+                text.encode()  # half a surrogate pair could not be written
+                return {"text": text}
             if "chat" in task:
                 of = "chat template"
                 text = self._render(task["chat"])

@@ -234,6 +234,8 @@ class TokenizerProcess:
 def _answer(content: Mapping[str, Any]) -> Answer:
     if "ids" in content:
         return Answer(ids=tuple(content["ids"]))
+    if "error" in content:  # in words of others: a template may say what no file can hold
+        return Answer(error=printable(content["error"]), of=content["of"])
     return Answer(**content)
 
 

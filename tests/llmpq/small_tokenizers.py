@@ -25,6 +25,8 @@ BY_CONTENT = """{% set c = messages[0].content %}
 {% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}
 {% elif c == 'division' %}{{ 1 // 0 }}
 {% elif c == 'refused' %}{{ raise_exception('roles must alternate') }}
+{% elif c == 'half a pair' %}{{ raise_exception('\\ud800') }}
+{% elif c == 'half a pair shown' %}{{ '\\ud800' }}
 {% elif c == 'missing' %}{{ messages[7].role.x }}
 {% else %}{{ c }}{% endif %}"""
 """Fails in as many ways as there are, as the first message asks for."""

@@ -24,6 +24,7 @@ BAD: dict[str, Any] = {
     "wrong type": [{"role": "user", "content": "wrong type"}],
     "memory": [{"role": "user", "content": "memory"}],
     "loop": [{"role": "user", "content": "loop"}],
+    "half a pair": [{"role": "user", "content": "half a pair"}],
     "image": [{"role": "user", "content": [{"type": "image_url"}]}],
     "silent": [{"role": "user"}],
 }
@@ -34,6 +35,7 @@ CAUSES = {
     "wrong type": "AttributeError",
     "memory": "more memory than a row may take",
     "loop": "took more than 1 s",
+    "half a pair": "chat template: \\ud800",
     "image": "image_url",
     "silent": "no content",
 }

@@ -73,6 +73,8 @@ def test_tokens_are_those_of_transformers(folder: str, tmp_path: Path) -> None:
         ("division", "ZeroDivisionError"),
         ("refused", "chat template: roles must alternate"),
         ("missing", "UndefinedError"),
+        ("half a pair", "chat template: \\ud800"),
+        ("half a pair shown", "tokenizer: TypeError"),
         (MANY_X, "tokenizer: PanicException: Onig: Regex search error"),
     ],
 )
@@ -84,6 +86,7 @@ def test_what_a_row_does_to_the_template_makes_an_error_row(
     assert isinstance(bad, BadRow)
     assert bad.custom_id == "2"
     assert cause in bad.error
+    assert bad.error.isprintable()
     assert isinstance(after, Request)
 
 

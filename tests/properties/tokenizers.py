@@ -139,5 +139,6 @@ def _check(answer: Answer) -> None:
     if answer.error is not None:
         assert answer.error
         assert len(answer.error) < _LONGEST
+        answer.error.encode()
         return
     assert answer.ids is None or all(type(token) is int for token in answer.ids)
