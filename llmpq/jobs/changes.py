@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,12 +40,20 @@ class Changes:
         """Whether there are any."""
         return bool(self.new.count or self.gone or self.another.count or self.blocked)
 
-    def error(self, output: Path, name: Callable[[int], str], gone: Iterable[str]) -> InputError:
-        """Says what changed; `name` gives the id at a place, `gone` ids that are known of those."""
-        new, another = (list(map(name, each.first)) for each in (self.new, self.another))
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the rows stand that are named."""
+        return (*self.new.first, *self.another.first)
+
+    def error(self, output: Path, names: Mapping[int, str], gone: Iterable[str]) -> InputError:
+        """Says what changed; `names` has the ids at `places`, `gone` those of results without row,
+        which are looked for only if there are any.
+        """
+        new, another = ([names[at] for at in each.first] for each in (self.new, self.another))
+        lost = list(islice(gone, NAMED)) if self.gone else []
         parts = (
             _part(self.new.count, "is new", "are new", new),
-            _part(self.gone, "of before is gone", "of before are gone", list(islice(gone, NAMED))),
+            _part(self.gone, "of before is gone", "of before are gone", lost),
             _part(
                 self.another.count,
                 "has another prompt or sampling",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from llmpq.jobs.changes import shown
 from llmpq.jobs.inputs import JobInput, no_prompts
@@ -88,14 +89,15 @@ class Job:
         twice = self._ledger.want_all(self._wanted(options))
         if twice is not None:
             second, first = map(self._source.place_name, twice)
-            custom_id = shown(self._custom_id(twice[0]))
+            custom_id = shown(self._custom_ids(twice[0])[twice[0]])
             raise InputError(
                 f"custom_id {custom_id} of {second} stands in {first} already; "
                 "results could not be told apart"
             )
         changes = self._output.changes(options.extend)
         if changes:
-            raise changes.error(self._output.path, self._custom_id, self._output.gone())
+            names = self._custom_ids(*changes.places)
+            raise changes.error(self._output.path, names, self._output.gone())
         found = self._ledger.progress()
         if not found.rows:
             raise no_prompts(", ".join(map(str, self._source.files)))
@@ -119,9 +121,10 @@ class Job:
         is_nameless = row.custom_id == self._source.place_name(place)
         return Kind.NAMELESS if is_nameless else Kind.BAD
 
-    def _custom_id(self, place: int) -> str:
-        """Of the row that stands there, which is looked for: messages alone need it."""
-        return next((r.row.custom_id for r in self._source.rows() if r.place == place), "")
+    def _custom_ids(self, *places: int) -> dict[int, str]:
+        """Of the rows that stand there, which are looked for in one go: messages alone need it."""
+        found = ((r.place, r.row.custom_id) for r in self._source.rows() if r.place in places)
+        return dict(islice(found, len(places)))
 
     def _is_done(self, custom_id: str, fingerprint: str) -> bool:
         done = self._ledger.done(custom_id)
