@@ -31,8 +31,8 @@ from typing import Any
 
 SHARES = {
     "result line": 14, "text lines": 8, "quantize_config.json": 10, "job manifest": 7,
-    "config.json": 10, "model folder": 13, "profile CSV": 10, "prompt line": 30,
-    "safetensors": 8, "shard index": 5,
+    "config.json": 10, "generation_config.json": 4, "model folder": 13, "profile CSV": 10,
+    "prompt line": 30, "safetensors": 8, "shard index": 5,
     "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 8,
     "cluster YAML": 3, "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
     "chat templates": 10, "tokenizer files": 10,
