@@ -85,39 +85,52 @@ def _uses_tokens() -> bool:
 
 
 def check_token(address: str) -> None:
-    """Ask the Ray at `address`, HOST:PORT, whether it takes the token of here: `ray.init` would go
-    on trying for half a minute, and print a line every second.
+    """Ask the Ray at `address`, HOST:PORT, whether it takes this process, if need be with the token
+    of here: `ray.init` would go on trying for half a minute, and print a line every second.
 
-    Raises `DeviceError` where it does not, or is no Ray.
+    A Ray that wants no token is shown none: who has the mode of tokens on does not admit the
+    answers of such a cluster's workers. Raises `DeviceError` where this process is not admitted, or
+    where there is no Ray.
     """
     try:
-        import grpc
         from ray._private.authentication.authentication_token_setup import (
-            maybe_enable_token_auth_if_token_available,
+            maybe_enable_token_auth_if_token_available as take_token,
         )
-        from ray._private.grpc_utils import init_grpc_channel
-        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-        from ray.exceptions import AuthenticationError
+
+        logging.getLogger(take_token.__module__).setLevel(logging.ERROR)
+        is_admitted = _admits(address)
+        if not is_admitted and _MODE not in environ and take_token():
+            is_admitted = _admits(address)
     except ImportError:  # a Ray that knows no tokens, or has them elsewhere
         return
-    logging.getLogger(maybe_enable_token_auth_if_token_available.__module__).setLevel(logging.ERROR)
+    if not is_admitted:
+        raise refused_token(f"the Ray cluster at {address}")
+
+
+def _admits(address: str) -> bool:
+    """Whether the Ray at `address` answers this process as its mode and token are now."""
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    from ray.exceptions import AuthenticationError
+
+    messages: Any = gcs_service_pb2
     try:
-        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray.init` does
-        messages: Any = gcs_service_pb2
         with init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
             nodes = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
             nodes.GetClusterId(messages.GetClusterIdRequest(), timeout=PROBE_S)
-    except AuthenticationError as error:
-        raise refused_token(f"the Ray cluster at {address}") from error
+    except AuthenticationError:
+        return False
     except grpc.RpcError as error:
         if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-            raise refused_token(f"the Ray cluster at {address}") from error
+            return False
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED):
             raise DeviceError(
                 f"what answers at {address} is no Ray cluster; name the address that `ray start "
                 "--head` printed, by default HEAD:6379"
             ) from error
         # else it is slow or of another version, which `ray.init` knows better
+    return True
 
 
 def refused_token(cluster: str) -> DeviceError:

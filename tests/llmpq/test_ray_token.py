@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 
 from llmpq import ray_token
 from llmpq.ray_jobs import RayJobs
-from llmpq.ray_token import make_token, refused_token, token_file, warn_of_readers
+from llmpq.ray_token import check_token, make_token, refused_token, token_file, warn_of_readers
 from llmpq.session import ray_session
-from quant.errors import SpecError
+from quant.errors import DeviceError, SpecError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+SETUP = "ray._private.authentication.authentication_token_setup"
 
 
 @pytest.fixture
@@ -166,3 +168,62 @@ def test_an_address_with_a_password_is_refused_without_it(
         assert "127.0.0.1:1" in str(found.value) or "no user and password" in str(found.value)
         assert "pa55" not in found.value.args[0]
         assert "word" not in found.value.args[0].replace("password", "")
+
+
+@pytest.fixture
+def asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The mode in which each question to a cluster was asked, with a Ray that takes tokens so."""
+
+    def take_token() -> bool:  # without arguments: Ray before 2.60 knows none
+        os.environ["RAY_AUTH_MODE"] = "token"
+        return (home / "t").exists()
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # put back at the end, whoever has set it
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.setattr(f"{SETUP}.maybe_enable_token_auth_if_token_available", take_token)
+    return []
+
+
+def cluster(asked: list[str | None], *, wants_token: bool) -> Callable[[str], bool]:
+    """What answers as a cluster with or without tokens does."""
+
+    def admits(address: str) -> bool:
+        asked.append(os.environ.get("RAY_AUTH_MODE"))
+        return not wants_token or asked[-1] == "token"
+
+    return admits
+
+
+def test_a_cluster_without_tokens_is_joined_as_such_though_a_token_lies_here(
+    asked: list[str | None], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its workers bring no token, so that who has the mode on admits none of their answers."""
+    (home / "t").write_text("5ecret")
+    monkeypatch.setattr(ray_token, "_admits", cluster(asked, wants_token=False))
+    check_token("h:1")
+    assert asked == [None]
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_cluster_with_tokens_is_asked_again_with_the_one_that_lies_here(
+    asked: list[str | None], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_token, "_admits", cluster(asked, wants_token=True))
+    with pytest.raises(DeviceError, match="the Ray cluster at h:1 wants its token"):
+        check_token("h:1")
+    assert asked == [None]
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    (home / "t").write_text("5ecret")
+    check_token("h:1")
+    assert asked == [None, None, "token"]
+
+
+def test_a_mode_that_is_set_is_kept(
+    asked: list[str | None], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "t").write_text("5ecret")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray_token, "_admits", cluster(asked, wants_token=True))
+    with pytest.raises(DeviceError, match="RAY_AUTH_MODE=disabled keeps one from being sent"):
+        check_token("h:1")
+    assert asked == ["disabled"]
