@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.sampling import STOP_CHARACTERS
 from actors.stage_actor import QueueSizes
 from actors.transport import wire
 from actors.transport.chains import LinkChain, serve
 from actors.transport.wire import Limits, decode, encode, message_bytes
-from quant.errors import StageLostError
+from llmpq.rows import MAX_ID_CHARACTERS
+from quant.errors import SpecError, StageLostError
 from tests.actors.linking import meet
 
 LIMITS = QueueSizes(slots=8, prefill_micro_batch=2, decode_micro_batch=4).limits(16, columns=6)
@@ -191,3 +193,21 @@ def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
         second.sender(0).send(answer)
         with pytest.raises(StageLostError, match=r"answered for \d requests, asked were 2"):
             chain.result(asked)
+
+
+def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
+    """Every token of a large vocabulary in its prompt and biased, ids and stop strings in
+    characters that JSON spells with twelve; what is longer is no sampling.
+    """
+    vocabulary = range(256_000)
+    stop = ("\U0001f600" * (STOP_CHARACTERS // 2), *["\U0001f600"] * (STOP_CHARACTERS // 2))
+    bias = {token: -99.12345678901234 for token in vocabulary}
+    sampling = Sampling(repetition_penalty=1.5, stop=stop, logit_bias=bias)
+    name = "\U0001f600" * MAX_ID_CHARACTERS
+    asked = Admission(0, name, 9, sampling, tuple(range(128_000)), tuple(vocabulary))
+    batch = MicroBatch(np.array([0]), np.array([0]), np.array([3]), (asked,))
+    found = decode(encode(batch, torch.ones(3, 6)), replace(LIMITS, requests=1))
+    assert not isinstance(found, Sampled)
+    assert found[0].admitted == (asked,)
+    with pytest.raises(SpecError, match=r"sampling\.stop .{,200} at most 65536 characters in all"):
+        replace(sampling, stop=(*stop, "x"))
