@@ -30,6 +30,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
+_OFF_AT_ZERO = ("mscale", "mscale_all_dim")
 _WITH_LENGTH = ("llama3", "yarn")
 """Types that know the length which the model was first trained with."""
 
@@ -47,7 +48,8 @@ def check_rope(config: ConfigFile, entries: Entries, head_dim: int) -> None:
             raise config.refusal(f"{key}.{name}", parameters.get(name), "a number above 0")
     for name in _OPTIONAL.get(rope_type, ()):
         value = parameters.get(name)
-        if value is not None and not is_number(value, 0, _MOST):
+        is_off = value is None or (name in _OFF_AT_ZERO and value == 0)
+        if not is_off and not is_number(value, 0, _MOST):
             raise config.refusal(f"{key}.{name}", value, "a number above 0, or left out")
     if rope_type in _WITH_LENGTH:
         _check_original_length(config, key, parameters)

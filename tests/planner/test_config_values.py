@@ -71,6 +71,7 @@ ROPE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn of older files": {"type": "yarn", "factor": 4.0, "attention_factor": 1.1},
+    "yarn without mscale": {"rope_type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0},
     "linear": {"rope_type": "linear", "factor": 2},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "both spellings": {"rope_type": "linear", "type": "linear", "factor": 2.0},
