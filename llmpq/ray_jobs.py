@@ -155,11 +155,12 @@ class RayJobs:
 
     @contextmanager
     def _asking(self, job_id: str | None = None) -> Iterator[None]:
-        from ray.exceptions import AuthenticationError
+        import ray.exceptions
 
+        unauthenticated: Any = getattr(ray.exceptions, "AuthenticationError", ())  # since Ray 2.52
         try:
             yield
-        except AuthenticationError as error:
+        except unauthenticated as error:
             raise refused_token(f"the Ray cluster at {self.address}") from error
         except OSError as error:
             raise _silent(self.address, error) from error

@@ -232,6 +232,17 @@ def test_a_reader_that_goes_away_ends_following() -> None:
         jobs.follow("job", gone)
 
 
+def test_a_ray_that_knows_no_tokens_is_followed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray before 2.52 does."""
+    monkeypatch.delattr("ray.exceptions.AuthenticationError")
+    jobs = RayJobs.__new__(RayJobs)
+    jobs.address = "http://head:8265"
+    jobs._client = CutConnections(["a"])  # type: ignore[assignment]
+    seen: list[str] = []
+    assert jobs.follow("job", seen.append).exit_code == 3
+    assert "".join(seen) == "aend"
+
+
 def test_a_cluster_that_stays_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_jobs, "RETRY_S", 0.0)
     monkeypatch.setattr(ray_jobs, "RECONNECT_S", 0.0)
