@@ -22,7 +22,7 @@ _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
 def token_file(variables: Mapping[str, str] = environ) -> Path | None:
-    """Where Ray looks for the token; None where `RAY_AUTH_TOKEN` holds it."""
+    """The file in which Ray looks for the token; None where `RAY_AUTH_TOKEN` holds it."""
     if variables.get(_TOKEN):
         return None
     return Path(variables.get(_PATH) or Path.home() / ".ray" / "auth_token")
@@ -134,8 +134,8 @@ def _admits(address: str) -> bool:
 
 
 def refused_token(cluster: str) -> DeviceError:
-    """For a `cluster` that wants a token and did not get the right one: which one it got, from
-    where, never the token itself.
+    """An error for a `cluster` that wants a token and did not get the right one: from where the one
+    came that it got, never the token itself.
     """
     path = token_file()
     if environ.get(_MODE, "token").lower() != "token":

@@ -20,7 +20,7 @@ class ConfigFile:
     place: str
 
     def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        """That `key` is `value`, where it must be what `needed` says."""
+        """An error: `key` is `value`, where it must be what `needed` says."""
         return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
 
     def integer(self, *keys: str, default: int | None = None) -> int:
@@ -66,6 +66,6 @@ def is_number(value: Any, least: float, most: float) -> bool:
 
 
 def shown(value: Any) -> str:
-    """As Python writes it, and not too long."""
+    """A value as Python writes it, cut where that is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

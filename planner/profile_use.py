@@ -16,7 +16,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What times are asked for: of layers of these sizes on a device, at one precision."""
+    """A question for times: of layers of these sizes on a device, at one precision."""
 
     device: Device
     dtype: str
@@ -26,7 +26,7 @@ class Wanted:
 
     @property
     def threads(self) -> int:
-        """Of the device; 1 where that is no property of it."""
+        """Threads of the device; 1 where that is no property of it."""
         return self.device.threads or 1
 
     @property
@@ -42,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Condition:
-    """What a row must be to be used, and what is said where none is."""
+    """A property without which a row is not used, and the words where none has it."""
 
     holds: Callable[[Wanted, ProfileRow], bool]
     lack: Callable[[Wanted, Sequence[ProfileRow]], str]
@@ -115,7 +115,7 @@ def uses(
     layer: LayerTerms,
     bits: Iterable[int],
 ) -> list[Used]:
-    """Of both phases at each bitwidth."""
+    """Rows for both phases at each bitwidth, or why there are none."""
     return [
         used_rows(profiles, Wanted(device, dtype, layer, each, phase))
         for each in bits

@@ -94,7 +94,7 @@ def shard_path(folder: Path, file: str) -> Path:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """That the file at `path` cannot be used, with its size."""
+    """An error: the file at `path` cannot be used; its size is told."""
     size = path.stat().st_size if path.is_file() else 0
     return CheckpointError(
         f"{path} ({size} bytes) is truncated or damaged: {error}; download it again"

@@ -30,8 +30,8 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class Meeting:
-    """Who meets: the node address of each end, how long they try, and the `secret` that they know
-    each other by.
+    """The node address of each end, how long they try to meet, and the `secret` that they know each
+    other by.
     """
 
     hosts: tuple[str, ...]
@@ -48,7 +48,7 @@ class Meeting:
 
 
 class Board(Protocol):
-    """What the ends tell each other."""
+    """A place where the ends tell each other their addresses."""
 
     def put(self, key: str, value: bytes) -> None:
         """Keep `value` for the others."""
