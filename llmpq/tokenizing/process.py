@@ -31,6 +31,9 @@ ROW_S = 30.0
 ROW_BYTES = 2 << 30
 """A prompt of a million tokens takes about 0.5 GiB, the process without one 0.1 GiB."""
 
+MOST_ROW_S = 86_400.0
+"""A day: more means no limit, and poll takes at most 2^31 milliseconds."""
+
 _LOAD_S = 120.0
 _LOAD_BYTES = 8 << 30  # a tokenizer.json of 30 MB takes about 1 GiB
 _GRACE_S = 10.0  # the process ends itself in time; this is for one that cannot
@@ -51,8 +54,10 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check the range; raises `SpecError`."""
-        if not 0 < self.row_s < float("inf"):
-            raise SpecError(f"row_s is {self.row_s:g}; give seconds above 0")
+        if not 0 < self.row_s <= MOST_ROW_S:
+            raise SpecError(
+                f"row_s is {self.row_s:g}; give seconds above 0 and at most {MOST_ROW_S:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class TokenizerProcess:
     def wait(self) -> None:
         """Until it is loaded; raises `CheckpointError` where it cannot be, naming the file."""
         while not self._is_ready:
-            self._exchange(_LOAD_S)
+            self._exchange()
 
     @property
     def pid(self) -> int:
@@ -127,7 +132,7 @@ class TokenizerProcess:
         self.wait()
         self._heard_s = time.monotonic()
         while number not in self._answers:
-            self._exchange(self.limits.row_s)
+            self._exchange()
         return self._answers.pop(number)
 
     def ask(self, task: Mapping[str, Any]) -> Answer:
@@ -135,7 +140,7 @@ class TokenizerProcess:
         return self.answer(self.submit(task))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; no task can be given to it, and none asked for, from then on."""
         self._end()
 
     def _start(self) -> None:
@@ -154,8 +159,10 @@ class TokenizerProcess:
         self._incoming = bytearray()
         self._is_ready = False
 
-    def _exchange(self, limit_s: float) -> None:
-        """Write and read what can be, waiting for either; `limit_s` without any is too long."""
+    def _exchange(self) -> None:
+        """Write and read what can be, waiting for either, but not without end."""
+        assert self._end.alive, "its pipes are closed, and their numbers may be others' by now"
+        limit_s = self.limits.row_s if self._is_ready else _LOAD_S
         poll = select.poll()
         poll.register(self._out, select.POLLIN)
         if self._outgoing:
@@ -169,6 +176,7 @@ class TokenizerProcess:
             self._ended(is_late=True)
 
     def _write(self) -> None:
+        assert self._end.alive, "as in `_exchange`"
         try:
             while self._outgoing:
                 del self._outgoing[: os.write(self._in, self._outgoing[:_PIPE_BYTES])]

@@ -159,6 +159,28 @@ def test_a_row_that_kills_the_process_again_is_to_blame(folder: Path, tmp_path: 
     assert "SIGKILL" in str(answers[1].error)
 
 
+def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmpq.tokenizing.process._GRACE_S", 0.0)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pathlib, signal, sys, threading\n"
+        "seen = pathlib.Path(sys.argv[0] + '.seen')\n"
+        "if seen.exists(): threading.Event().wait(0.5)\n"
+        "seen.touch()\n"
+        """print('{"most_characters": null, "warnings": []}', flush=True)\n"""
+        "for line in sys.stdin:\n"
+        "    if 'kill' in line: os.abort()\n"
+        """    print('{"ids": [1]}', flush=True)\n"""
+    )
+    tokenizer = TokenizerProcess(folder, Limits(row_s=0.1), program)
+    tasks = [tokenizer.submit({"text": text}) for text in ("kill", "a")]
+    assert tokenizer.answer(tasks[1]).ids == (1,)
+    assert "SIGABRT" in str(tokenizer.answer(tasks[0]).error)
+    tokenizer.close()
+
+
 def test_large_tasks_and_answers_both_ways(folder: Path) -> None:
     """More than pipes hold, before any answer is taken."""
     tokenizer = TokenizerProcess(folder, Limits())
@@ -199,7 +221,7 @@ def test_neither_secrets_nor_torch_are_in_the_process(
     assert "libtorch" not in Path(f"/proc/{tokenizer.pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("row_s", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("row_s", [0.0, -1.0, 86_401.0, 1e300, float("inf"), float("nan")])
 def test_seconds_that_are_none(row_s: float) -> None:
     with pytest.raises(SpecError, match="row_s is"):
         Limits(row_s)
