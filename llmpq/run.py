@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -124,21 +125,25 @@ class Run:
         self._options = options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
-        tokenizer = self._started_tokenizer()  # it loads while the rest is looked at
-        self.sampling = job_sampling(
-            options.sampling, options.generation_config, self._folder, plan.workload
-        )
-        if self.sampling.warning:
-            warnings.warn(self.sampling.warning, stacklevel=3)
-        shape = _shape_for_run(plan, self.sampling.sampling, self._folder, options.plan_source)
-        self._maker = RequestMaker(
-            plan.workload, shape.vocab_size, self.sampling.sampling, tokenizer
-        )
-        if str(self._folder) == self._checkpoint:
-            Checkpoint(self._folder).check_files()
-        check_library_takes(self._folder)
-        if tokenizer is not None:
-            tokenizer.wait()
+        with ExitStack() as undo:
+            tokenizer = self._started_tokenizer()  # it loads while the rest is looked at
+            if tokenizer is not None:
+                undo.callback(tokenizer.close)
+            self.sampling = job_sampling(
+                options.sampling, options.generation_config, self._folder, plan.workload
+            )
+            if self.sampling.warning:
+                warnings.warn(self.sampling.warning, stacklevel=3)
+            shape = _shape_for_run(plan, self.sampling.sampling, self._folder, options.plan_source)
+            self._maker = RequestMaker(
+                plan.workload, shape.vocab_size, self.sampling.sampling, tokenizer
+            )
+            if str(self._folder) == self._checkpoint:
+                Checkpoint(self._folder).check_files()
+            check_library_takes(self._folder)
+            if tokenizer is not None:
+                tokenizer.wait()
+            undo.pop_all()
         self.meter = RunMeter(None, None)
         self.show: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None

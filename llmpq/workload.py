@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from actors.messages import Request, Sampling
@@ -50,9 +51,9 @@ def _longest(rows: list[Row], model: str) -> int:
             raise SpecError(f"{model} has no tokenizer to measure the prompts; give --s")
     room = Workload(1, MAX_TOKENS, MAX_TOKENS)
     maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
-    lengths = [len(made.prompt_ids) for made in maker.requests(rows) if isinstance(made, Request)]
-    if tokenizer is not None:
-        tokenizer.close()
+    with closing(tokenizer) if tokenizer is not None else nullcontext():
+        made = maker.requests(rows)
+        lengths = [len(each.prompt_ids) for each in made if isinstance(each, Request)]
     if not lengths:
         raise InputError("no prompt could be tokenized; give --s")
     return max(lengths)

@@ -11,10 +11,13 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.inputs import JobInput
+from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.workload import workload_of_prompts
+from quant.errors import SpecError
 from tests.actors.models import reference
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
+from tests.llmpq.processes import alive
 from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, write_tokenizer
 
 BAD: dict[str, Any] = {
@@ -102,6 +105,24 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
     assert f"{model}/chat_template.jinja: Unexpected end of template" in error
     assert "Traceback" not in error
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1
+
+
+def test_a_run_that_is_refused_leaves_no_process(
+    plan: Plan, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: set[int] = set()
+
+    def started(folder: Path, limits: Limits) -> TokenizerProcess:
+        process = TokenizerProcess(folder, limits)
+        pids.add(process.pid)
+        return process
+
+    monkeypatch.setattr("llmpq.run.start_tokenizer", started)
+    with pytest.raises(SpecError, match="room for") as caught:
+        plan.run(["hello"], {"max_new_tokens": 10**6}, model=str(model))
+    assert caught.traceback  # as a notebook keeps it, and what its frames hold
+    assert pids
+    assert not alive(pids)
 
 
 def test_lengths_are_measured_around_bad_rows(model: Path, tmp_path: Path) -> None:
