@@ -14,6 +14,11 @@ from quant.errors import InputError
 ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
 
+_NOT_PYTHON = (ValueError, OverflowError, LookupError)
+"""Of values that Python has no form of: text that is not UTF-8, a time too far off, a zone that
+nobody knows.
+"""
+
 
 def require_pyarrow(what: str = "Parquet files") -> None:
     """`InputError` where it is not installed, that `what` needs it."""
@@ -88,7 +93,7 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, An
             names = None if columns is None else list(columns)
             for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
+    except (pa.ArrowException, *_NOT_PYTHON) as error:
         raise InputError(f"{path} cannot be read as Parquet: {error}") from error
 
 

@@ -120,3 +120,20 @@ def test_parquet_rows_are_those_of_jsonl(tmp_path: Path) -> None:
     (tmp_path / "no.parquet").write_bytes(b"PAR1 not")
     with pytest.raises(InputError, match=r"no\.parquet"):
         rows_of(tmp_path / "no.parquet")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([2**62], pa.timestamp("us")),
+        pa.array([2**62], pa.duration("s")),
+        pa.array([2**30], pa.date32()),
+        pa.array([1], pa.timestamp("us", tz="Nowhere/X")),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_values_that_python_has_no_form_of_name_the_file(column: pa.Array, tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "time": column}), path)
+    with pytest.raises(InputError, match=r"in\.parquet cannot be read as Parquet: "):
+        rows_of(path)
