@@ -118,7 +118,13 @@ class Sampler:
         are kept in the text, as they may be what the user wants to stop at.
         """
         tail = max(len(s.encode()) for s in stop) + 4
-        text = self._decoder().decode(token_ids[-tail:], skip_special_tokens=False)
+        decoder = self._decoder()
+        try:
+            text = decoder.decode(token_ids[-tail:], skip_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a Rust panic is one; the driver decodes all of it, and tells
+            return False
         return any(s in text for s in stop)
 
     def _decoder(self) -> Decoder:

@@ -17,12 +17,15 @@ ADDITIVE_PENALTY = 2.0
 LARGEST_BIAS = 100.0
 """Of a logit, either way; as OpenAI's interface has it."""
 
-STOP_CHARACTERS = 2**16
-"""Of all stop strings of a request. They are looked for at every token, and travel with it."""
+MOST_STOPS = 64
+"""OpenAI's interface takes 4. All are looked for after every token, while the batch waits."""
 
+STOP_CHARACTERS = 1000
+"""Of one of them, which may lie in as many tokens, whose text is made anew each time."""
+
+_STOP_WANTED = f"at most {MOST_STOPS} texts of 1 to {STOP_CHARACTERS} characters each"
 _REPETITION_WANTED = "from {:g} to {:g}; 1 is none".format(*REPETITION_PENALTIES)
 _ADDITIVE_WANTED = f"from {-ADDITIVE_PENALTY:g} to {ADDITIVE_PENALTY:g}"
-_STOP_WANTED = f"free of empty strings, and of at most {STOP_CHARACTERS} characters in all"
 _ID_DIGITS = 18  # of a token id: what an int64 holds
 _FIRST_FIELDS = frozenset(
     ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop", "ignore_eos")
@@ -68,7 +71,8 @@ class Sampling:
                 "1 or more",
             ),
             "stop": (
-                all(self.stop) and sum(map(len, self.stop)) <= STOP_CHARACTERS,
+                len(self.stop) <= MOST_STOPS
+                and all(0 < len(each) <= STOP_CHARACTERS for each in self.stop),
                 _STOP_WANTED,
             ),
             "min_p": (0.0 <= self.min_p <= 1.0, "from 0 (off) to 1"),
@@ -87,8 +91,9 @@ class Sampling:
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
-                found = f"{getattr(self, name)!r:.80}"
-                raise SpecError(f"sampling.{name} is {found}; it must be {wanted}")
+                raise SpecError(
+                    f"sampling.{name} is {getattr(self, name)!r:.80}; it must be {wanted}"
+                )
         if self.logit_bias != {}:  # as in most rows, of which there may be millions
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.sampling import STOP_CHARACTERS
+from actors.sampling import MOST_STOPS, STOP_CHARACTERS
 from actors.stage_actor import QueueSizes
 from actors.transport import wire
 from actors.transport.chains import LinkChain, serve
@@ -200,7 +200,7 @@ def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
     characters that JSON spells with twelve; what is longer is no sampling.
     """
     vocabulary = range(256_000)
-    stop = ("\U0001f600" * (STOP_CHARACTERS // 2), *["\U0001f600"] * (STOP_CHARACTERS // 2))
+    stop = ("\U0001f600" * STOP_CHARACTERS,) * MOST_STOPS
     bias = {token: -99.12345678901234 for token in vocabulary}
     sampling = Sampling(repetition_penalty=1.5, stop=stop, logit_bias=bias)
     name = "\U0001f600" * MAX_ID_CHARACTERS
@@ -209,5 +209,5 @@ def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
     found = decode(encode(batch, torch.ones(3, 6)), replace(LIMITS, requests=1))
     assert not isinstance(found, Sampled)
     assert found[0].admitted == (asked,)
-    with pytest.raises(SpecError, match=r"sampling\.stop .{,200} at most 65536 characters in all"):
+    with pytest.raises(SpecError, match=r"sampling\.stop .{,200} at most 64 texts of 1 to 1000 characters"):
         replace(sampling, stop=(*stop, "x"))

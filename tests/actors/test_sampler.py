@@ -161,6 +161,18 @@ def test_stop_string_across_tokens() -> None:
     assert run(Sampler([], Letters()), [1, 0, 2], sampling, 3) == [None, None, "length"]
 
 
+class Panics:
+    """A tokenizer whose native code gives up, which is no `Exception`."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        raise BaseException("PanicException")
+
+
+def test_text_that_cannot_be_made_ends_no_stage() -> None:
+    sampling = Sampling(stop=("b",))
+    assert run(Sampler([], Panics()), [1, 1, 1], sampling, 3) == [None, None, "length"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -171,6 +183,8 @@ def test_stop_string_across_tokens() -> None:
         {"top_k": -1},
         {"max_new_tokens": 0},
         {"stop": ("",)},
+        {"stop": ("a", "b" * 1001)},
+        {"stop": ("a",) * 1001},
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"min_p": float("nan")},
