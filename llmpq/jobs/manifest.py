@@ -115,6 +115,6 @@ class Manifest:
             earlier = self.sampling.get(name, getattr(GREEDY, name))  # older jobs lack later fields
             if earlier != value:
                 raise InputError(
-                    f"output {output} was made with {name} {earlier!r}, this job "
-                    f"has {value!r}; pass --{name} as then, {remedy}"
+                    f"output {output} was made with {name} {earlier!r:.80}, this job "
+                    f"has {value!r:.80}; pass --{name} as then, {remedy}"
                 )

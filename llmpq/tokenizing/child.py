@@ -71,9 +71,14 @@ class Worker:
             return {"error": told, "of": of}
 
     def _render(self, messages: list[Mapping[str, Any]]) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except ValueError as error:
+            if self.tokenizer.chat_template:  # some tokenizers have their own way instead
+                raise
+            raise ValueError("the model has none; give a prompt instead of messages") from error
         return text
 
     def _encoded(self, text: str, **options: bool) -> dict[str, Any]:
