@@ -86,7 +86,7 @@ class Manifest:
                 f"{path} cannot be read as the manifest of a job ({error}); name another output or "
                 "pass --overwrite"
             ) from error
-        if manifest.version != MANIFEST_VERSION or type(manifest.generation) is not int:
+        if manifest.version != MANIFEST_VERSION:
             raise InputError(
                 f"{path} is a manifest of version {manifest.version!r}; this llmpq reads "
                 f"{MANIFEST_VERSION}; name another output or pass --overwrite"
@@ -94,6 +94,11 @@ class Manifest:
         if not isinstance(manifest.sampling, Mapping):
             raise InputError(
                 f"{path}: sampling is no object; name another output or pass --overwrite"
+            )
+        if type(manifest.generation) is not int or manifest.generation < 1:
+            raise InputError(
+                f"{path}: generation is {manifest.generation!r:.80}, no number from 1; name "
+                "another output or pass --overwrite"
             )
         return manifest
 

@@ -263,6 +263,17 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     assert peaks[1] < 1.3 * peaks[0]
 
 
+@pytest.mark.parametrize("generation", [-1, 0, True, "1", 1.0])
+def test_a_generation_that_no_shard_could_have_is_refused(
+    generation: object, source: Path, target: Path
+) -> None:
+    run_job(source, target)
+    path = target.with_name("out.jsonl.job") / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"generation": generation}))
+    with pytest.raises(InputError, match=r"job\.json: generation is .*, no number from 1"):
+        run_job(source, target)
+
+
 def test_jobs_from_before_a_sampling_field_go_on(source: Path, target: Path) -> None:
     """Their manifest lacks it, and their fingerprints did not count it."""
     row = Row("a", text="p", sampling={"top_p": 0.5})
