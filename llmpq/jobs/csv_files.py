@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -149,9 +150,9 @@ def _checked(header: list[str], path: Path) -> list[str]:
             f"cannot read {path}: column {names.index('') + 1} has no name in the header; name it "
             "or leave it out (with pandas: index=False)"
         )
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(f"cannot read {path}: its header names column {twice!r:.80} twice")
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise InputError(f"cannot read {path}: its header names column {twice[0]!r:.80} twice")
     if not set(_PROMPT_COLUMNS) & set(names):
         raise InputError(
             f"cannot read {path}: no column is called prompt or messages; the first line names the "

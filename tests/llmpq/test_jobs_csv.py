@@ -112,6 +112,14 @@ def test_a_csv_file_that_cannot_be_understood_is_refused(
         rows_of(written(tmp_path / "in.csv", data))
 
 
+def test_a_header_of_many_columns_is_read_in_no_time(tmp_path: Path) -> None:
+    names = ",".join(f"c{number}" for number in range(100_000))
+    source = written(tmp_path / "in.csv", f"prompt,{names}\nx{',' * 100_000}\n")
+    (row,) = rows_of(source)
+    assert isinstance(row, Row)
+    assert row.text == "x"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "match"),
     [
