@@ -13,6 +13,8 @@ from quant.errors import InputError
 
 ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
+DECODED_BYTES = 2**29
+"""Of a column of the rows that are read at once, where their texts can be told."""
 
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)
 """Of values that Python has no form of: text that is not UTF-8, a time too far off, a zone that
@@ -91,10 +93,20 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, An
             if missing:
                 raise InputError(f"{path} has no column {sorted(missing)[0]!r}")
             names = None if columns is None else list(columns)
-            for batch in file.iter_batches(ROWS_AT_ONCE, columns=names):
+            for batch in file.iter_batches(_rows_at_once(file.metadata), columns=names):
                 yield from batch.to_pylist()
     except (pa.ArrowException, *_NOT_PYTHON) as error:
         raise InputError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _rows_at_once(metadata: Any) -> int:
+    """So many that a column of them fits `DECODED_BYTES`, though each text were all that it holds
+    in a group of rows: one that is in its dictionary stands there once for all rows.
+    """
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    columns = (group.column(i) for group in groups for i in range(group.num_columns))
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    return int(min(ROWS_AT_ONCE, max(1, DECODED_BYTES // max(1, largest))))
 
 
 def _plain(value: Any) -> Any:

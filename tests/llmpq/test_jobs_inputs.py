@@ -137,3 +137,22 @@ def test_values_that_python_has_no_form_of_name_the_file(column: pa.Array, tmp_p
     pq.write_table(pa.table({"prompt": ["a"], "time": column}), path)
     with pytest.raises(InputError, match=r"in\.parquet cannot be read as Parquet: "):
         rows_of(path)
+
+
+def test_a_text_that_stands_once_for_many_rows_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of some kilobytes, whose rows together have 128 MiB."""
+    text = "a" * 2**20
+    path = tmp_path / "in.parquet"
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 128, pa.int32()), pa.array([text]))
+    pq.write_table(pa.table({"prompt": column}), path, compression="zstd")
+    monkeypatch.setattr("llmpq.jobs.parquet.DECODED_BYTES", 2**22)
+    before = pa.total_allocated_bytes()
+    most = rows = 0
+    for placed in JobInput.find([path]).rows():
+        assert isinstance(placed.row, Row)
+        rows += placed.row.text == text
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert rows == 128
+    assert most < 2**25
