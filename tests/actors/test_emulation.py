@@ -40,7 +40,7 @@ CLUSTER = """
 name: two
 nodes:
   - {name: a, accelerators: {T4: 1}}
-  - {name: b, accelerators: {V100: 1}}
+  - {name: b, accelerators: {V100-SXM2-16GB: 1}}
 network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0.25, stand_in: small}
 """

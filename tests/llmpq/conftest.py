@@ -19,8 +19,8 @@ EMULATED = """
 name: three-emulated
 nodes:
   - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.00045}
-  - {name: b, accelerators: {V100: 1}, usable_memory_gib: 0.0006}
-  - {name: c, accelerators: {A100: 1}, usable_memory_gib: 0.0006}
+  - {name: b, accelerators: {V100-SXM2-16GB: 1}, usable_memory_gib: 0.0006}
+  - {name: c, accelerators: {A100-SXM4-40GB: 1}, usable_memory_gib: 0.0006}
 network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0}
 """

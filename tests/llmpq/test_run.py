@@ -24,7 +24,7 @@ from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
 ONE_DEVICE = """
 name: one
-nodes: [{name: a, accelerators: {V100: 1}, usable_memory_gib: 0.002}]
+nodes: [{name: a, accelerators: {V100-SXM2-16GB: 1}, usable_memory_gib: 0.002}]
 network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0}
 """
