@@ -97,7 +97,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
 
     monkeypatch.setattr("llmpq.run.ray_session", no_ray)
     write_prompts(tmp_path / "in.jsonl", *rows, {"custom_id": "more", "prompt": MANY_X})
-    assert dist.main(arguments) == 3
+    assert dist.main([*arguments, "--extend"]) == 3
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1
     (model / "chat_template.jinja").write_text("{% for m in messages %}")
     assert dist.main([*arguments, "--overwrite"]) == 2
