@@ -186,10 +186,17 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = fields.get("sampling")
     if nested is not None and not isinstance(nested, Mapping):
         raise _RowError("sampling must be an object")
-    merged: dict[str, Any] = {k: v for k, v in fields.items() if k != "sampling"}
-    merged |= dict(nested or {})
-    merged = without_neutral(merged)
-    overrides = {_SPELLINGS.get(str(name), str(name)): value for name, value in merged.items()}
+    beside = {name: value for name, value in fields.items() if name != "sampling"}
+    overrides: dict[str, Any] = {}
+    for given in (beside, nested or {}):
+        for spelling, value in without_neutral(given).items():
+            name = _SPELLINGS.get(str(spelling), str(spelling))
+            if name in overrides and overrides[name] != value:
+                raise _RowError(
+                    f"{name} is given twice, as {overrides[name]!r:.80} and as {value!r:.80} "
+                    f"({spelling}); give it once"
+                )
+            overrides[name] = value
     unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
     if unknown:
         raise _RowError(f"unknown field {unknown[0]!r}; known: {', '.join(_SAMPLING_FIELDS)}")

@@ -219,7 +219,7 @@ class TokenizerProcess:
         code = -signal.SIGALRM if is_late else self._process.returncode
         self.close()
         if not self._is_ready:
-            late = f"took more than {_LOAD_S:g} s"
+            late = f"took more than {_LOAD_S:g} s, as on a slow disk: copy the folder to a fast one"
             raise self._unusable(str(self._folder), f"loading it {_why(code, late)}")
         cause = _why(code, f"took more than {self.limits.row_s:g} s (--row_s)")
         if self._waiting:

@@ -150,6 +150,17 @@ def test_values_that_ask_for_what_is_not_done(fields: dict[str, Any], message: s
         assert len(bad.error) < 700
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 5, "max_completion_tokens": 7}, {"seed": 1, "sampling": {"seed": 2}}],
+)
+def test_a_field_that_is_given_twice_otherwise_is_refused(fields: dict[str, Any]) -> None:
+    row = row_of(custom_id="a", prompt="x", **fields)
+    assert isinstance(row, BadRow)
+    assert "is given twice, as" in row.error
+    assert isinstance(row_of(prompt="x", max_tokens=5, sampling={"max_new_tokens": 5}), Row)
+
+
 def test_long_ids_are_named_by_their_place() -> None:
     row = row_of(custom_id="i" * MAX_ID_CHARACTERS, prompt="Hi")
     assert isinstance(row, Row)
