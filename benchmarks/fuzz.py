@@ -1,6 +1,6 @@
-"""Every parser of outside input against a million spoiled inputs: refused in our words, or taken.
+"""Every parser of outside input against 1.7 million spoiled inputs: refused in our words, or taken.
 
-Run from the root: `python -m benchmarks.fuzz [--inputs 1000000] [--seed 1] [--crashes FOLDER]`.
+Run from the root: `python -m benchmarks.fuzz [--inputs 1730000] [--seed 1] [--crashes FOLDER]`.
 Each parser runs in a process of its own, guided by coverage where atheris is installed, else with
 mutations alone. A failure is an error that is not llmpq's own or does not say where, a file opened
 outside the parser's folder, an input of more than `SLOW_S`, and memory beyond `ROOM_BYTES`; its
@@ -33,11 +33,13 @@ SHARES = {
     "result line": 14, "text lines": 8, "quantize_config.json": 10, "job manifest": 7,
     "config.json": 10, "generation_config.json": 4, "model folder": 13, "profile CSV": 10,
     "prompt line": 30, "safetensors": 8, "shard index": 5,
-    "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 8,
+    "prompt file": 2, "prompt Parquet": 1, "packed layer": 3, "omega file": 5, "plan JSON": 10,
     "cluster YAML": 3, "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
     "chat templates": 10, "tokenizer files": 10,
 }  # fmt: skip
 """Of the inputs; less for what is slow."""
+
+PER_SHARE = 10_000
 
 SLOW_S = 5.0
 ROOM_BYTES = 1 << 30
@@ -100,7 +102,9 @@ def _row(t: Tally) -> str:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="in all")
+    parser.add_argument(
+        "--inputs", type=int, default=PER_SHARE * sum(SHARES.values()), help="in all"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--guide", choices=("auto", "atheris", "mutation"), default="auto")
     parser.add_argument("--only", nargs="+", help="names of parsers")
