@@ -100,12 +100,14 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, An
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """So many that a column of them fits `DECODED_BYTES`, though each text were all that it holds
-    in a group of rows: one that is in its dictionary stands there once for all rows.
+    """So many that they fit `DECODED_BYTES`, though each text were all that its group of rows
+    holds: one that is in a dictionary stands there once for all rows.
+
+    Only sizes of whole groups are looked at: pyarrow ends the process where it is asked for those
+    of a column whose statistics are damaged.
     """
     groups = map(metadata.row_group, range(metadata.num_row_groups))
-    columns = (group.column(i) for group in groups for i in range(group.num_columns))
-    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    largest = max((group.total_byte_size for group in groups), default=0)
     return int(min(ROWS_AT_ONCE, max(1, DECODED_BYTES // max(1, largest))))
 
 

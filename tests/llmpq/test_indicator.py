@@ -265,7 +265,7 @@ def test_bad_input_of_the_command(
         ([*complete, "--device", "tpu"], "not one of auto, cpu, cuda"),
         ([*complete, "--dtype", "int4"], "compute type 'int4'"),
         (["--model", model, "--calibration", short, "-o", omega], "at least 2 are needed"),
-        (["--model", tmp_path, "--calibration", text, "-o", omega], "model.safetensors"),
+        (["--model", tmp_path, "--calibration", text, "-o", omega], "holds no config.json"),
     ]
     for arguments, message in cases:
         assert run(*arguments) == 2, arguments

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,26 @@ def test_text_of_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
     assert spoiled != sink.getvalue()
     assert not parsers()["prompt Parquet"].check(spoiled, tmp_path)
     assert parsers()["prompt Parquet"].check(parquet_seed()[0], tmp_path)
+
+
+_CUT_FOOTERS = """
+import sys
+from pathlib import Path
+from tests.properties.parsers import parsers
+from tests.properties.seeds import parquet_seed
+
+(seed,) = parquet_seed()
+for at in range(len(seed) // 4, len(seed) - 8):
+    parsers()["prompt Parquet"].check(seed[:at] + seed[at + 2 :], Path(sys.argv[1]))
+"""
+
+
+def test_two_bytes_less_in_a_parquet_footer_end_no_process(tmp_path: Path) -> None:
+    """pyarrow aborts where it is asked for a column whose statistics are damaged."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CUT_FOOTERS, tmp_path], stderr=subprocess.PIPE, check=False
+    )
+    assert done.returncode == 0, done.stderr[-300:]
 
 
 def test_a_shape_beyond_64_bits(tmp_path: Path) -> None:
