@@ -33,14 +33,14 @@ def make_token() -> None:
 
     Where that cannot be done it is left to Ray, which says so.
     """
-    path = token_file()
-    if path is None or environ.get(_PATH) or not _uses_tokens():
-        return
     try:
+        path = token_file()
+        if path is None or environ.get(_PATH) or not _uses_tokens():
+            return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             _write_new(path, secrets.token_hex(TOKEN_BYTES))
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         return
 
 
@@ -64,12 +64,12 @@ def _write_new(path: Path, text: str) -> None:
 
 def warn_of_readers() -> None:
     """Say so where others than the user can read or write the token that Ray takes."""
-    path = token_file()
-    if path is None or not _uses_tokens():
-        return
     try:
+        path = token_file()
+        if path is None or not _uses_tokens():
+            return
         mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError:
+    except (OSError, RuntimeError):
         return
     if mode & 0o077:
         warnings.warn(

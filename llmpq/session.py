@@ -140,15 +140,29 @@ def _check_joinable(target: str) -> None:
             "--address and RAY_ADDRESS take no user and password, which Ray does not know either "
             f"({without_user(target)!r}); set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         )
-    host, _, port = target.removeprefix("ray://").rpartition(":")
+    address = _started_last() if target == "auto" else target.removeprefix("ray://")
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
+        if target == "auto":  # that one is gone, and Ray looks for others
+            return
         raise DeviceError(
             f"no Ray cluster answers at {target!r} ({error}); start one with `ray start --head` or "
             "leave --address out for a local one"
         ) from error
     if not target.startswith("ray://"):
-        check_token(target)
+        check_token(address)
+
+
+def _started_last() -> str:
+    """HOST:PORT of the Ray that was started last on this machine, which `auto` stands for; empty
+    where none was.
+    """
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:  # a Ray that has it elsewhere
+        return ""
+    return read_ray_address() or ""

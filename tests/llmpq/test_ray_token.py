@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from llmpq import ray_token
 from llmpq.ray_jobs import RayJobs
 from llmpq.ray_token import check_token, make_token, refused_token, token_file, warn_of_readers
-from llmpq.session import ray_session
+from llmpq.session import _check_joinable, ray_session
 from quant.errors import DeviceError, SpecError
 
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
@@ -227,3 +228,27 @@ def test_a_mode_that_is_set_is_kept(
     with pytest.raises(DeviceError, match="RAY_AUTH_MODE=disabled keeps one from being sent"):
         check_token("h:1")
     assert asked == ["disabled"]
+
+
+def test_auto_asks_the_ray_that_was_started_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("llmpq.session.check_token", asked.append)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: address)
+        _check_joinable("auto")
+    assert asked == [address]
+    _check_joinable("auto")  # gone: Ray looks for others itself
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    _check_joinable("auto")
+    assert asked == [address]
+
+
+@pytest.mark.usefixtures("home")
+def test_without_a_home_the_token_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    make_token()
+    warn_of_readers()
