@@ -166,6 +166,7 @@ def _parser() -> Parser:
     add("--n", "--new_tokens", dest="new_tokens", type=int, metavar="TOKENS",
         help="tokens to generate (100)")  # fmt: skip
     _add_planning(add)
+    _add_goals(add)
     _add_profile_use(parser)
     add("-o", "--output", dest="output", metavar="FILE", help="write the plan as JSON")
     parser.add_argument(
@@ -269,6 +270,11 @@ def _add_planning(add: Any) -> None:
         const=True,
         help="do not try to leave out devices that do not help",
     )
+    add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
+    add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
+
+
+def _add_goals(add: Any) -> None:
     add("--max_omega", type=float, help="most summed sensitivity; theta is found")
     add(
         "--max_ppl_delta",
@@ -278,8 +284,6 @@ def _add_planning(add: Any) -> None:
         "--perplexity put into the omega file; theta is found",
     )
     add("--max_latency_s", type=float, help="most predicted seconds a batch; theta is found")
-    add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
-    add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
 
 
 if __name__ == "__main__":

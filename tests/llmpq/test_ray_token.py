@@ -100,6 +100,7 @@ def test_a_home_that_cannot_be_written_is_left_to_ray(
     (home / ".ray").write_text("a file")
     make_token()
     warn_of_readers()
+    assert (home / ".ray").read_text() == "a file"
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -244,11 +245,13 @@ def test_auto_asks_the_ray_that_was_started_last(monkeypatch: pytest.MonkeyPatch
     assert asked == [address]
 
 
-@pytest.mark.usefixtures("home")
-def test_without_a_home_the_token_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_token_is_left_to_ray(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
     make_token()
     warn_of_readers()
+    assert list(home.iterdir()) == []

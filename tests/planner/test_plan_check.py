@@ -49,7 +49,7 @@ def planned(
     return find_plan(cluster, shape, shape.name, workload, PlanOptions.of(options)), shape
 
 
-def passes(plan: Plan, shape: ModelShape) -> None:
+def assert_agrees(plan: Plan, shape: ModelShape) -> None:
     """As it was made, and as it is read back."""
     check_plan(plan, shape)
     again = Plan.from_json(plan.to_json())
@@ -76,14 +76,14 @@ def passes(plan: Plan, shape: ModelShape) -> None:
 def test_the_planners_own_plans_agree(
     model: str, more: Mapping[str, object], options: Mapping[str, object]
 ) -> None:
-    passes(*planned(ClusterSpec.from_dict({**MIXED, **more}), model, SMALL, **options))
+    assert_agrees(*planned(ClusterSpec.from_dict({**MIXED, **more}), model, SMALL, **options))
 
 
 @pytest.mark.parametrize("number", [1, 3, 9])
 def test_plans_for_the_papers_clusters_agree(number: int) -> None:
     models = {1: "opt-13b", 3: "opt-30b", 9: "opt-30b"}
     cluster = ClusterSpec.from_yaml(SPECS / f"paper_{number:02}.yaml")
-    passes(*planned(cluster, models[number], Workload(32, 512, 100), **QUICK))
+    assert_agrees(*planned(cluster, models[number], Workload(32, 512, 100), **QUICK))
 
 
 def test_a_plan_of_stored_bits_agrees() -> None:
@@ -91,16 +91,16 @@ def test_a_plan_of_stored_bits_agrees() -> None:
     original = model_shape("opt-125m")
     stored = GptqConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
     shape = replace(original, stored=stored)
-    passes(planned(ClusterSpec.from_dict(MIXED), shape, SMALL)[0], shape)
+    assert_agrees(planned(ClusterSpec.from_dict(MIXED), shape, SMALL)[0], shape)
     plan, _ = planned(ClusterSpec.from_dict(MIXED), original, SMALL, bits=[4])
-    passes(plan, shape)
+    assert_agrees(plan, shape)
     check_plan(plan, replace(shape, stored=replace(stored, mixed=True)))
 
 
 def test_a_plan_made_again_agrees() -> None:
     plan, shape = made()
     second = replan(plan, [plan.stages[0].device])
-    passes(second, shape)
+    assert_agrees(second, shape)
 
 
 def test_a_plan_of_profiles_agrees(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_plan_of_profiles_agrees(tmp_path: Path) -> None:
         "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer\n"
         "T4,opt-125m,768,3072,64,0,prefill,16,2,1.5\nT4,opt-125m,768,3072,1,70,decode,16,2,0.5\n"
     )
-    passes(*planned(ClusterSpec.from_dict(MIXED), "opt-125m", SMALL, profiles=str(path)))
+    assert_agrees(*planned(ClusterSpec.from_dict(MIXED), "opt-125m", SMALL, profiles=str(path)))
 
 
 @cache
