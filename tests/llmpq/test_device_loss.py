@@ -25,8 +25,8 @@ THREE = """
 name: three
 nodes:
   - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.0005}
-  - {name: b, accelerators: {V100-SXM2-16GB: 1}, usable_memory_gib: 0.0005}
-  - {name: c, accelerators: {A100-SXM4-40GB: 1}, usable_memory_gib: 0.0005}
+  - {name: b, accelerators: {V100: 1}, usable_memory_gib: 0.0005}
+  - {name: c, accelerators: {A100: 1}, usable_memory_gib: 0.0005}
 network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0}
 """
