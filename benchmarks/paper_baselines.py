@@ -11,7 +11,8 @@ from planner.costs import CostModel
 from planner.model_shape import model_shape
 from planner.options import PlanOptions
 from planner.plan import Baseline
-from planner.profiles import latency_from_profiles
+from planner.profile_rows import read_profiles
+from planner.profiles import FittedLatency
 from planner.roofline import RooflineLatency
 from planner.sensitivity import default_sensitivity
 from planner.workload import Workload
@@ -41,7 +42,7 @@ class Setting:
 
     def _costs(self) -> CostModel:
         shape = model_shape(self.model)
-        latency = latency_from_profiles(self.profiles, RooflineLatency(shape))
+        latency = FittedLatency(read_profiles(self.profiles), RooflineLatency(shape))
         options = PlanOptions(dtype="float16", bits=self.bits, memory_margin=0.0)
         sensitivity = default_sensitivity(shape, options.bits)
         return CostModel(self.cluster, shape, self.workload, options, latency, sensitivity)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -30,7 +29,6 @@ __all__ = [
     "FittedLatency",
     "ProfileRow",
     "ProfiledLatency",
-    "latency_from_profiles",
     "read_profiles",
     "write_profiles",
 ]
@@ -237,15 +235,6 @@ class ProfiledLatency:
         wanted = Wanted(device, dtype, LayerTerms.of(self.shape), bits, phase)
         used = used_rows(self.fitted.profiles, wanted)
         return {} if used.lack else medians(used.rows)
-
-
-def latency_from_profiles(
-    paths: str | Path | Sequence[str | Path], fallback: LatencyModel, measured: bool = False
-) -> LatencyModel:
-    """Times from profile CSVs: fitted, or if `measured` as the workload was measured."""
-    listed = [paths] if isinstance(paths, str | Path) else paths
-    fitted = FittedLatency(tuple(row for path in listed for row in read_profiles(path)), fallback)
-    return ProfiledLatency(fitted) if measured else fitted
 
 
 def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:

@@ -15,7 +15,6 @@ from planner.profile_use import applies
 from planner.profiles import (
     FittedLatency,
     ProfiledLatency,
-    latency_from_profiles,
     layer_features,
     read_profiles,
     write_profiles,
@@ -181,7 +180,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
         replace(each, seconds=0) for each in rows
     ]
     assert [each.seconds for each in back] == pytest.approx([each.seconds for each in rows])
-    model = latency_from_profiles(tmp_path / "p.csv", ROOFLINE, measured=True)
+    model = ProfiledLatency(FittedLatency(back, ROOFLINE))
     assert model.layer_decode_s(T4, 16, 2, 128, "float16") == pytest.approx(
         row("decode", 2, 128).seconds
     )
