@@ -71,7 +71,7 @@ class Changes:
         )
 
 
-def shown(custom_id: str) -> str:
+def shown_id(custom_id: str) -> str:
     """An id in a message, of which a long one is cut."""
     cut = "…" if len(custom_id) > _ID_CHARACTERS else ""
     return f"{custom_id[:_ID_CHARACTERS]!r}{cut}"
@@ -81,5 +81,5 @@ def _part(count: int, one: str, many: str, ids: Sequence[str]) -> str:
     if not count:
         return ""
     more = ", …" if ids and count > len(ids) else ""
-    named = f" ({', '.join(map(shown, ids))}{more})" if ids else ""
+    named = f" ({', '.join(map(shown_id, ids))}{more})" if ids else ""
     return f"{count} {one if count == 1 else many}{named}"

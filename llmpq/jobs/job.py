@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from llmpq.jobs.changes import shown
+from llmpq.jobs.changes import shown_id
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.ledger import Kind, Ledger, Wanted
 from llmpq.jobs.manifest import JobIdentity
@@ -89,7 +89,7 @@ class Job:
         twice = self._ledger.want_all(self._wanted(options))
         if twice is not None:
             second, first = map(self._source.place_name, twice)
-            custom_id = shown(self._custom_ids(twice[0])[twice[0]])
+            custom_id = shown_id(self._custom_ids(twice[0])[twice[0]])
             raise InputError(
                 f"custom_id {custom_id} of {second} stands in {first} already; "
                 "results could not be told apart"
@@ -111,7 +111,7 @@ class Job:
                 tokens = row.sampling.get("max_new_tokens") or most
             elif options.stop_at_error:
                 name = self._source.place_name(place)
-                raise InputError(f"{name}, row {shown(row.custom_id)}: {row.error}")
+                raise InputError(f"{name}, row {shown_id(row.custom_id)}: {row.error}")
             fingerprint = self._identity.fingerprint(row)
             yield Wanted(row.custom_id, fingerprint, place, tokens, self._kind(row, place))
 

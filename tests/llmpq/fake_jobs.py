@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from llmpq.rows import BadRow, Row
 
 IDENTITY = JobIdentity("0123456789ab", "fake-model", Sampling(max_new_tokens=8))
 SMALL_SHARDS = OutputOptions(shard_rows=2, shard_s=None)
+OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
+RESUME = replace(SMALL_SHARDS, resume=True)
 EXTEND = JobOptions(extend=True)
 
 FaultMode = Literal["torn", "after", "full"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -254,6 +255,9 @@ def test_bad_input_of_the_command(
     short = text_file(tmp_path / "short.jsonl", 1, 3)
     long = text_file(tmp_path / "long.jsonl", 500, 3)
     omega = tmp_path / "omega.json"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
     complete = ["--model", model, "--calibration", text, "-o", omega]
     cases: list[tuple[list[object], str]] = [
         (["--model", model, "-o", omega], "give a text to calibrate on: --calibration"),
@@ -266,6 +270,7 @@ def test_bad_input_of_the_command(
         ([*complete, "--dtype", "int4"], "compute type 'int4'"),
         (["--model", model, "--calibration", short, "-o", omega], "at least 2 are needed"),
         (["--model", tmp_path, "--calibration", text, "-o", omega], "holds no config.json"),
+        (["--model", bare, "--calibration", text, "-o", omega], "model.safetensors"),
     ]
     for arguments, message in cases:
         assert run(*arguments) == 2, arguments

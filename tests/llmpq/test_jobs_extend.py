@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from llmpq.run import RunOptions, job_identity
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
+    OVERWRITE,
+    RESUME,
     SMALL_SHARDS,
     prompts,
     results_in,
@@ -31,8 +32,6 @@ from tests.llmpq.fake_jobs import (
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
-OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
-RESUME = replace(SMALL_SHARDS, resume=True)
 TARGETS = ["out.jsonl", "out.csv.gz", "out.parquet", "out/"]
 
 

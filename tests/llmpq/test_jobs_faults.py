@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from llmpq.jobs.job import JobOptions
 from llmpq.jobs.output import OutputOptions
 from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
+    OVERWRITE,
     SMALL_SHARDS,
     Crash,
     FaultMode,
@@ -40,7 +41,6 @@ class Scenario:
     retry: bool = False
 
 
-OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
 SCENARIOS = {
     "new file": Scenario(),
     "new folder": Scenario(target="out/"),

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
     IDENTITY,
+    OVERWRITE,
     SMALL_SHARDS,
     QuickFiles,
     prompts,
@@ -41,7 +41,6 @@ from tests.llmpq.fake_jobs import (
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
-OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
 ODD = ('a "quoted", text', "line\nends\r\nand\rreturns", "=1+1", "  spaces  ", "\x00 nul", "é 漢字")
 ROWS: list[Any] = [
     *prompts(3),

@@ -27,6 +27,8 @@ from quant.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
     IDENTITY,
+    OVERWRITE,
+    RESUME,
     SMALL_SHARDS,
     QuickFiles,
     answer,
@@ -37,9 +39,6 @@ from tests.llmpq.fake_jobs import (
 )
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
-
-RESUME = replace(SMALL_SHARDS, resume=True)
-OVERWRITE = replace(SMALL_SHARDS, overwrite=True)
 
 
 @pytest.fixture

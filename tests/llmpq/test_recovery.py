@@ -88,7 +88,7 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
         str(tiny[0]),
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",
-        recovery=Recovery(hang_s=4.0),
+        recovery=Recovery(hang_s=2.0),
         on_event=recorder.events.append,
     )
     with group:
