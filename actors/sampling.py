@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 REPETITION_PENALTIES = (0.01, 100.0)
 """Least and most. In use are 0.8 to 2; far beyond, the logits of any type stay finite."""

@@ -21,26 +21,26 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.emulation import check_planned_memory, hold_of, stand_in_spec
-from actors.environment import stage_environment
-from actors.generation import Generation
-from actors.head import LOOK_S, check_head, ended_process, get_while_it_lives
-from actors.ledger import Ledger
-from actors.mending import bring_up
+from actors.emulation.emulation import check_planned_memory, hold_of, stand_in_spec
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
-from actors.observing import Observer
-from actors.placement import Placement, place
-from actors.planned_stage import stage_spec
-from actors.recovery import OnEvent, Recovery, ignore_event
-from actors.stage_actor import QueueSizes, StageActor
-from actors.stage_spec import StageSpec
-from actors.telemetry import TelemetryOptions
+from actors.processes.environment import stage_environment
+from actors.processes.placement import Placement, place
+from actors.processes.ray_head import LOOK_S, check_head, ended_process, get_while_it_lives
+from actors.processes.stage_actor import QueueSizes, StageActor
+from actors.recovery.generation import Generation
+from actors.recovery.ledger import Ledger
+from actors.recovery.liveness import Watch, get_watched
+from actors.recovery.policy import OnEvent, Recovery, ignore_event
+from actors.recovery.repair import bring_up
+from actors.stage.planned import stage_spec
+from actors.stage.spec import StageSpec
+from actors.telemetry.meter import TelemetryOptions
+from actors.telemetry.observer import Observer
 from actors.transport.meeting import CONTROL, Meeting
-from actors.watch import Watch, get_watched
-from planner.model_shape import model_shape
-from planner.plan import Plan, StagePlan
+from planner.model.finding import model_shape
+from planner.plan.plan import Plan, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
-from quant.errors import DeviceError, LlmpqError, StageLostError
+from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
 MEETING_AGAIN_S = 10.0  # at most, when stages that have met before are linked again
 NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, and reported

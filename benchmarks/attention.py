@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from actors.cpu_attention import DecodeQuery, attend_in_place
-from actors.kv_cache import SlotRows, Stored, quantized
+from actors.attention.cpu_decode import DecodeQuery, attend_in_place
+from actors.attention.kv_cache import SlotRows, Stored, quantized
 from actors.messages import MicroBatch
 from benchmarks.machine import processor_name
 

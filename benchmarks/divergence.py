@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.streaming import LayerStream, compute_on, stream_layers
-from llmpq.scoring import Subject
-from llmpq.text import Windows
+from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
+from llmpq.quality.scoring import Subject
+from llmpq.quality.text import Windows
 
 
 class Divergence:

@@ -32,16 +32,16 @@ from benchmarks.machine import processor_name
 from benchmarks.paper_report import LLM_PQ, LLMPQ, PIPEEDGE, UNIFORM, Case
 from benchmarks.paper_tables import DATA, ROOT, cases
 from benchmarks.profiles_2023 import profile_rows
-from llmpq.session import ray_session
-from planner.cluster import ClusterSpec
-from planner.model_shape import model_shape
+from llmpq.remote.session import ray_session
+from planner.cluster.spec import ClusterSpec
+from planner.explanation.planned_assignment import planned_assignment
+from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan import Plan
-from planner.planned_assignment import planned_assignment
-from planner.profile_rows import write_profiles
-from planner.search import find_plan, planning_costs
-from planner.simulation import Simulated
-from quant.errors import DeviceError, InfeasibleError
+from planner.plan.plan import Plan
+from planner.profiles.rows import write_profiles
+from planner.search.search import find_plan, planning_costs
+from planner.simulation.simulation import Simulated
+from quant.common.errors import DeviceError, InfeasibleError
 
 VOCABULARY = 64
 METHODS = {

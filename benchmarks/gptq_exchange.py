@@ -26,15 +26,15 @@ import gptqmodel
 import torch
 from torch import Tensor
 
-from actors.streaming import compute_on
+from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts, weight_only
-from llmpq.indicator import Calibration
-from llmpq.quantize import quantize_checkpoint
-from llmpq.scoring import evaluate
-from llmpq.text import token_windows
-from llmpq.tokenize import load_tokenizer
-from quant.checkpoint import Checkpoint
+from llmpq.quality.indicator import Calibration
+from llmpq.quality.quantize import quantize_checkpoint
+from llmpq.quality.scoring import evaluate
+from llmpq.quality.text import token_windows
+from llmpq.tokenizing.requests import load_tokenizer
+from quant.checkpoint.reader import Checkpoint
 from quant.gptq.format import read_gptq
 from quant.gptq.rounding import GptqOptions
 

@@ -13,11 +13,11 @@ import argparse
 import ray
 import torch
 
-from actors.link_timing import MeasuredHop, measure_hops
-from actors.placement import Placement
+from actors.processes.placement import Placement
+from actors.profiling.links import MeasuredHop, measure_hops
 from benchmarks.machine import processor_name
-from llmpq.session import ray_session
-from planner.profile_links import LinkRow, fit_links
+from llmpq.remote.session import ray_session
+from planner.profiles.links import LinkRow, fit_links
 
 
 def main() -> None:

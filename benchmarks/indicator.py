@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.streaming import compute_on
+from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
-from llmpq.indicator import TokenIds, measure_indicators
+from llmpq.quality.indicator import TokenIds, measure_indicators
 from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import Gram, squared_rounding_error
 from quant.sensitivity.indicators import (

@@ -21,11 +21,11 @@ from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job
-from llmpq.jobs.manifest import JobIdentity
-from llmpq.jobs.output import JobOutput
-from llmpq.results import Result
-from llmpq.rows import BadRow, Row
-from llmpq.run import RunOptions, job_identity
+from llmpq.jobs.output.output import JobOutput
+from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.rows.results import Result
+from llmpq.rows.row import BadRow, Row
+from llmpq.run.run import RunOptions, job_identity
 
 SIZES = (100_000, 1_000_000)
 PROMPT, ANSWER = "word " * 40, tuple(range(100))  # 200 characters in, 100 tokens out

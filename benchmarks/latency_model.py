@@ -5,11 +5,11 @@
     python -m benchmarks.latency_model memory [--plans 20]
 
 `cpu`: a LLaMA layer is profiled as `llmpq-profile` does, then random workloads that are not in the
-profile are measured afresh, one thread; both at the usual pace of the machine (`actors.pace`), the
-raw column as the clock ran. `--together` measures both in turns, so that a machine that gets slower
-meanwhile counts for neither. `gpus`: measured fp16 times of a LLaMA-30B layer (Helix, ASPLOS'25
-artifact), fitted on alternate points. `memory`: stages with random bitwidths are loaded, and the
-bytes of their tensors counted.
+profile are measured afresh, one thread; both at the usual pace of the machine
+(`actors.profiling.machine_speed`), the raw column as the clock ran. `--together` measures both in
+turns, so that a machine that gets slower meanwhile counts for neither. `gpus`: measured fp16 times
+of a LLaMA-30B layer (Helix, ASPLOS'25 artifact), fitted on alternate points. `memory`: stages with
+random bitwidths are loaded, and the bytes of their tensors counted.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen2Config
 from transformers.utils import logging
 
-from actors.profiling import ProfileState, ProfileTask, measure_on_cluster
-from actors.stage import Stage
-from actors.stage_spec import StageSpec
+from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage
 from benchmarks.machine import processor_name
-from llmpq.session import ray_session
-from planner.architectures import shape_from_config
-from planner.cluster import ClusterSpec
-from planner.device import Device
-from planner.memory import (
+from llmpq.remote.session import ray_session
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import (
     embedding_bytes,
     final_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
 )
-from planner.model_shape import ModelShape, model_shape
-from planner.profile_design import DesignSpace, LayerWorkload, design, random_workloads
-from planner.profile_errors import PHASES, FitError, all_together, relative_errors
-from planner.profile_rows import LayerTerms, Phase, ProfileRow
-from planner.profiles import FittedLatency
-from planner.roofline import RooflineLatency
+from planner.costs.roofline import RooflineLatency
+from planner.model.families import shape_from_config
+from planner.model.finding import ModelShape, model_shape
+from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
+from planner.profiles.errors import PHASES, FitError, all_together, relative_errors
+from planner.profiles.fit import FittedLatency
+from planner.profiles.rows import LayerTerms, Phase, ProfileRow
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS

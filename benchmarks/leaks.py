@@ -30,7 +30,7 @@ import psutil  # Ray has just put it on the path
 
 from benchmarks.machine import processor_name
 from llmpq import Cluster, Plan, Workload
-from llmpq.session import ray_session
+from llmpq.remote.session import ray_session
 
 T = TypeVar("T")
 

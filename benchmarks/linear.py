@@ -29,10 +29,10 @@ from torch.nn import functional
 
 from benchmarks.machine import processor_name
 from benchmarks.timing import EVICTING_BYTES, seconds_of
-from planner.model_shape import model_shape
+from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, self_test
-from quant.errors import DeviceError
+from quant.common.errors import DeviceError
 from quant.linear import dtype_name
 from quant.processor import local_processor
 from quant.scheme import KERNEL_RULES, KernelRule, LinearShape

@@ -24,7 +24,7 @@ from actors.messages import Request, Sampling
 from actors.stage_group import StageGroup
 from benchmarks.local_head import CLUSTER, MODEL, name_of
 from llmpq import Cluster, Workload
-from llmpq.session import ray_session
+from llmpq.remote.session import ray_session
 
 ROWS = 64
 PATHS = ("/metrics", "/api/local_raylet_healthz")

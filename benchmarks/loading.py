@@ -42,14 +42,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from actors.architectures import empty_model
-from planner.accelerators import BFLOAT16_CAPABILITY
+from actors.stage.families import empty_model
+from planner.cluster.accelerators import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
-from quant.checkpoint import Checkpoint
-from quant.loader import LayerLoad, load_layer_as, load_tensors, loading
+from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
+from quant.checkpoint.reader import Checkpoint
+from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading
 from quant.processor import local_processor
-from quant.read_ahead import READ_AHEAD_BYTES
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.baselines import baseline, offloading
-from planner.cluster import ClusterSpec
-from planner.costs import CostModel
-from planner.model_shape import model_shape
+from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan import Baseline
-from planner.profile_rows import read_profiles
-from planner.profiles import FittedLatency
-from planner.roofline import RooflineLatency
-from planner.sensitivity import default_sensitivity
+from planner.plan.plan import Baseline
+from planner.profiles.fit import FittedLatency
+from planner.profiles.rows import read_profiles
+from planner.quality.sensitivity import default_sensitivity
+from planner.search.baselines import baseline, offloading
 from planner.workload import Workload
 
 
@@ -29,7 +29,7 @@ class Setting:
     bits: tuple[int, ...]
 
     def baseline(self, name: str) -> Baseline:
-        """That of `planner.baselines` of this name."""
+        """That of `planner.search.baselines` of this name."""
         return baseline(self._costs(), name)
 
     def streamed_bytes(self, name: str) -> float:

@@ -36,16 +36,16 @@ from benchmarks.paper_report import (
     report,
 )
 from benchmarks.profiles_2023 import profile_rows
-from planner.accelerators import GIB
-from planner.cluster import ClusterSpec
-from planner.model_shape import model_shape
+from planner.cluster.accelerators import GIB
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
 from planner.optimiser.problem import Objective
 from planner.options import PlanOptions
-from planner.plan import Baseline, Plan
-from planner.profile_rows import write_profiles
-from planner.search import find_plan
+from planner.plan.plan import Baseline, Plan
+from planner.profiles.rows import write_profiles
+from planner.search.search import find_plan
 from planner.workload import Workload
-from quant.errors import InfeasibleError
+from quant.common.errors import InfeasibleError
 from quant.scheme import BITWIDTHS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 
 from actors.messages import Request, Sampling, StageStats
-from actors.pipeline import LocalPipeline, drive
-from actors.planned_stage import stage_spec
-from actors.scheduler import QueueScheduler
-from actors.stage import Stage
+from actors.schedule.pipeline import LocalPipeline, drive
+from actors.schedule.static import QueueScheduler
+from actors.stage.planned import stage_spec
+from actors.stage.stage import Stage
 from actors.stage_group import StageGroup
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL
@@ -34,8 +34,8 @@ from benchmarks.throughput_cases import Case
 from benchmarks.throughput_contestants import CLUSTER
 from benchmarks.turns import spread
 from llmpq import Cluster, Workload
-from llmpq.session import ray_session
-from planner.plan import MicroBatches, Plan
+from llmpq.remote.session import ray_session
+from planner.plan.plan import MicroBatches, Plan
 from quant.processor import local_processor
 
 PREFILL_S, DECODE_S = 0.05, 0.025

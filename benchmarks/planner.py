@@ -35,16 +35,16 @@ from benchmarks.planner_growth import (
     plot_growth,
 )
 from benchmarks.published import PublishedOutcome, solve_published
-from planner.assignment import solve
-from planner.candidates import Candidates, SearchCandidate
-from planner.cluster import ClusterSpec
-from planner.costs import CostModel
-from planner.model_shape import ModelShape, model_shape
+from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.problem import AssignmentProblem, FloatArray, Objective
+from planner.optimiser.solve import solve
 from planner.options import PlanOptions
-from planner.plan_builder import Solution
-from planner.search import cost_model, find_plan, search
-from planner.sensitivity import default_sensitivity
+from planner.plan.builder import Solution
+from planner.quality.sensitivity import default_sensitivity
+from planner.search.candidates import Candidates, SearchCandidate
+from planner.search.search import cost_model, find_plan, search
 from planner.workload import Workload
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "cluster_specs"

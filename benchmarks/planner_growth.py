@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.assignment import solve
 from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.solve import solve
 
 BITS = (3, 4, 8, 16)
 GAP = 1e-4

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from planner.accelerators import Accelerator, find_accelerator
-from planner.profile_rows import ProfileRow, read_profiles
+from planner.cluster.accelerators import Accelerator, find_accelerator
+from planner.profiles.rows import ProfileRow, read_profiles
 
 T4, V100, P100 = "T4-16GB", "V100-SXM2-32GB", "P100-PCIE-12GB"
 EXTRAPOLATED_DEVICES = ("A100-SXM4-40GB", "A800-SXM4-80GB")

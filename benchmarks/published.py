@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from planner.optimiser.objective import linear_latency, objective_scale
+from planner.optimiser.milp.objective import linear_latency, objective_scale
+from planner.optimiser.milp.relaxation import OBJECTIVE_UNITS, memory_row
 from planner.optimiser.problem import AssignmentProblem, evaluate
-from planner.optimiser.relaxation import OBJECTIVE_UNITS, memory_row
 
 
 @dataclass(frozen=True)

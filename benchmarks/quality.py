@@ -30,18 +30,18 @@ import numpy.typing as npt
 import torch
 from scipy.stats import t as student
 
-from actors.streaming import compute_on
+from actors.stage.layer_stream import compute_on
 from benchmarks.divergence import Divergence
 from benchmarks.machine import processor_name
-from llmpq.indicator import measure_indicators
-from llmpq.perplexity import Perplexity
-from llmpq.scoring import Subject, evaluate
-from llmpq.text import Windows, token_windows
-from llmpq.tokenize import load_tokenizer
-from planner.assignment import AssignmentProblem, solve
-from planner.model_shape import ModelShape, model_shape
-from planner.sensitivity import default_sensitivity
-from quant.representation import LayerScheme
+from llmpq.quality.indicator import measure_indicators
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.scoring import Subject, evaluate
+from llmpq.quality.text import Windows, token_windows
+from llmpq.tokenizing.requests import load_tokenizer
+from planner.model.finding import ModelShape, model_shape
+from planner.optimiser.solve import AssignmentProblem, solve
+from planner.quality.sensitivity import default_sensitivity
+from quant.loading.representation import LayerScheme
 from quant.scheme import BITWIDTHS, fallback_rule
 from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.indicators import (

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from actors.streaming import compute_on
+from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts, weight_only
-from llmpq.indicator import Calibration
-from llmpq.perplexity import Perplexity
-from llmpq.quantize import quantize_checkpoint
-from llmpq.scoring import Subject, evaluate
-from llmpq.text import Windows, token_windows
-from llmpq.tokenize import load_tokenizer
+from llmpq.quality.indicator import Calibration
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.quantize import quantize_checkpoint
+from llmpq.quality.scoring import Subject, evaluate
+from llmpq.quality.text import Windows, token_windows
+from llmpq.tokenizing.requests import load_tokenizer
 from quant.canonical import dequantize, quantize
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.rounding import Rounding

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.messages import Admission, MicroBatch, Sampling
-from actors.sampler import Sampler, choose_tokens
+from actors.stage.sampler import Sampler, choose_tokens
 from benchmarks.machine import processor_name
 
 REQUESTS, VOCABULARY, PROMPT_TOKENS, TURNS = 32, 50_272, 300, 25

@@ -22,21 +22,21 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from actors.streaming import compute_on
+from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality import CPU, EXAMPLES, MODEL, Bits, read_texts, weight_only
 from llmpq import Cluster, Plan, Workload
-from llmpq.indicator import measure_indicators
-from llmpq.indicator_options import IndicatorOptions
-from llmpq.omega import measure_omega, measure_points
-from llmpq.perplexity import EvaluationOptions, Perplexity
-from llmpq.scoring import evaluate
-from llmpq.text import Windows, token_windows
-from llmpq.tokenize import load_tokenizer
-from planner.cluster import ClusterSpec
-from planner.model_shape import model_shape
-from planner.sensitivity import save_omega
-from quant.errors import InfeasibleError
+from llmpq.quality.indicator import measure_indicators
+from llmpq.quality.indicator_options import IndicatorOptions
+from llmpq.quality.omega import measure_omega, measure_points
+from llmpq.quality.perplexity import EvaluationOptions, Perplexity
+from llmpq.quality.scoring import evaluate
+from llmpq.quality.text import Windows, token_windows
+from llmpq.tokenizing.requests import load_tokenizer
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.quality.sensitivity import save_omega
+from quant.common.errors import InfeasibleError
 from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.indicators import (
     HessianStatistics,

@@ -71,7 +71,7 @@ def serve_ours(
     from actors.messages import Request, Sampling
     from actors.stage_group import StageGroup
     from llmpq import Cluster, Workload
-    from llmpq.session import ray_session
+    from llmpq.remote.session import ray_session
 
     specification = folder.with_name(f"cpu_{stages}.yaml")
     specification.write_text(CLUSTER.format(stages=stages, threads=CORES // stages))

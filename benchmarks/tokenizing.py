@@ -21,10 +21,10 @@ from statistics import median
 
 from actors.sampling import GREEDY
 from benchmarks.machine import processor_name
-from llmpq.rows import Row
-from llmpq.tokenize import RequestMaker, load_tokenizer
+from llmpq.rows.row import Row
 from llmpq.tokenizing.process import Limits
-from planner.model_shape import model_shape
+from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from planner.model.finding import model_shape
 from planner.workload import Workload
 
 MODEL = Path(__file__).parents[1] / "examples/demo_model"
@@ -35,7 +35,7 @@ Times = tuple[float, float]
 """Seconds of the clock, and of this process's processor time."""
 
 LOADING = {
-    "process": "from llmpq.tokenize import load_tokenizer as load",
+    "process": "from llmpq.tokenizing.requests import load_tokenizer as load",
     "driver": "from transformers import AutoTokenizer\nload = AutoTokenizer.from_pretrained",
 }
 _TIMED = """

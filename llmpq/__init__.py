@@ -3,8 +3,8 @@
 from actors.messages import Sampling
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
-from llmpq.results import Result
+from llmpq.rows.results import Result
 from planner.workload import Workload
-from quant.errors import LlmpqError
+from quant.common.errors import LlmpqError
 
 __all__ = ["Cluster", "LlmpqError", "Plan", "Result", "Sampling", "Workload"]

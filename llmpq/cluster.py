@@ -9,11 +9,11 @@ from pathlib import Path
 
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
-from planner.cluster import ClusterSpec
-from planner.front import FrontPoint, trace_front
+from planner.cluster.spec import ClusterSpec
 from planner.option_rules import refuse_ignored
 from planner.options import FRONT_RULES, PlanOptions
-from planner.search import find_plan, planning_costs
+from planner.search.front import FrontPoint, trace_front
+from planner.search.search import find_plan, planning_costs
 from planner.workload import Workload
 
 

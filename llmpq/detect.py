@@ -8,10 +8,10 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-from llmpq.session import ray_session
-from planner.accelerators import find_accelerator
-from planner.cluster import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
-from quant.errors import DeviceError, SpecError
+from llmpq.remote.session import ray_session
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.spec import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
+from quant.common.errors import DeviceError, SpecError
 
 GIB = 2**30
 _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")

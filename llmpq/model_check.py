@@ -10,11 +10,11 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from actors.generation_config import eos_token_ids
-from planner.model_shape import ModelShape, model_shape
-from planner.weight_check import check_weights
-from quant.errors import SpecError
-from quant.model_reference import local_path
+from actors.stage.generation_config import eos_token_ids
+from planner.model.finding import ModelShape, model_shape
+from planner.model.weight_check import check_weights
+from quant.checkpoint.model_reference import local_path
+from quant.common.errors import SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:

@@ -8,25 +8,26 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import Transport
-from actors.recovery import OnDeviceLoss, OnEvent, Recovery, ignore_event
-from llmpq.jobs.stream import Results
-from llmpq.perplexity import AUTO, EvaluationOptions, Perplexity
+from actors.recovery.policy import OnDeviceLoss, OnEvent, Recovery, ignore_event
+from llmpq.jobs.formats.items import rows_of
+from llmpq.quality.perplexity import AUTO, EvaluationOptions, Perplexity
+from llmpq.quality.text import Document
 from llmpq.report import write_report
-from llmpq.rows import RowInput, rows_of
-from llmpq.sampling_defaults import GenerationConfigUse, SamplingInput
-from llmpq.text import Document
+from llmpq.rows.row import RowInput
+from llmpq.rows.sampling_defaults import GenerationConfigUse, SamplingInput
+from llmpq.run.stream import Results
 from llmpq.tokenizing.process import ROW_S
-from planner.costs import CostModel
-from planner.explain import Explanation, StageLimits, explain, stage_limits
-from planner.front import FrontPoint
+from planner.costs.model import CostModel
+from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
+from planner.explanation.planned_assignment import planned_assignment
 from planner.micro_batches import MicroBatches
-from planner.plan import Plan as PlanData
-from planner.plan import PlannedModel, Prediction, SolverRecord, StagePlan
-from planner.planned_assignment import planned_assignment
-from planner.trace import write_chrome_trace, write_gantt
+from planner.plan.plan import Plan as PlanData
+from planner.plan.plan import PlannedModel, Prediction, SolverRecord, StagePlan
+from planner.search.front import FrontPoint
+from planner.simulation.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
 from quant.cache.settings import cache_settings
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 
 class Plan:
@@ -153,9 +154,9 @@ class Plan:
         generation_config.json, or with `generation_config="none"` greedy; what holds is in the
         results' `sampling`. A row whose chat template or tokens take more than `row_s` seconds
         becomes an error. Raises what `llmpq.errors` lists before anything is started, and
-        `quant.errors.HeadLostError` where the Ray that was started here comes to its end.
+        `quant.common.errors.HeadLostError` where the Ray that was started here comes to its end.
         """
-        from llmpq.run import Run, RunOptions
+        from llmpq.run.run import Run, RunOptions
 
         options = RunOptions(
             model=model,
@@ -191,8 +192,8 @@ class Plan:
         lie in Ray's object store, which spills to disk. Needs Ray to be initialised, pandas and
         pyarrow. Raises as `run`.
         """
-        from llmpq.jobs.dataset import dataset_of, rows_in
-        from llmpq.run import Run, RunOptions
+        from llmpq.jobs.formats.dataset import dataset_of, rows_in
+        from llmpq.run.run import Run, RunOptions
 
         options = RunOptions(
             model=model,
@@ -222,7 +223,7 @@ class Plan:
         model has positions) do not overlap; `max_tokens` cuts the text. `device`: auto, cpu or
         cuda; `dtype`: auto (each stage's own), or a type for all. Raises what `llmpq.errors` lists.
         """
-        from llmpq.evaluate import evaluate_plan
+        from llmpq.quality.evaluate import evaluate_plan
 
         options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
         return evaluate_plan(self.data, text, model, options)

@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.messages import StageStats
-from llmpq.run import RunSummary
-from llmpq.slow_stages import PHASES, measured_s, slow_stages, work_of
-from planner.explain import StageLimits
-from planner.front import FrontPoint
-from planner.plan import Baseline, PerplexityForecast, Plan, StagePlan
-from planner.plan_simulation import planned_s
-from planner.static_schedule import Phase
+from llmpq.run.run import RunSummary
+from llmpq.run.slow_stages import PHASES, measured_s, slow_stages, work_of
+from planner.explanation.explain import StageLimits
+from planner.plan.plan import Baseline, PerplexityForecast, Plan, StagePlan
+from planner.plan.simulate import planned_s
+from planner.search.front import FrontPoint
+from planner.simulation.schedule import Phase
 
 GIB = 2**30
 MIB = 2**20

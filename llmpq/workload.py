@@ -8,11 +8,11 @@ from pathlib import Path
 
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import read_rows
-from llmpq.rows import Row
-from llmpq.tokenize import RequestMaker, load_tokenizer
+from llmpq.rows.row import Row
 from llmpq.tokenizing.process import Limits
+from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
 from planner.workload import MAX_TOKENS, Workload
-from quant.errors import CheckpointError, InputError, SpecError
+from quant.common.errors import CheckpointError, InputError, SpecError
 
 # LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
 DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
@@ -41,7 +41,7 @@ def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Wor
 def _longest(rows: list[Row], model: str) -> int:
     tokenizer = None
     if any(row.token_ids is None for row in rows):
-        from quant.model_reference import resolve
+        from quant.checkpoint.model_reference import resolve
 
         try:
             tokenizer = load_tokenizer(resolve(model, weights=False), Limits())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 NEIGHBOURHOOD = 2  # decode sizes lie within this factor of the even share
 

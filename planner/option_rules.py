@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)

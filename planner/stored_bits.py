@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.decoder_shape import ModelShape
+from planner.model.shape import ModelShape
 from planner.options import PlanOptions
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 
 def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.decoder_shape import ModelShape
-from quant.errors import SpecError
+from planner.model.shape import ModelShape
+from quant.common.errors import SpecError
 
 MAX_REQUESTS = 2**20
 MAX_TOKENS = 2**22

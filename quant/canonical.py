@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError, SpecError
 from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
 from quant.scheme import group_size
 from quant.staging import moved_blocks

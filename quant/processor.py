@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quant.errors import DeviceError
+from quant.common.errors import DeviceError
 from quant.scheme import Processor
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError, SpecError
 from quant.scheme import ROUNDINGS
 
 CLIP_FACTORS = (1.0, 0.9, 0.8)

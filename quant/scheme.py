@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 BITWIDTHS = (3, 4, 8, 16)
 ROUNDINGS = ("nearest", "searched", "stochastic")

@@ -15,7 +15,7 @@ from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.transport.links import Links
 from actors.transport.packed import pack, unpack
 from actors.transport.wire import Limits, decode, encode
-from quant.errors import StageLostError
+from quant.common.errors import StageLostError
 
 ANSWER_S = 1800.0
 """A micro-batch that takes longer than half an hour to come back hangs."""
@@ -25,10 +25,10 @@ class Computing(Protocol):
     """A stage that takes its planned time."""
 
     def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        """As `actors.stage.Stage.step`."""
+        """As `actors.stage.stage.Stage.step`."""
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """As `actors.stage.Stage.finish`."""
+        """As `actors.stage.stage.Stage.finish`."""
 
     @property
     def ready_at_s(self) -> float:

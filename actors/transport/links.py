@@ -15,7 +15,7 @@ from torch import Tensor
 
 from actors.transport.meeting import Board, Meeting, MeetingStore
 from actors.transport.wire import Limits, host_memory, message_bytes
-from quant.errors import DeviceError, StageLostError
+from quant.common.errors import DeviceError, StageLostError
 
 FRAME_BYTES = 4 * 2**20
 """A message goes in frames of at most this size: 512 tokens of 4,096 fp16 values are one frame."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 import torch.distributed
 
-from quant.errors import DeviceError
+from quant.common.errors import DeviceError
 
 CONTROL = "control"  # an actor's thread of its own, for calls that must not wait for its work
 LOOPBACK = "127.0.0.1"

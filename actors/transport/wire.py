@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
-from quant.errors import LlmpqError, StageLostError
+from quant.common.errors import LlmpqError, StageLostError
 
 _PREFIX = struct.Struct("<QQQQQQQd")
 """Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns, when an emulated

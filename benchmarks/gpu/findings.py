@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from quant.errors import LlmpqError
+from quant.common.errors import LlmpqError
 
 Cell = str | float | int | bool | None
 

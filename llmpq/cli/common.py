@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from planner.cluster import ClusterSpec
+from planner.cluster.spec import ClusterSpec
 from planner.option_rules import Rule, refuse_ignored
-from quant.errors import HeadLostError, LlmpqError, SpecError, StageLostError
-from quant.printable import printable
+from quant.common.errors import HeadLostError, LlmpqError, SpecError, StageLostError
+from quant.common.printable import printable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(source: Path, target: Path) -> int:
-    from quant.convert import convert
+    from quant.checkpoint.convert import convert
 
     made = convert(source, target)
     sentence = (

@@ -27,20 +27,20 @@ from llmpq.cli.dist_options import (
     run_options,
     sampling_options,
 )
+from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.output.sinks import Output, open_output
 from llmpq.jobs.signals import stop_signals
-from llmpq.jobs.sinks import Output, open_output
 from llmpq.plan import Plan
-from llmpq.progress import RunProgress
-from llmpq.ray_jobs import keep_folder_to_driver
-from llmpq.run import Run, RunOptions, RunSize, job_identity
-from llmpq.submit import known_job, split_options, submit
+from llmpq.remote.ray_jobs import keep_folder_to_driver
+from llmpq.run.progress import RunProgress
+from llmpq.run.run import Run, RunOptions, RunSize, job_identity
 from llmpq.tables import plan_table, summary_table
 from llmpq.tokenizing.process import Limits
-from planner.cluster import ClusterSpec
-from planner.run_trace import check_trace_path
-from quant.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
+from planner.cluster.spec import ClusterSpec
+from planner.plan.run_trace import check_trace_path
+from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import TRANSPORTS, Sampling
-from actors.recovery import Recovery
+from actors.recovery.policy import Recovery
 from llmpq.cli.common import Parser
-from llmpq.jobs.output import SHARD_ROWS, SHARD_S, OutputOptions
-from llmpq.rows import merge_sampling
-from llmpq.run import RunOptions
-from llmpq.sampling_defaults import GENERATION_CONFIGS
-from llmpq.submit import submit_parser
+from llmpq.cli.submit import submit_parser
+from llmpq.jobs.output.output import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.rows.row import merge_sampling
+from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
+from llmpq.run.run import RunOptions
 from llmpq.tokenizing.process import ROW_S
 from planner.option_rules import Rule
 from quant.cache.settings import cache_settings
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 DIST_RULES = (

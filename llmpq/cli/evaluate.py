@@ -12,12 +12,12 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
-from llmpq.text import read_documents
+from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
+from llmpq.quality.text import read_documents
 from planner.option_rules import Rule
-from quant.errors import InputError, SpecError
+from quant.common.errors import InputError, SpecError
+from quant.common.whole_file import names_a_file, write_whole
 from quant.scheme import ROUNDINGS
-from quant.whole_file import names_a_file, write_whole
 
 _RULES = (Rule(("rounding",), "a plan has its own; leave it out", without=("bits",)),)
 
@@ -46,13 +46,13 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
-    from llmpq.evaluate import bits_subject, device_of, plan_subject, windows_of
     from llmpq.model_check import checked_shape
-    from llmpq.run import checkpoint_reference, shape_for_plan
-    from llmpq.scoring import evaluate
-    from planner.plan import Plan
-    from quant.checkpoint import Checkpoint
-    from quant.model_reference import resolve
+    from llmpq.quality.evaluate import bits_subject, device_of, plan_subject, windows_of
+    from llmpq.quality.scoring import evaluate
+    from llmpq.run.run import checkpoint_reference, shape_for_plan
+    from planner.plan.plan import Plan
+    from quant.checkpoint.model_reference import resolve
+    from quant.checkpoint.reader import Checkpoint
 
     settings = EvaluationOptions(
         getattr(options, "sequence_length", None),

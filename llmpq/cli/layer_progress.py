@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llmpq.cli.common import console
-from llmpq.perplexity import ReportProgress
+from llmpq.quality.perplexity import ReportProgress
 
 
 @contextmanager

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
-from llmpq.profile_view import hop_table, loading_table
-from planner.cluster import ClusterSpec
-from planner.model_shape import ModelShape, model_config, model_shape
+from llmpq.profile.tables import hop_table, loading_table
+from planner.cluster.spec import ClusterSpec
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import ModelShape, model_config, model_shape
 from planner.option_rules import Rule
-from planner.profile_design import DesignSpace
-from planner.profile_errors import FitError, all_together, held_out_errors
-from planner.roofline import RooflineLatency
-from quant.errors import InputError, SpecError
+from planner.profiles.design import DesignSpace
+from planner.profiles.errors import FitError, all_together, held_out_errors
+from quant.common.errors import InputError, SpecError
+from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
-from quant.whole_file import names_a_file
 
 if TYPE_CHECKING:
-    from llmpq.profiling import DeviceProfile, ProfileOptions
+    from llmpq.profile.layers import DeviceProfile, ProfileOptions
 
 _RULES = (
     Rule(
@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile_beside import LoadProfile, profile_links
-    from llmpq.profiling import Profile, devices_to_profile, left_of
-    from llmpq.session import ray_session
+    from llmpq.profile.layers import Profile, devices_to_profile, left_of
+    from llmpq.profile.links_and_loading import LoadProfile, profile_links
+    from llmpq.remote.session import ray_session
 
     target = Path(options.output)
     if not names_a_file(target):
@@ -81,7 +81,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _options(options: argparse.Namespace) -> ProfileOptions:
-    from llmpq.profiling import ProfileOptions
+    from llmpq.profile.layers import ProfileOptions
 
     names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
     given = {name: getattr(options, name) for name in names if name in options}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.perplexity import AUTO
+from llmpq.quality.perplexity import AUTO
+from llmpq.quality.text import read_documents
 from llmpq.tables import size_text
-from llmpq.text import read_documents
-from quant.errors import InputError, SpecError
+from quant.common.errors import InputError, SpecError
 
 SEQUENCES = 128
 SEQUENCE_LENGTH = 2048
@@ -31,14 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _quantize(options: argparse.Namespace) -> int:
     import torch
 
-    from actors.streaming import compute_on
-    from llmpq.evaluate import compute_dtype, device_of
-    from llmpq.indicator import Calibration
-    from llmpq.quantize import check_target, quantize_checkpoint
-    from llmpq.text import token_windows
-    from llmpq.tokenize import load_tokenizer
-    from planner.model_shape import model_shape
-    from quant.checkpoint import Checkpoint
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.evaluate import compute_dtype, device_of
+    from llmpq.quality.indicator import Calibration
+    from llmpq.quality.quantize import check_target, quantize_checkpoint
+    from llmpq.quality.text import token_windows
+    from llmpq.tokenizing.requests import load_tokenizer
+    from planner.model.finding import model_shape
+    from quant.checkpoint.reader import Checkpoint
     from quant.gptq.rounding import GptqOptions
 
     if not options.calibration:
@@ -85,9 +85,9 @@ def _quantize(options: argparse.Namespace) -> int:
 def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
     from llmpq.model_check import checked_shape
-    from llmpq.run import checkpoint_reference, shape_for_plan
-    from planner.plan import Plan
-    from quant.model_reference import resolve
+    from llmpq.run.run import checkpoint_reference, shape_for_plan
+    from planner.plan.plan import Plan
+    from quant.checkpoint.model_reference import resolve
 
     if ("strat_file_name" in options) == ("bits" in options):
         raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llmpq.jobs import streams
-from llmpq.jobs.csv_files import csv_rows
-from llmpq.jobs.formats import SUFFIXES, FileFormat, input_format
-from llmpq.jobs.parquet import parquet_rows
-from llmpq.jobs.record import FileRecord, InputRecord, settled_identities
-from llmpq.jobs.streams import (
+from llmpq.jobs.formats import streams
+from llmpq.jobs.formats.csv_files import csv_rows
+from llmpq.jobs.formats.format import SUFFIXES, FileFormat, input_format
+from llmpq.jobs.formats.parquet import parquet_rows
+from llmpq.jobs.formats.streams import (
     READ_ERRORS,
     contradiction,
     numbered_lines,
     reason,
 )
-from llmpq.row_ids import Occurrences
-from llmpq.rows import BadRow, Row, row_from_line, row_from_mapping
-from quant.errors import InputError
-from quant.file_identity import FileIdentity
-from quant.foreign_words import path_reason
+from llmpq.jobs.records.record import FileRecord, InputRecord, settled_identities
+from llmpq.rows.ids import Occurrences
+from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
+from quant.common.errors import InputError
+from quant.common.file_identity import FileIdentity
+from quant.common.foreign_words import path_reason
 
 _PLACES_PER_FILE = 2**40
 

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from llmpq.jobs.changes import shown_id
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.ledger import Kind, Ledger, Wanted
-from llmpq.jobs.manifest import JobIdentity
-from llmpq.jobs.record import InputRecord
-from llmpq.jobs.sinks import Output
-from llmpq.results import Result
-from llmpq.rows import BadRow, Row
-from quant.errors import InputError
-from quant.file_identity import FileIdentity
+from llmpq.jobs.output.sinks import Output
+from llmpq.jobs.records.changes import shown_id
+from llmpq.jobs.records.ledger import Kind, Ledger, Wanted
+from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.records.record import InputRecord
+from llmpq.rows.results import Result
+from llmpq.rows.row import BadRow, Row
+from quant.common.errors import InputError
+from quant.common.file_identity import FileIdentity
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from llmpq.report.layers import NOT_KNOWN
 from llmpq.report.markup import Content, Html, join, section, table, tag
 from llmpq.report.overview import least_change_s
 from llmpq.report.reasons import binding, difference, lever, question
-from planner.explain import Explanation, Headroom, StageLimits
-from planner.plan import Baseline, Plan
-from planner.what_if import Answer
+from planner.explanation.explain import Explanation, Headroom, StageLimits
+from planner.explanation.what_if import Answer
+from planner.plan.plan import Baseline, Plan
 
 
 def what_binds(plan: Plan, explanation: Explanation | None) -> Html:

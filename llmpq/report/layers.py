@@ -15,8 +15,8 @@ from llmpq.report.reasons import (
     layer_sentences,
     verdict,
 )
-from planner.explain import Alternative, Explanation, LayerReason
-from planner.plan import Plan, StagePlan
+from planner.explanation.explain import Alternative, Explanation, LayerReason
+from planner.plan.plan import Plan, StagePlan
 
 NOT_KNOWN = (
     "The reasons need the cluster, which a plan file does not hold: make the report with "

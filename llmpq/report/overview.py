@@ -5,8 +5,8 @@ from __future__ import annotations
 from llmpq.report.figures import layer_span, number, percent, plural, rate, seconds, size
 from llmpq.report.markup import Html, section, tag
 from llmpq.report.reasons import bottlenecks, lever, summary
-from planner.explain import Explanation
-from planner.plan import Plan, StagePlan
+from planner.explanation.explain import Explanation
+from planner.plan.plan import Plan, StagePlan
 
 
 def overview(plan: Plan, explanation: Explanation | None) -> Html:

@@ -13,11 +13,11 @@ from llmpq.report.overview import overview, pipeline
 from llmpq.report.pareto import pareto
 from llmpq.report.provenance import provenance
 from llmpq.report.resources import memory, schedule, times
-from planner.explain import Explanation
-from planner.front import FrontPoint
-from planner.plan import Plan
-from quant.errors import InputError
-from quant.whole_file import write_whole
+from planner.explanation.explain import Explanation
+from planner.plan.plan import Plan
+from planner.search.front import FrontPoint
+from quant.common.errors import InputError
+from quant.common.whole_file import write_whole
 
 
 def report_page(
@@ -26,8 +26,8 @@ def report_page(
     """The plan as an HTML document.
 
     Without an `explanation` (a plan that was read from its file) the reasons and the schedule are
-    missing, and the page says so. `front`: as `planner.front.trace_front` finds it; by default the
-    plans for other thetas of the explanation.
+    missing, and the page says so. `front`: as `planner.search.front.trace_front` finds it; by
+    default the plans for other thetas of the explanation.
     """
     title = f"{plan.model.name} on {plan.cluster}: plan of llmpq"
     head = tag(

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from llmpq.report.figures import change, number, seconds
 from llmpq.report.markup import Content, Html, section, table, tag
-from planner.explain import Explanation
-from planner.front import FrontPoint
-from planner.plan import Plan
+from planner.explanation.explain import Explanation
+from planner.plan.plan import Plan
+from planner.search.front import FrontPoint
 
 CHART_WIDTH, CHART_HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 22, 56

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmpq.report.figures import number, plural, seconds, size
 from llmpq.report.markup import Content, Html, section, table, tag
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 ESTIMATED = "estimated"
 

@@ -14,9 +14,9 @@ from llmpq.report.figures import (
     seconds,
     size,
 )
-from planner.explain import Alternative, Explanation, LayerReason, StageLimits
-from planner.plan import Plan, StagePlan
-from planner.what_if import Answer, Question
+from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
+from planner.explanation.what_if import Answer, Question
+from planner.plan.plan import Plan, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
 RESOURCES = {

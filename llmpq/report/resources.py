@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from llmpq.report.figures import percent, plural, seconds, shortened, size
 from llmpq.report.markup import Html, folded, legend, section, table, tag
-from planner.explain import Explanation
-from planner.memory import StageMemory
-from planner.plan import Plan, StagePlan
-from planner.simulation import Simulated
-from planner.trace import GanttOptions, gantt_svg
+from planner.costs.memory import StageMemory
+from planner.explanation.explain import Explanation
+from planner.plan.plan import Plan, StagePlan
+from planner.simulation.simulation import Simulated
+from planner.simulation.trace import GanttOptions, gantt_svg
 
 PARTS = (
     ("weights", "weights"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.optimiser.box_method import solve_by_boxes
+from planner.optimiser.boxes.method import solve_by_boxes
+from planner.optimiser.heuristics.transfer import improve_by_transfer
+from planner.optimiser.layer_choice import Candidate
 from planner.optimiser.problem import Assignment, AssignmentProblem
 from planner.optimiser.quality_tables import QualityTables
-from planner.optimiser.recovery import Candidate
 from planner.optimiser.solve_options import SolveOptions
-from planner.optimiser.transfer import improve_by_transfer
 
 TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
 

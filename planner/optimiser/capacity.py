@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
-from quant.errors import InfeasibleError
+from quant.common.errors import InfeasibleError
 
 GIB = 2**30
 SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double precision

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
-from quant.errors import CheckpointError
+from quant.common.errors import CheckpointError
 from quant.scheme import LinearShape
 from quant.staging import moved_blocks
 

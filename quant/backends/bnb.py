@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from quant.backends.base import copy_of, tensor_bytes
-from quant.errors import DeviceError
+from quant.common.errors import DeviceError
 from quant.scheme import NF4_BLOCK, LinearShape
 
 _OUTLIER_THRESHOLD = 6.0

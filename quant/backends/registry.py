@@ -9,14 +9,14 @@ import torch
 
 from quant.backends.base import PackedWeight
 from quant.backends.bnb import BnbInt8, BnbNf4
+from quant.backends.cpu.int3pack import Int3Pack
+from quant.backends.cpu.int4pack import Int4Pack
+from quant.backends.cpu.int8pack import Int8Pack
+from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit
-from quant.backends.int3pack import Int3Pack
-from quant.backends.int4pack import Int4Pack
-from quant.backends.int8pack import Int8Pack
-from quant.backends.onednn_w8a8 import OneDnnW8A8
-from quant.backends.torch_3bit import Torch3Bit
-from quant.backends.torch_4bit import Torch4Bit
-from quant.backends.torch_8bit import Torch8Bit
+from quant.backends.portable.torch_3bit import Torch3Bit
+from quant.backends.portable.torch_4bit import Torch4Bit
+from quant.backends.portable.torch_8bit import Torch8Bit
 from quant.scheme import fallback_rule
 
 BACKENDS: dict[str, type[PackedWeight]] = {

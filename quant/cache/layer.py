@@ -26,9 +26,9 @@ from torch import nn
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, usable_backend
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
+from quant.checkpoint.tensor_header import DamagedFileError
 from quant.linear import QuantizedLinear, dtype_name
 from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
-from quant.tensor_header import DamagedFileError
 
 _LIBRARIES = ("torch", "bitsandbytes")
 """Those that lay out or round packed weights."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 DEFAULT_LIMIT_BYTES = 100 << 30
 """Several 70B models at 4 bit; half of the free space where that is less."""

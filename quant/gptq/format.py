@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from quant.canonical import CanonicalWeight, quantize, row_blocks
-from quant.checkpoint import Checkpoint
-from quant.errors import CheckpointError
-from quant.gptq.config import STORED_BITS
+from quant.checkpoint.gptq_config import STORED_BITS
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import CheckpointError
 from quant.scheme import group_size
 
 _WORD = 32

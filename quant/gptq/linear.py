@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quant.checkpoint import Checkpoint
-from quant.errors import PlanMismatchError
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import PlanMismatchError
 from quant.gptq.format import read_gptq, to_canonical
 from quant.linear import linear_of_codes
 from quant.scheme import Processor

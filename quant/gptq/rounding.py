@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.canonical import CANONICAL_BITS
-from quant.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError, SpecError
 from quant.gptq.format import GptqWeight
 from quant.rounding import round_up_to_bfloat16
 from quant.scheme import group_size

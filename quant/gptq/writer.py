@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quant.checkpoint import Checkpoint
-from quant.errors import SpecError
-from quant.gptq.config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
+from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY, GPTQ_CONFIG_FILE, WHOLE_ROW
+from quant.checkpoint.model_folder import write_index
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import INDEX_FILE
+from quant.common.errors import SpecError
 from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
 from quant.gptq.rounding import GptqOptions
-from quant.model_folder import write_index
 from quant.scheme import GROUP_SIZES, group_size
-from quant.stored_tensors import INDEX_FILE
 
 _FULL_BITS = 16
 

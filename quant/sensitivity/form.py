@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 from quant.scheme import group_size
 
 ROUNDINGS = ("nearest", "stochastic")

@@ -12,7 +12,7 @@ from scipy.linalg import blas, eigh_tridiagonal
 from torch import Tensor
 
 from quant.canonical import dequantize, quantize, row_blocks
-from quant.errors import CheckpointError
+from quant.common.errors import CheckpointError
 
 _TOLERANCE = 1e-3
 """Of the residual: eigenvalues came out within 1e-5 of the exact ones, 1e-2 leaves 4e-3."""

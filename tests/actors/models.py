@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from actors.messages import Request, Sampling
-from actors.pipeline import LocalPipeline, drive
-from actors.scheduler import QueueScheduler
-from actors.stage import Stage
-from actors.stage_spec import StageSpec
+from actors.schedule.pipeline import LocalPipeline, drive
+from actors.schedule.static import QueueScheduler
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage
 from quant.scheme import Processor
 
 LAYERS = 5

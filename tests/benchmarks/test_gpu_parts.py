@@ -167,7 +167,7 @@ def test_an_unknown_gpu_is_told_how_to_be_made_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Z900 Turbo")
-    with pytest.raises(NotRunError, match=r"planner/accelerators.toml.*NVIDIA_Z900_Turbo"):
+    with pytest.raises(NotRunError, match=r"planner/cluster/accelerators.toml.*NVIDIA_Z900_Turbo"):
         models.accelerator_of(Place(tmp_path, tmp_path))
 
 

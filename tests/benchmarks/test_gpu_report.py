@@ -18,7 +18,7 @@ from benchmarks.gpu.parts import PARTS, TIME_LIMIT_S, Part, choose
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.report import PartResult, Report
 from benchmarks.gpu.runner import Runner, child_environment
-from quant.errors import DeviceError
+from quant.common.errors import DeviceError
 
 MACHINE = {
     "gpu": "NVIDIA Toy", "capability": "9.0", "memory_bytes": 2**34, "multiprocessors": 7,

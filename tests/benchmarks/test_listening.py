@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.listening import Listening
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 
 def test_nothing_of_a_local_run_is_open_to_other_machines(tmp_path: Path) -> None:

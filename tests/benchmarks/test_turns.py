@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.machine import process_tree
 from benchmarks.turns import Contestant, ContestantError
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 END_S = 20.0
 SPINS = """
 import subprocess, sys, threading

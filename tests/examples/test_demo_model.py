@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from quant.canonical import dequantize, quantize
+from tests.paths import EXAMPLES
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MODEL = EXAMPLES / "demo_model"
 PROMPTS = EXAMPLES / "demo_prompts.jsonl"
 

@@ -16,13 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.messages import Sampling
-from llmpq.jobs.files import Files
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.manifest import JobIdentity
-from llmpq.jobs.output import JobOutput, OutputOptions
-from llmpq.results import Result
-from llmpq.rows import BadRow, Row
+from llmpq.jobs.output.output import JobOutput, OutputOptions
+from llmpq.jobs.records.files import Files
+from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.rows.results import Result
+from llmpq.rows.row import BadRow, Row
 
 IDENTITY = JobIdentity("0123456789ab", "fake-model", Sampling(max_new_tokens=8))
 SMALL_SHARDS = OutputOptions(shard_rows=2, shard_s=None)

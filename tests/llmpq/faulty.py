@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from actors.messages import MicroBatch, Sampled, StageStats
-from actors.stage_actor import StageActor
+from actors.processes.stage_actor import StageActor
 
 LARGEST = 2  # requests of a decode micro-batch for which there is memory
 ASKED_BYTES = 2 * 2**30

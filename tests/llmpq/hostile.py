@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plan import Plan as PlanData
+from planner.plan.plan import Plan as PlanData
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
 HOSTILE_TEXTS = ("<script>alert(1)</script>", "\"onload='x'", "[bold red]x[/]", "a&b;\x1b[31mred")

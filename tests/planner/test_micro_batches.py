@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from planner.micro_batches import MicroBatches, micro_batch_pairs
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 
 def test_the_paper_s_batch_on_four_stages() -> None:

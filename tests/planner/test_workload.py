@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from planner.workload import MAX_REQUESTS, MAX_TOKENS, Workload
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 
 
 def test_total_length() -> None:

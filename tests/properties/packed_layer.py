@@ -15,11 +15,11 @@ from torch import nn
 
 from quant.cache.folder import CacheKey, ShardCache
 from quant.cache.layer import LayerForm, fill_from, layer_key, new_entry, read_layer
+from quant.checkpoint.tensor_file import _HEADER_CRC32, _header_crc32
+from quant.checkpoint.tensor_header import DamagedFileError, Header, _place
 from quant.linear import quantize_linear
-from quant.loader import module_nbytes
+from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
-from quant.tensor_file import _HEADER_CRC32, _header_crc32
-from quant.tensor_header import DamagedFileError, Header, _place
 from tests.properties.mutation import mutate_framed
 
 FORM = LayerForm(4, Processor(), torch.float32, torch.device("cpu"), "torch_4bit")

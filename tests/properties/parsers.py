@@ -20,27 +20,27 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from actors.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
 from actors.messages import Sampling
-from llmpq.jobs.finished import identity
-from llmpq.jobs.manifest import Manifest
+from actors.stage.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
+from llmpq.jobs.output.finished import identity
+from llmpq.jobs.records.manifest import Manifest
+from llmpq.quality.text import read_documents
 from llmpq.report import report_page
-from llmpq.row_ids import FINGERPRINT_HEX, digest
-from llmpq.rows import BadRow, merge_sampling, row_from_line
-from llmpq.sampling_defaults import job_sampling
+from llmpq.rows.ids import FINGERPRINT_HEX, digest
+from llmpq.rows.row import BadRow, merge_sampling, row_from_line
+from llmpq.rows.sampling_defaults import job_sampling
 from llmpq.tables import comparison_table, plan_table
-from llmpq.text import read_documents
-from planner.cluster import ClusterSpec
-from planner.cluster_file import MOST_TIME_SCALE
-from planner.model_shape import model_shape
-from planner.plan import Plan
-from planner.plan_check import check_plan
-from planner.profile_rows import read_profiles, write_profiles
-from planner.sensitivity import load_omega
+from planner.cluster.file import MOST_TIME_SCALE
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.plan.check import check_plan
+from planner.plan.plan import Plan
+from planner.profiles.rows import read_profiles, write_profiles
+from planner.quality.sensitivity import load_omega
 from planner.workload import Workload
-from quant.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from quant.errors import LlmpqError, SpecError
-from quant.gptq.config import CONFIG_FILE, read_gptq_config
+from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
+from quant.checkpoint.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
+from quant.common.errors import LlmpqError, SpecError
 from tests.properties import tokenizers
 from tests.properties.mutation import (
     Mutate,
@@ -280,7 +280,7 @@ def _read_all(folder: Path) -> bool:
 
 
 def _manifest(data: bytes, folder: Path) -> bool:
-    from llmpq.jobs.manifest import JobIdentity
+    from llmpq.jobs.records.manifest import JobIdentity
 
     found = Manifest.read(_file(folder, "job.json", data))
     assert found is not None

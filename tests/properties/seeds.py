@@ -7,18 +7,17 @@ import json
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmpq import Cluster, Workload
-from planner.architectures import shape_from_config
-from planner.decoder_shape import ModelShape
-from planner.model_shape import model_shape
-from planner.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
+from planner.model.families import shape_from_config
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
+from planner.model.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BITS = (3, 4, 8, 16)
 _MODEL = str(ROOT / "examples/demo_model")
 _LLAMA: dict[str, Any] = {
@@ -286,7 +285,7 @@ def manifest_seed() -> tuple[bytes, ...]:
     from dataclasses import asdict
 
     from actors.messages import Sampling
-    from llmpq.jobs.manifest import JobIdentity, Manifest
+    from llmpq.jobs.records.manifest import JobIdentity, Manifest
 
     made = Manifest.of(JobIdentity("m", "name", Sampling(max_new_tokens=8)), 1, False)
     return (json.dumps(asdict(made)).encode(),)
@@ -294,8 +293,8 @@ def manifest_seed() -> tuple[bytes, ...]:
 
 def result_seed() -> tuple[bytes, ...]:
     """A line of results."""
-    from llmpq.jobs.finished import line_of
-    from llmpq.results import Result
+    from llmpq.jobs.output.finished import line_of
+    from llmpq.rows.results import Result
 
     result = Result("a", "text", (1, 2), "stop")
     return (line_of(result, f"{'0' * 12}-{'1' * 20}"),)

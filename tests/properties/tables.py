@@ -7,10 +7,10 @@ import json
 from functools import cache
 from pathlib import Path
 
-from llmpq.jobs.csv_files import csv_lines
-from llmpq.jobs.finished import identities
+from llmpq.jobs.formats.csv_files import csv_lines
 from llmpq.jobs.inputs import JobInput
-from llmpq.rows import BadRow, Row
+from llmpq.jobs.output.finished import identities
+from llmpq.rows.row import BadRow, Row
 from tests.properties.seeds import line_seeds
 
 

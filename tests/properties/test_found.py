@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from llmpq.rows import BadRow, row_from_line
-from quant.checkpoint import SINGLE_FILE, Checkpoint
-from quant.errors import CheckpointError
+from llmpq.rows.row import BadRow, row_from_line
+from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
+from quant.common.errors import CheckpointError
 from tests.properties.mutation import nested
 from tests.properties.parsers import parsers
 from tests.properties.seeds import (

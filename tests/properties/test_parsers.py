@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.plan import Plan
-from quant.errors import SpecError
+from planner.plan.plan import Plan
+from quant.common.errors import SpecError
 from tests.properties.mutation import HOSTILE, dumps, nested, places_in
 from tests.properties.parsers import parsers
 from tests.properties.seeds import plan_seeds

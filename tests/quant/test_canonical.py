@@ -15,7 +15,7 @@ from quant.canonical import (
     unpack_nibbles,
     unpack_planes,
 )
-from quant.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError, SpecError
 
 COLUMNS = (1, 7, 32, 64, 96, 100, 128, 200, 256, 640)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quant.canonical import dequantize, quantize, row_blocks
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 from quant.linear import quantize_linear
 from quant.rounding import CLIP_FACTORS, Rounding
 from quant.scheme import Processor

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 from quant.scheme import (
     BITWIDTHS,
     DTYPE_BYTES,

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention import RaggedContext
-from actors.kv_cache import SlotRows
+from actors.attention.kv_cache import SlotRows
+from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
-from actors.stage import Stage, run_decoder
-from actors.stage_spec import StageSpec
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage, run_decoder
 from benchmarks.gpu.findings import Cell, Findings
 from benchmarks.gpu.measurements.models import (
     backends_here,

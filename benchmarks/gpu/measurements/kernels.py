@@ -32,7 +32,7 @@ from benchmarks.linear import (
     random_weight,
 )
 from benchmarks.timing import seconds_of
-from planner.accelerators import BFLOAT16_CAPABILITY
+from planner.cluster.accelerators import BFLOAT16_CAPABILITY
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
 from quant.backends.registry import BACKENDS, self_test

@@ -14,7 +14,7 @@ from statistics import geometric_mean, quantiles
 
 import torch
 
-from actors.layer_timing import TimedLayers
+from actors.profiling.layers import TimedLayers
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.measurements.models import (
     accelerator_of,
@@ -27,12 +27,12 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.gpu.place import Place
 from benchmarks.timing import evictor, seconds_of
-from planner.architectures import shape_from_config
-from planner.device import Device
-from planner.model_shape import ModelShape
-from planner.profile_design import DesignSpace, LayerWorkload, design
-from planner.profile_rows import LayerTerms, ProfileRow, write_profiles
-from planner.roofline import RooflineLatency
+from planner.cluster.device import Device
+from planner.costs.roofline import RooflineLatency
+from planner.model.families import shape_from_config
+from planner.model.finding import ModelShape
+from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
 from quant.cache.layer import LayerForm
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS

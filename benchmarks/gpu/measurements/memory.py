@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from actors.messages import Admission, MicroBatch, Sampling
-from actors.stage import Stage
-from actors.stage_spec import StageSpec
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.measurements.models import (
     MIXED,
@@ -30,15 +30,15 @@ from benchmarks.gpu.measurements.models import (
     release,
 )
 from benchmarks.gpu.place import Place
-from planner.device import Device
-from planner.memory import (
+from planner.cluster.device import Device
+from planner.costs.memory import (
     FULL_BITS,
     StageMemory,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
 )
-from planner.model_shape import model_shape
+from planner.model.finding import model_shape
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS

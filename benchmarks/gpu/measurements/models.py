@@ -18,9 +18,9 @@ from actors.messages import Request, Sampling
 from benchmarks.gpu.findings import Findings, NotRunError
 from benchmarks.gpu.place import Place
 from benchmarks.loading import write_checkpoint
-from planner.accelerators import Accelerator, find_accelerator
-from planner.device import Device
-from quant.errors import SpecError
+from planner.cluster.accelerators import Accelerator, find_accelerator
+from planner.cluster.device import Device
+from quant.common.errors import SpecError
 from quant.processor import local_processor
 from quant.scheme import KERNEL_RULES, LinearShape, backend_name
 
@@ -73,7 +73,7 @@ def accelerator_of(place: Place) -> Accelerator:
     except SpecError as error:
         raise NotRunError(
             f"the planner does not know {name!r} ({error}); add its datasheet to "
-            f"planner/accelerators.toml, with {name.replace(' ', '_')!r} among the aliases"
+            f"planner/cluster/accelerators.toml, with {name.replace(' ', '_')!r} among the aliases"
         ) from error
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.messages import MicroBatch, Request, Sampled, TokenIds
-from actors.pipeline import LocalPipeline, drive
-from actors.planned_stage import stage_spec
-from actors.scheduler import QueueScheduler
-from actors.stage import Stage
+from actors.schedule.pipeline import LocalPipeline, drive
+from actors.schedule.static import QueueScheduler
+from actors.stage.planned import stage_spec
+from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.layers import profile_of
 from benchmarks.gpu.measurements.models import (
@@ -30,15 +30,15 @@ from benchmarks.gpu.measurements.models import (
     requests_of,
 )
 from benchmarks.gpu.place import Place
-from planner.cluster import ClusterSpec
-from planner.costs import CostModel
-from planner.memory import FULL_BITS
-from planner.model_shape import model_shape
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import FULL_BITS
+from planner.costs.model import CostModel
+from planner.model.finding import model_shape
 from planner.optimiser.problem import Assignment, evaluate
 from planner.options import PlanOptions
-from planner.plan import Plan, Prediction
-from planner.plan_builder import Solution, build_plan
-from planner.search import find_plan, planning_costs
+from planner.plan.builder import Solution, build_plan
+from planner.plan.plan import Plan, Prediction
+from planner.search.search import find_plan, planning_costs
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS

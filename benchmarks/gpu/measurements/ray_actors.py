@@ -33,11 +33,11 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.gpu.measurements.planned_run import workload_of
 from benchmarks.gpu.place import Place
-from planner.cluster import ClusterSpec
-from planner.model_shape import model_shape
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan import Plan
-from planner.search import find_plan
+from planner.plan.plan import Plan
+from planner.search.search import find_plan
 from planner.workload import Workload
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 

@@ -7,8 +7,8 @@ import time
 import torch
 from transformers import PretrainedConfig
 
-from actors.stage import Stage
-from actors.stage_spec import StageSpec
+from actors.stage.spec import StageSpec
+from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.models import quiet
 from benchmarks.gpu.place import Place

@@ -17,7 +17,7 @@ from quant.backends.base import CanonicalPacked, tensor_bytes
 from quant.backends.cuda.driver import THREADS, Kernels, Width, kernels_for
 from quant.backends.cuda.layout import pack_octets, unpack_octets
 from quant.canonical import CanonicalWeight, dequantize, row_blocks
-from quant.errors import SpecError
+from quant.common.errors import SpecError
 from quant.scheme import GROUP_SIZES
 
 _OCTET = 8

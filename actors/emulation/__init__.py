@@ -1,0 +1,1 @@
+"""Stages of devices that are not here: they compute for real and take the modelled time."""

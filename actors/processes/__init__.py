@@ -1,0 +1,1 @@
+"""The processes of a run: Ray actors around stages, their placement and their environment."""

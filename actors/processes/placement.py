@@ -1,0 +1,112 @@
+"""Which Ray resources hold each stage to its kind of device: decided before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.cluster.accelerators import find_accelerator
+from quant.common.errors import DeviceError
+
+ACCELERATOR_TYPE = "accelerator_type:"
+# Ray advertises one unit of an accelerator type per node, to be asked for in crumbs.
+CRUMB = 0.001
+
+
+class Placed(Protocol):
+    """What needs a device: a `planner.plan.plan.StagePlan`, or a measurement."""
+
+    @property
+    def index(self) -> int:
+        """Of the stage, for messages."""
+
+    @property
+    def accelerator(self) -> str:
+        """Its name in the registry."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether a CPU stands for it."""
+
+    @property
+    def threads(self) -> int:
+        """Of torch."""
+
+    @property
+    def custom_resource(self) -> str | None:
+        """The Ray resource by which it is found where Ray has no type for it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Resources one stage's actor asks of Ray; `threads` are its torch threads."""
+
+    resources: Mapping[str, float]
+    num_gpus: float
+    num_cpus: float
+    threads: int
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The same as a placement-group bundle; empty for a plain actor."""
+        amounts = {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+
+def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Placement, ...]:
+    """Resources for every stage out of what the Ray cluster offers in total.
+
+    A stage asks for a custom resource that bears its GPU's name or an alias where a node has one:
+    Ray's own `accelerator_type:` cannot tell a V100 of 16 GB from one of 32. Else it asks for that.
+    CPU and emulated devices do without when there is neither. Raises `DeviceError` naming what is
+    missing.
+    """
+    placements = tuple(_place_one(stage, offered) for stage in stages)
+    asked: Counter[str] = Counter()
+    for placement in placements:
+        asked.update(placement.bundle)
+    for name, amount in asked.items():
+        if amount > offered.get(name, 0.0) + 1e-9:
+            raise DeviceError(
+                f"the plan needs {amount:g} of Ray resource {name!r}, but the cluster offers "
+                f"{offered.get(name, 0.0):g}; {_what_is_offered(offered)}"
+            )
+    return placements
+
+
+def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
+    resources = _device_resource(stage, offered)
+    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    if not on_host and not resources:
+        raise DeviceError(
+            f"stage {stage.index} needs a {stage.accelerator}, which no node of the Ray cluster "
+            f"has; {_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` "
+            f"where Ray knows the GPU, else add --resources='{{\"{stage.accelerator}\": 1}}'"
+        )
+    num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
+    return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
+
+
+def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, float]:
+    accelerator = find_accelerator(stage.accelerator)
+    if stage.custom_resource is not None and not stage.emulated:
+        return {stage.custom_resource: 1.0}
+    for name in (accelerator.name, *accelerator.aliases):
+        if offered.get(name) and name != "CPU":
+            return {name: 1.0}
+    typed = f"{ACCELERATOR_TYPE}{accelerator.ray_type}"
+    if accelerator.ray_type and offered.get(typed) and not stage.emulated:
+        return {typed: CRUMB}
+    return {}
+
+
+def _what_is_offered(offered: Mapping[str, float]) -> str:
+    hidden = ("node:", "memory", "object_store_memory")
+    names = [
+        f"{name} x {amount:g}"
+        for name, amount in sorted(offered.items())
+        if not name.startswith(hidden)
+    ]
+    return f"it offers {', '.join(names) or 'nothing'}"

@@ -1,0 +1,95 @@
+"""The Ray head that this process started: without its processes no local run can go on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+# isort: split
+import psutil  # Ray brings it, and has just put it on the path
+
+from quant.common.errors import HeadLostError
+
+LOOK_S = 1.0  # between two looks at its processes
+
+_NEEDED = {"raylet": "raylet", "gcs_server": "control service (GCS)"}
+
+
+def ended_process() -> str | None:
+    """Name the process of this process's own Ray head that has ended, and how; None while all live,
+    and where Ray was started elsewhere.
+    """
+    for kind, process in _started():
+        if kind in _NEEDED and process.poll() is not None:
+            code = process.returncode
+            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            return f"Ray's {_NEEDED[kind]} (process {process.pid}) has ended with {how}"
+    return None
+
+
+def _started() -> list[tuple[str, subprocess.Popen[bytes]]]:
+    """Processes of the head by Ray's name for their kind."""
+    node = ray._private.worker._global_node
+    kinds: list[tuple[str, Any]] = [] if node is None else list(node.all_processes.items())
+    return [(kind, info.process) for kind, started in kinds for info in started]
+
+
+class Ending(Protocol):
+    """A process, which no other one with its number is taken for (psutil's are like that)."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+def below_head() -> list[Ending]:
+    """Processes that those of the head have started."""
+    found: list[Ending] = []
+    for _, process in _started():
+        with suppress(psutil.Error):
+            found += psutil.Process(process.pid).children(recursive=True)
+    return found
+
+
+def end_all(processes: Iterable[Ending]) -> None:
+    """Kill those that are still there."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def lost_message(ended: str) -> str:
+    """What `ended` means for the run."""
+    return f"{ended}; the Ray of a local run does not come back, so this run cannot go on"
+
+
+def check_head() -> None:
+    """Raise `HeadLostError` once a local Ray cannot serve any more."""
+    ended = ended_process()
+    if ended is not None:
+        raise HeadLostError(lost_message(ended))
+
+
+def references_of(stream: Any) -> Iterator[Any]:
+    """Yield what a streaming task brings; its own iterator would wait for a Ray that is gone."""
+    while True:
+        while not ray.wait([stream], timeout=LOOK_S, fetch_local=False)[0]:
+            check_head()
+        try:
+            reference = next(stream)
+        except StopIteration:
+            return
+        yield reference
+
+
+def get_while_it_lives(references: Any) -> Any:
+    """As `ray.get`, which would wait for ever for what a Ray that is gone cannot send any more."""
+    while True:
+        try:
+            return ray.get(references, timeout=LOOK_S)
+        except GetTimeoutError:
+            check_head()

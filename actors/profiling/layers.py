@@ -1,0 +1,162 @@
+"""Decoder layers of random weights on this process's device, ready to be timed; no checkpoint.
+
+Layers pass through the very code of a stage, a few copies in a row, so that what a pass costs
+beside its layers is spread as in a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.attention.kv_cache import KVCache, SlotRows
+from actors.messages import MicroBatch
+from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
+from actors.stage.library_config import with_layers
+from actors.stage.stage import make_cache, run_in_passes
+from planner.profiles.design import LayerWorkload
+from quant.cache.layer import LayerForm, put_submodule
+from quant.linear import quantize_linear
+from quant.loading.loader import module_nbytes
+from quant.loading.prepacked import prepack_linears
+
+# Decode passes take a millisecond a layer, of which what stands around the layers is a share.
+# Prefill passes take long, and what stands around is nothing.
+_DECODE_COPIES, _PREFILL_COPIES = 4, 2
+_LARGE_LAYER_BYTES = 256 * 2**20  # a pass through two of these takes as long as several small ones
+_WEIGHT_SCALE = 0.02  # as models are initialised
+
+
+@dataclass(frozen=True)
+class PreparedWorkload:
+    """What a pass needs: `inputs` `[tokens, hidden_size]`, a filled cache of `copies` layers."""
+
+    batch: MicroBatch
+    cache: KVCache
+    inputs: Tensor
+    copies: int
+
+
+class TimedLayers:
+    """Copies of the decoder layer of the model of `config` in one form; one has `weight_bytes`."""
+
+    def __init__(self, config: PretrainedConfig, form: LayerForm, seed: int = 0) -> None:
+        self._form = form
+        self._generator = torch.Generator().manual_seed(seed)
+        self._model, self._layers = self._empty_layers(config)
+        self._fill(self._layers[0])
+        self.weight_bytes = module_nbytes(self._layers[0])
+        if self.weight_bytes > _LARGE_LAYER_BYTES:
+            del self._layers[_PREFILL_COPIES:]
+        for layer in self._layers[1:]:
+            self._fill(layer)
+
+    @torch.inference_mode()
+    def prepare(self, workload: LayerWorkload) -> PreparedWorkload:
+        """Make inputs, keys and values for `workload`, and pass once to warm up."""
+        copies = len(self._layers) if workload.phase == "decode" else _PREFILL_COPIES
+        batch = _micro_batch(workload)
+        tokens = int(batch.counts.sum())
+        inputs = torch.randn(tokens, self._model.config.hidden_size, generator=self._generator)
+        prepared = PreparedWorkload(
+            batch=batch,
+            cache=self._filled_cache(workload, copies),
+            inputs=inputs.to(self._form.device, self._form.dtype),
+            copies=copies,
+        )
+        self.pass_through(prepared)
+        return prepared
+
+    @torch.inference_mode()
+    def pass_through(self, prepared: PreparedWorkload) -> None:
+        """One pass through `prepared.copies` layers, as a stage makes it."""
+        self._use(prepared.copies)
+        run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs)
+
+    def kv_bytes(self, workload: LayerWorkload) -> int:
+        """What `prepare` will take for keys and values."""
+        config = self._model.config
+        copies = len(self._layers) if workload.phase == "decode" else _PREFILL_COPIES
+        kv_heads, width = _kv_shape(config)
+        element = torch.empty(0, dtype=self._form.dtype).element_size()
+        return 2 * copies * workload.tokens * kv_heads * width * element
+
+    def _empty_layers(self, config: PretrainedConfig) -> tuple[PreTrainedModel, list[nn.Module]]:
+        """A middle stage of as many layers as may be wanted, without memory."""
+        model = empty_model(with_layers(config, _DECODE_COPIES))
+        keep_stage(model, range(_DECODE_COPIES), is_first=False, is_last=False, has_head=False)
+        rotary = getattr(model.get_decoder(), "rotary_emb", None)
+        if rotary is not None:
+            rotary.to(self._form.device)
+        return model, list(self._stack(model))
+
+    @staticmethod
+    def _stack(model: PreTrainedModel) -> Any:
+        return getattr(model.get_decoder(), architecture_of(model.config).layers)
+
+    def _fill(self, layer: nn.Module) -> None:
+        """Give `layer` random weights in the form."""
+        form = self._form
+        for name, linear in list(layer.named_modules()):
+            if isinstance(linear, nn.Linear):
+                weight = self._random(linear.weight.shape).to(torch.bfloat16)
+                bias = None if linear.bias is None else self._random(linear.bias.shape)
+                filled = quantize_linear(
+                    weight, bias, form.bits, form.processor, form.dtype, form.device, form.backend
+                )
+                put_submodule(layer, name, filled)
+        for owner in layer.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                if parameter.is_meta:  # norms
+                    ones = torch.ones(parameter.shape, dtype=form.dtype, device=form.device)
+                    setattr(owner, name, nn.Parameter(ones, requires_grad=False))
+        prepack_linears(layer, form.processor)
+
+    def _random(self, shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=self._generator) * _WEIGHT_SCALE
+
+    def _use(self, copies: int) -> None:
+        """Let the first `copies` layers run and pass through the others."""
+        stack = self._stack(self._model)
+        tupled = architecture_of(self._model.config).layer_returns_tuple
+        for index in range(len(stack)):
+            stack[index] = self._layers[index] if index < copies else PassThrough(tupled)
+
+    def _filled_cache(self, workload: LayerWorkload, copies: int) -> KVCache:
+        """Random keys and values of what stands before; slots as wide as the workload needs."""
+        form, requests, length = self._form, workload.batch_size, workload.length
+        past = length if workload.phase == "decode" else 0
+        cache = make_cache(
+            self._model.config, range(copies), requests, max(past + 1, length), form.dtype,
+            form.device,
+        )  # fmt: skip
+        made = torch.randn(past, *_kv_shape(self._model.config), generator=self._generator)
+        made = made.to(form.device, form.dtype)
+        for slot in range(requests if past else 0):
+            before = MicroBatch(np.array([slot]), np.array([0]), np.array([past]))
+            where = SlotRows.of(before, form.device)
+            for layer in range(copies):
+                cache.append(layer, where, made, made)
+        return cache
+
+
+def _kv_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Heads of keys and values, and the width of one."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, width
+
+
+def _micro_batch(workload: LayerWorkload) -> MicroBatch:
+    requests = workload.batch_size
+    is_prefill = workload.phase == "prefill"
+    return MicroBatch(
+        slots=np.arange(requests),
+        starts=np.full(requests, 0 if is_prefill else workload.length),
+        counts=np.full(requests, workload.length if is_prefill else 1),
+    )

@@ -1,0 +1,209 @@
+"""Timing hops between two processes as stages make them: over links of gloo, and by Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch import Tensor
+
+from actors.messages import MicroBatch
+from actors.processes.environment import stage_environment
+from actors.processes.placement import CRUMB, Placement
+from actors.processes.ray_head import get_while_it_lives
+from actors.transport.links import Links
+from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
+from actors.transport.packed import PackedTensor, pack, unpack
+from actors.transport.wire import decode, encode
+from planner.cluster.links import Place, Way
+from quant.common.errors import DeviceError, LlmpqError
+
+PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+_ROWS = 16
+_WARM_UP = 5
+_PLACING_S = 60.0
+_MEETING_S = 30.0
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class MeasuredHop:
+    """Median seconds of half a round trip; `spread` is the interquartile range over it."""
+
+    way: Way
+    payload_bytes: int
+    seconds: float
+    spread: float
+    repetitions: int
+
+
+class End(BoardKeeper):
+    """One of two processes that send each other hidden states, on a GPU where it has one."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.zeros(1, device=self._device)  # from here on host memory is pinned for a GPU
+        self._links: Links
+
+    def host(self) -> str:
+        """Address of its node."""
+        return str(ray.util.get_node_ip_address())
+
+    def connect(self, meeting: Meeting, index: int, first: Any) -> None:
+        """Link both, which do so at the same time; the `first` one keeps the board."""
+        board = RemoteBoard(first, meeting) if index else self.board(meeting.secret)
+        self._links = Links(meeting, index, board)
+
+    def echo(self, batch: MicroBatch, hidden: PackedTensor) -> PackedTensor:
+        """Take what Ray brought to the device, and from there."""
+        return pack(self._arrived(unpack(hidden)))
+
+    def serve(self, messages: int) -> None:
+        """Send back what comes over the link, so many times."""
+        receiver, sender = self._links.receiver(0, _ANSWER_S), self._links.sender(0)
+        for _ in range(messages):
+            batch, hidden = _hidden(receiver.receive())
+            sender.send(encode(batch, self._arrived(hidden)))
+
+    def by_ray(self, other: Any, turns: int) -> list[MeasuredHop]:
+        """Round trips by object references, of every payload."""
+
+        def trip(batch: MicroBatch, hidden: Tensor) -> None:
+            self._arrived(unpack(ray.get(other.echo.remote(batch, pack(hidden)))))
+
+        return self._timed("ray", trip, turns)
+
+    def by_gloo(self, turns: int) -> list[MeasuredHop]:
+        """Round trips over the link, of every payload."""
+        down, back = self._links.sender(1), self._links.receiver(1, _ANSWER_S)
+
+        def trip(batch: MicroBatch, hidden: Tensor) -> None:
+            down.send(encode(batch, hidden))
+            self._arrived(_hidden(back.receive())[1])
+
+        return self._timed("gloo", trip, turns)
+
+    def _arrived(self, hidden: Tensor) -> Tensor:
+        moved = hidden.to(self._device, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return moved
+
+    def _timed(
+        self, way: Way, trip: Callable[[MicroBatch, Tensor], None], turns: int
+    ) -> list[MeasuredHop]:
+        """Payloads in turns, so that a slow moment of the machine falls on all of them."""
+        batch = MicroBatch(np.arange(_ROWS), np.full(_ROWS, 9), np.ones(_ROWS, dtype=np.int64))
+        hops: list[list[float]] = [[] for _ in PAYLOADS_BYTES]
+        hidden = [
+            torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device)
+            for size in PAYLOADS_BYTES
+        ]
+        for _ in range(_WARM_UP + turns):
+            for seconds, values in zip(hops, hidden, strict=True):
+                began = time.perf_counter()
+                trip(batch, values)
+                seconds.append((time.perf_counter() - began) / 2)
+        return [
+            _median(way, size, seconds[_WARM_UP:])
+            for size, seconds in zip(PAYLOADS_BYTES, hops, strict=True)
+        ]
+
+
+def _median(way: Way, size_bytes: int, seconds: Sequence[float]) -> MeasuredHop:
+    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
+    spread = float((high - low) / middle)
+    return MeasuredHop(way, size_bytes, float(middle), spread, len(seconds))
+
+
+def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
+    decoded: Any = decode(message)
+    batch, hidden = decoded
+    return batch, hidden
+
+
+def measure_hops(
+    ends: Sequence[Placement], place: Place, turns: int = 60, ways: Sequence[Way] = ("gloo", "ray")
+) -> tuple[MeasuredHop, ...]:
+    """Hops between two processes with the devices of `ends`, on one node or on two.
+
+    Needs an initialised Ray. Where gloo does not connect, there are hops by Ray only. Raises
+    `DeviceError` where the cluster has no such place.
+    """
+    if place == "network" and sum(node["Alive"] for node in ray.nodes()) < len(ends):
+        raise DeviceError("the Ray cluster has one node only, and the cluster file several")
+    bundles = [_bundle(end) for end in ends]
+    group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
+    actors: list[Any] = []
+    try:
+        if not group.wait(_PLACING_S):
+            raise DeviceError(
+                f"Ray did not grant {bundles} on {'one node' if place == 'node' else 'two nodes'} "
+                f"within {_PLACING_S:g} s"
+            )
+        for index, end in enumerate(ends):
+            actors.append(_start(end, PlacementGroupSchedulingStrategy(group, index)))
+        return _measured(actors, turns, ways)
+    except RayTaskError as error:
+        if isinstance(error.cause, LlmpqError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise DeviceError(f"a process died while hops were timed: {error}") from error
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _bundle(end: Placement) -> dict[str, float]:
+    """What a stage there asks for, but a crumb of a CPU: hops do not keep threads busy."""
+    return {**end.bundle, "CPU": CRUMB}
+
+
+def _start(end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
+    make_remote: Any = ray.remote  # its annotations lack concurrency groups
+    remote: Any = make_remote(concurrency_groups={CONTROL: 1})(End).options(
+        num_cpus=CRUMB,
+        num_gpus=end.num_gpus,
+        resources=dict(end.resources),
+        runtime_env={"env_vars": stage_environment(end.threads)},
+        scheduling_strategy=strategy,
+    )
+    return remote.remote()
+
+
+def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[MeasuredHop, ...]:
+    first, second = actors
+    found: list[MeasuredHop] = []
+    if "gloo" in ways and _linked(first, second):
+        serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
+        found += get_while_it_lives(first.by_gloo.remote(turns))
+        get_while_it_lives(serving)
+    if "ray" in ways:
+        found += get_while_it_lives(first.by_ray.remote(second, turns))
+    return tuple(found)
+
+
+def _linked(first: Any, second: Any) -> bool:
+    """Whether both could be connected."""
+    ends = (first, second)
+    hosts = get_while_it_lives([end.host.remote() for end in ends])
+    meeting = Meeting(tuple(hosts), _MEETING_S)
+    get_while_it_lives(first.open_meeting.remote(meeting))
+    try:
+        get_while_it_lives([end.connect.remote(meeting, i, first) for i, end in enumerate(ends)])
+    except RayTaskError as error:
+        if not isinstance(error.cause, DeviceError):
+            raise
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""Timing how decoder layers load: quantized from a checkpoint, or as the cache has them.
+
+The checkpoint is one of random weights in a temporary folder. Its files are in the system's cache:
+a disk that reads less quickly than layers are taken in adds the difference.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.exceptions import RayTaskError
+from safetensors.torch import save_file
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.processes.environment import stage_environment
+from actors.processes.placement import place
+from actors.processes.ray_head import get_while_it_lives
+from actors.profiling.task import Wanted
+from actors.stage.families import architecture_of, empty_model, keep_stage
+from actors.stage.library_config import library_config, with_layers
+from actors.stage.stage import path_of
+from planner.cluster.device import Device
+from planner.profiles.loading import Origin
+from quant.cache.folder import ShardCache
+from quant.cache.layer import LayerForm
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
+from quant.common.errors import LlmpqError
+from quant.loading.loader import FULL_BITS, LayerLoad, load_layer_as, loading, module_nbytes
+from quant.loading.prepacked import prepack_linears
+from quant.processor import local_processor
+from quant.scheme import backend_name
+
+_SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
+_LARGE_LAYER_BYTES = 256 * 2**20
+_WEIGHT_SCALE = 0.02
+
+
+@dataclass(frozen=True)
+class LoadTask:
+    """Which bitwidths to load a layer of the model with these values at; as in `ProfileTask`."""
+
+    config: Mapping[str, Any]
+    dtype: str
+    bits: tuple[int, ...]
+    device: str = "cpu"
+    threads: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class MeasuredLoad:
+    """Median `seconds` of a layer of `checkpoint_bytes`, which then holds `held_bytes`."""
+
+    bits: int
+    origin: Origin
+    backend: str
+    seconds: float
+    checkpoint_bytes: int
+    held_bytes: int
+    repetitions: int
+
+
+def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoad, ...]:
+    """Measure in a Ray task that is placed and started as a stage on `device` would be."""
+    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
+    remote: Any = ray.remote(_time_loading).options(
+        num_cpus=placement.num_cpus,
+        num_gpus=placement.num_gpus,
+        resources=dict(placement.resources),
+        runtime_env={"env_vars": stage_environment(placement.threads)},
+        max_retries=0,
+    )
+    try:
+        found: tuple[MeasuredLoad, ...] = get_while_it_lives(remote.remote(task))
+    except RayTaskError as error:
+        if isinstance(error.cause, LlmpqError):
+            raise error.cause from None
+        raise
+    return found
+
+
+def _time_loading(task: LoadTask) -> tuple[MeasuredLoad, ...]:
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    with tempfile.TemporaryDirectory(prefix="llmpq-profile-") as folder:
+        return tuple(_Loads(task, Path(folder)).measured())
+
+
+class _Loads:
+    """A checkpoint of a few layers, and its loads."""
+
+    def __init__(self, task: LoadTask, folder: Path) -> None:
+        self._task, self._folder = task, folder
+        config = library_config(task.config)
+        one = _bytes_of(_stage(with_layers(config, 1)))
+        self._layers, self._turns = _LARGE if one > _LARGE_LAYER_BYTES else _SMALL
+        self._config = with_layers(config, self._layers)
+        self.checkpoint_bytes = one
+        self._write(torch.Generator().manual_seed(task.seed))
+
+    def measured(self) -> Iterator[MeasuredLoad]:
+        """Every bitwidth from the checkpoint; what would be cached, from the cache too."""
+        for bits in self._task.bits:
+            yield self._median(bits, "checkpoint", None)
+            if bits != FULL_BITS:
+                cache = ShardCache(self._folder / "cache", None)
+                self._load(bits, cache)  # writes it
+                yield self._median(bits, "cache", cache)
+
+    def _median(self, bits: int, origin: Origin, cache: ShardCache | None) -> MeasuredLoad:
+        self._load(bits, cache)  # warms up
+        loads = [self._load(bits, cache) for _ in range(self._turns)]
+        form = self._form(bits)
+        return MeasuredLoad(
+            bits,
+            origin,
+            backend_name(form.processor, bits, self._task.dtype),
+            float(np.median([seconds for seconds, _ in loads])),
+            self.checkpoint_bytes,
+            loads[0][1],
+            self._turns,
+        )
+
+    def _form(self, bits: int) -> LayerForm:
+        device = torch.device(self._task.device)
+        dtype: torch.dtype = getattr(torch, self._task.dtype)
+        return LayerForm(bits, local_processor(device), dtype, device)
+
+    def _load(self, bits: int, cache: ShardCache | None) -> tuple[float, int]:
+        """Seconds of a layer, as a stage takes them, and the bytes it holds."""
+        model, form, checkpoint = _stage(self._config), self._form(bits), Checkpoint(self._folder)
+        path = _stack_path(model)
+        loads = [
+            LayerLoad(layer, f"{path}.{index}", form)
+            for index, layer in enumerate(model.get_submodule(path).children())
+        ]
+        began = time.perf_counter()
+        with loading(loads, [], checkpoint, cache):
+            for load in loads:
+                load_layer_as(load, checkpoint, cache)
+                prepack_linears(load.module, form.processor)
+        if form.device.type == "cuda":
+            torch.cuda.synchronize(form.device)
+        seconds = (time.perf_counter() - began) / len(loads)
+        return seconds, module_nbytes(loads[0].module)
+
+    def _write(self, generator: torch.Generator) -> None:
+        model = _stage(self._config)
+        path = _stack_path(model)
+        tensors = {
+            f"{path}.{name}": (
+                torch.randn(parameter.shape, generator=generator).mul_(_WEIGHT_SCALE).bfloat16()
+            )
+            for name, parameter in model.get_submodule(path).named_parameters()
+        }
+        save_file(tensors, self._folder / SINGLE_FILE)
+
+
+def _stage(config: PretrainedConfig) -> PreTrainedModel:
+    """A middle stage of all layers of `config`, without memory."""
+    model = empty_model(config)
+    keep_stage(model, range(config.num_hidden_layers), False, False, has_head=False)
+    return model
+
+
+def _stack_path(model: PreTrainedModel) -> str:
+    decoder = model.get_decoder()
+    return f"{path_of(model, decoder)}.{architecture_of(model.config).layers}"
+
+
+def _bytes_of(model: PreTrainedModel) -> int:
+    """Of the first layer in 16 bits."""
+    first = next(iter(model.get_submodule(_stack_path(model)).children()))
+    return 2 * sum(parameter.numel() for parameter in first.parameters())

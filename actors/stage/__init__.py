@@ -1,0 +1,1 @@
+"""One pipeline stage: its part of the model, its sampling, and what it is told."""

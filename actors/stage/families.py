@@ -1,0 +1,190 @@
+"""The model families a stage can run, and what of each belongs to the first and to the last stage.
+
+A stage keeps transformers' own forward pass and replaces what it does not own by pass-throughs.
+That was held token for token against `generate` for the families listed here and for no other,
+hence the list: some architectures lose information at a cut without any error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from actors.attention.ragged import RAGGED_ATTENTION, RaggedContext, attend, register
+from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Names of the decoder's children, by owner.
+
+    `embedding`: only the first stage has them; `final`: only the last. `head_names`: names under
+    which checkpoints store an untied LM head.
+    """
+
+    layers: str
+    embedding: tuple[str, ...]
+    final: tuple[str, ...]
+    head_names: tuple[str, ...] = ("lm_head",)
+    layer_returns_tuple: bool = False
+    context_as_cache: bool = False
+
+
+_LLAMA_LIKE = Architecture(layers="layers", embedding=("embed_tokens",), final=("norm",))
+
+ARCHITECTURES = {
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE,
+    "opt": Architecture(
+        layers="layers",
+        embedding=("embed_tokens", "embed_positions", "project_in"),
+        final=("final_layer_norm", "project_out"),
+    ),
+    "gpt_neox": Architecture(
+        layers="layers",
+        embedding=("embed_in",),
+        final=("final_layer_norm",),
+        head_names=("lm_head", "embed_out"),
+    ),
+    "bloom": Architecture(
+        layers="h",
+        embedding=("word_embeddings", "word_embeddings_layernorm"),
+        final=("ln_f",),
+        layer_returns_tuple=True,
+        context_as_cache=True,
+    ),
+}
+
+
+def architecture_of(config: PretrainedConfig) -> Architecture:
+    """The entry of `config`'s model type; raises `SpecError` for a family that is not supported."""
+    found = ARCHITECTURES.get(config.model_type)
+    if found is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise SpecError(
+            f"model type {config.model_type!r} cannot run in stages; supported: {known}"
+        )
+    return found
+
+
+class PassThrough(nn.Module):
+    """Stands for a module that lives on another stage: returns its first input."""
+
+    def __init__(self, returns_tuple: bool = False) -> None:
+        super().__init__()
+        self.returns_tuple = returns_tuple
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+        """Return `x`, in a pair if the replaced module did so."""
+        return (x, None) if self.returns_tuple else x
+
+
+class NoPositions(nn.Module):
+    """Stands for position embeddings that were added on the first stage: a zero of no dimension."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return the neutral element of the addition that follows."""
+        return torch.zeros(())
+
+
+class ContextAsCache:
+    """Carries the ragged context down a forward pass that hands on nothing but its cache (BLOOM).
+
+    It answers the questions about lengths that the model asks of a cache so that the alibi and mask
+    tensors, which the ragged attention makes itself, stay one element large.
+    """
+
+    is_compileable = False
+
+    def __init__(self, context: RaggedContext) -> None:
+        self.context = context
+
+    def get_seq_length(self, *_: Any) -> int:
+        """No past, as far as the model is concerned."""
+        return 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """One key at offset zero."""
+        return 1, 0
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The causal model of `config` with every weight on the meta device (no memory)."""
+    register()
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = RAGGED_ATTENTION
+    model.eval()
+    return model
+
+
+def keep_stage(
+    model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
+) -> None:
+    """Replace what a stage of `layers` does not own; global layer indices stay."""
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    stack = getattr(decoder, architecture.layers)
+    for index in range(len(stack)):
+        if index not in layers:
+            stack[index] = PassThrough(architecture.layer_returns_tuple)
+    if not is_first:
+        for name in architecture.embedding:
+            if getattr(decoder, name) is not None:
+                setattr(decoder, name, NoPositions() if "positions" in name else PassThrough())
+    if not is_last:
+        for name in architecture.final:
+            if getattr(decoder, name) is not None:
+                setattr(decoder, name, PassThrough())
+    if not has_head:
+        model.set_output_embeddings(PassThrough())
+    _restore_buffers(decoder)
+    if model.config.model_type == "bloom":
+        _patch_bloom(model, [stack[index] for index in layers])
+
+
+def _restore_buffers(decoder: nn.Module) -> None:
+    """Rotary frequencies are computed, not stored: make them anew off the meta device."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        decoder.rotary_emb = type(rotary)(config=rotary.config)
+
+
+def _patch_bloom(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+    """Give BLOOM's attention, which knows no attention interface, a ragged forward."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    heads = model.config.n_head
+    slopes = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    for block in blocks:
+        attention: Any = block.self_attention
+        attention.alibi_slopes = slopes
+        attention.forward = MethodType(_bloom_attention, attention)
+
+
+def _bloom_attention(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    layer_past: ContextAsCache,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    out = attend(
+        layer_past.context,
+        self.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        self.inv_norm_factor,
+        alibi_slopes=self.alibi_slopes.to(query.device),
+    )
+    return self.dense(out.flatten(1)[None]) + residual, None

@@ -1,0 +1,38 @@
+"""A checkpoint's `generation_config.json`, where the makers of a model say how it is to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from planner.model.config_values import check_end_tokens
+from planner.model.shape import MAX_SIZE
+from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.common.errors import CheckpointError
+from quant.common.settings_file import read_settings
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+def read_generation_config(folder: Path) -> Mapping[str, Any]:
+    """The fields that are set; none where there is no file. `CheckpointError` for one that is
+    malformed.
+    """
+    path = folder / GENERATION_CONFIG_FILE
+    if not path.exists():
+        return {}
+    content = read_settings(path, "mend or delete it", CheckpointError)
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def eos_token_ids(folder: Path, otherwise: object, vocab_size: int = MAX_SIZE) -> tuple[int, ...]:
+    """End-of-sequence tokens of a checkpoint: one or a list, as its generation config says it, and
+    `otherwise` as its model config does. `CheckpointError` where they are none of a vocabulary of
+    `vocab_size`.
+    """
+    found = read_generation_config(folder).get("eos_token_id")
+    if found is None:
+        return check_end_tokens(otherwise, vocab_size, f"{folder / CONFIG_FILE}", CheckpointError)
+    place = f"{folder / GENERATION_CONFIG_FILE}"
+    return check_end_tokens(found, vocab_size, place, CheckpointError)

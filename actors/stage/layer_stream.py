@@ -1,0 +1,292 @@
+"""A model run over a whole text one decoder layer at a time, for calibration and perplexity.
+
+Only one layer's weights are held, so that a 70B model needs the memory of one layer (or of
+embedding or head, where those are larger) and the hidden states of all tokens, which stay in host
+memory in the compute type: sequences x length x hidden size elements, overwritten in place. Layers,
+attention and loading are those of `actors.stage.stage.Stage`.
+
+    stream = LayerStream(folder, compute_on(torch.device("cpu"), torch.float32))
+    for layer in stream_layers(stream, token_ids):
+        with hooks_on(layer.linears):
+            layer.observe()                      # all tokens pass, nothing changes
+        replace_weights_of(layer.module)
+                                                 # then the text passes through what is there now
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.ragged import RaggedContext
+from actors.messages import MicroBatch
+from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
+from actors.stage.library_config import read_config
+from actors.stage.spec import StageSpec
+from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import SpecError
+from quant.linear import dtype_name
+from quant.loading.representation import Compute, LayerScheme, load_layer_as_planned
+from quant.processor import local_processor
+
+TOKENS_AT_ONCE = 2048
+"""Tokens of one pass through a layer: enough for full matrix speed, and few enough that the MLP's
+temporaries stay below a layer's weights."""
+
+_FIRST, _MIDDLE, _LAST = range(3)
+
+
+def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
+    """Computing in `dtype` with the kernels that this machine's `device` runs."""
+    return Compute(device, dtype, local_processor(device))
+
+
+class LayerStream:
+    """The parts of a checkpoint, each loaded when it is asked for and gone when it is dropped.
+
+    `tokens_at_once`: tokens of one pass, at least one whole sequence. Raises `SpecError` for an
+    architecture that stages do not run and `CheckpointError` for unusable weights.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, compute: Compute, tokens_at_once: int = TOKENS_AT_ONCE
+    ) -> None:
+        self.compute = compute
+        self._tokens_at_once = tokens_at_once
+        self._checkpoint = Checkpoint(checkpoint)
+        self.config = read_config(self._checkpoint.folder)
+        architecture = architecture_of(self.config)
+        self.layers: int = self.config.num_hidden_layers
+        self._middle = self._part(_MIDDLE, range(self.layers), compute)
+        decoder = self._middle.get_decoder()
+        self._stack = getattr(decoder, architecture.layers)
+        self._prefix = f"{path_of(self._middle, decoder)}.{architecture.layers}"
+        self._empty = list(self._stack)
+        self._pass_through = PassThrough(architecture.layer_returns_tuple)
+        for index in range(self.layers):
+            self._stack[index] = self._pass_through
+
+    def _part(self, position: int, layers: range, compute: Compute) -> PreTrainedModel:
+        """The model less what belongs to the other parts; `layers` still on the meta device."""
+        spec = StageSpec(
+            index=position,
+            stages=_LAST + 1,
+            layers=layers,
+            bitwidths=(),
+            dtype=dtype_name(compute.dtype),
+            slots=0,
+            max_tokens=0,
+        )
+        model = empty_model(self.config)
+        keep_stage(model, layers, spec.is_first, spec.is_last, spec.has_head)
+        load_ends(model, spec, self._checkpoint, compute.dtype, compute.device)
+        return model
+
+    @property
+    def layers_name(self) -> str:
+        """Full name of the list of decoder layers, such as `model.layers`."""
+        return self._prefix
+
+    def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """`[out, in]` of each linear of a decoder layer by its name within the layer."""
+        named = self._empty[0].named_modules()
+        return {n: (m.out_features, m.in_features) for n, m in named if isinstance(m, nn.Linear)}
+
+    def embed(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Hidden states `[sequences, length, hidden_size]` that go into the first layer.
+
+        `token_ids`: `[sequences, length]` int64; the embedding is held in `dtype` (None: in the
+        compute type). SpecError for ids beyond the vocabulary and sequences longer than the model
+        has positions for.
+        """
+        self._check(token_ids)
+        first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
+        hidden = torch.empty(
+            *token_ids.shape, self.config.hidden_size, dtype=self.compute.dtype, device="cpu"
+        )
+        for rows in self._rows(token_ids):
+            hidden[rows] = self.one_pass(first, token_ids[rows])
+        return hidden
+
+    def layer(self, index: int, hidden: Tensor, scheme: LayerScheme | None = None) -> StreamedLayer:
+        """Load decoder layer `index`, to be run on `hidden`.
+
+        Raises what `quant.loading.loader.load_layer` raises. Without a `scheme` its linears
+        are plain ones in the compute type.
+        """
+        module = copy.deepcopy(self._empty[index])
+        represented = load_layer_as_planned(
+            module,
+            self._checkpoint,
+            f"{self._prefix}.{index}",
+            scheme or LayerScheme(),
+            self.compute,
+        )
+        dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
+        kv_bits = (scheme or LayerScheme()).kv_bits
+        return StreamedLayer(self, index, module, hidden, dtype, represented, kv_bits)
+
+    def tail(self, dtype: torch.dtype | None = None) -> Tail:
+        """Final norm and LM head, held in `dtype` (None: in the compute type)."""
+        compute = self.compute.in_type(dtype)
+        return Tail(self, self._part(_LAST, range(self.layers, self.layers), compute), compute)
+
+    def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
+        """Half-open ranges of sequences and what the layer's module makes of them, on the host."""
+        length, device = layer.hidden.shape[1], self.compute.device
+        slots = min(self.sequences_at_once(length), len(layer.hidden))
+        own = range(layer.index, layer.index + 1)
+        cache = make_cache(self.config, own, slots, length, layer.dtype, device, layer.kv_bits)
+        self._stack[layer.index] = layer.module
+        try:
+            for rows in self._rows(layer.hidden):
+                inputs = layer.hidden[rows].to(layer.dtype)
+                yield rows, self.one_pass(self._middle, inputs, cache).to("cpu")
+        finally:
+            self._stack[layer.index] = self._pass_through
+
+    def sequences_at_once(self, length: int) -> int:
+        """Sequences of `length` tokens in one pass."""
+        return max(1, self._tokens_at_once // length)
+
+    def _rows(self, inputs: Tensor) -> Iterator[slice]:
+        step = self.sequences_at_once(inputs.shape[1])
+        for first in range(0, len(inputs), step):
+            yield slice(first, min(first + step, len(inputs)))
+
+    @torch.no_grad()
+    def one_pass(
+        self, model: PreTrainedModel, inputs: Tensor, cache: KVCache | None = None
+    ) -> Tensor:
+        """`inputs` `[sequences, length, ...]` to hidden states `[sequences, length, width]`."""
+        count, length = inputs.shape[:2]
+        device = self.compute.device
+        batch = MicroBatch(
+            slots=np.arange(count),
+            starts=np.zeros(count, dtype=np.int64),
+            counts=np.full(count, length, dtype=np.int64),
+        )
+        if cache is None:  # no layer will ask for keys
+            cache = make_cache(self.config, range(0), 0, 0, self.compute.dtype, device)
+        context = RaggedContext(cache, batch, SlotRows.of(batch, device))
+        hidden = run_decoder(model, context, inputs.flatten(0, 1).to(device))
+        return hidden.view(count, length, -1)
+
+    def _check(self, token_ids: Tensor) -> None:
+        if token_ids.dim() != 2 or not token_ids.numel() or token_ids.is_floating_point():
+            raise SpecError(
+                f"token ids of shape {list(token_ids.shape)}; give [sequences, length] of at least "
+                "one token"
+            )
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.config.vocab_size:
+            raise SpecError(
+                f"token ids from {int(token_ids.min())} to {int(token_ids.max())} where the "
+                f"vocabulary has {self.config.vocab_size}; the text is of another tokenizer"
+            )
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if limit is not None and token_ids.shape[1] > limit:
+            raise SpecError(
+                f"sequences of {token_ids.shape[1]} tokens, but the model has {limit} positions; "
+                "use a smaller sequence length"
+            )
+
+
+class StreamedLayer:
+    """One loaded decoder layer and the hidden states that it is for.
+
+    `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
+    the host, goes into the layer, which computes in `dtype` and holds keys and values in `kv_bits`;
+    `advance` overwrites it by what comes out. `represented` names the backends of another device
+    that plain products stand for.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        index: int,
+        module: nn.Module,
+        hidden: Tensor,
+        dtype: torch.dtype,
+        represented: frozenset[str],
+        kv_bits: int,
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.hidden = hidden
+        self.dtype = dtype
+        self.represented = represented
+        self.kv_bits = kv_bits
+        self.advanced = False
+        self._stream = stream
+
+    @property
+    def linears(self) -> Mapping[str, nn.Linear]:
+        """The plain linears by their name within the layer, such as `self_attn.q_proj`."""
+        named = self.module.named_modules()
+        return {name: child for name, child in named if isinstance(child, nn.Linear)}
+
+    def outputs(self) -> Generator[tuple[slice, Tensor]]:
+        """Half-open ranges of sequences and their hidden states after the layer, on the host."""
+        return self._stream.through_layer(self)
+
+    def observe(self) -> None:
+        """Send all sequences through for the sake of hooks; nothing is kept."""
+        for _ in self.outputs():
+            pass
+
+    def advance(self) -> None:
+        """Send all sequences through and overwrite `hidden` by the layer's outputs."""
+        for rows, out in self.outputs():
+            self.hidden[rows] = out
+        self.advanced = True
+
+
+class Tail:
+    """Final norm and LM head, loaded."""
+
+    def __init__(self, stream: LayerStream, model: PreTrainedModel, compute: Compute) -> None:
+        self._stream = stream
+        self._model = model
+        self._compute = compute
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """After the final norm (and projection), `[sequences, length, head_width]`, on the device.
+
+        `hidden`: `[sequences, length, hidden_size]` after the last layer; few sequences, they pass
+        at once.
+        """
+        return self._stream.one_pass(self._model, hidden.to(self._compute.dtype))
+
+    @torch.no_grad()
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits `[..., vocabulary]` of rows `[..., head_width]` of `normed`."""
+        logits: Tensor = self._model.get_output_embeddings()(normed)
+        return logits
+
+
+def stream_layers(
+    stream: LayerStream, token_ids: Tensor, schemes: Sequence[LayerScheme] | None = None
+) -> Iterator[StreamedLayer]:
+    """Every decoder layer in turn, loaded, with what goes into it.
+
+    `token_ids`: `[sequences, length]`; `schemes`: one a layer (None: all at 16 bit). When the loop
+    comes back for the next layer, the text is sent through the present one as it then is, unless
+    the loop's body called `advance` itself (as one does whose hooks shall watch this very pass).
+    Raises `SpecError` for schemes that are not one a layer, and what `LayerStream` raises.
+    """
+    if schemes is not None and len(schemes) != stream.layers:
+        raise SpecError(f"{len(schemes)} bitwidths for {stream.layers} layers; give one a layer")
+    hidden = stream.embed(token_ids)
+    for index in range(stream.layers):
+        layer = stream.layer(index, hidden, None if schemes is None else schemes[index])
+        yield layer
+        if not layer.advanced:
+            layer.advance()

@@ -1,0 +1,214 @@
+"""Choosing the next token of every request in one batched call, and seeing that a request has
+ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PretrainedConfig
+
+from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
+from actors.stage.generation_config import eos_token_ids
+from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that finding stop strings needs."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> Any:
+        """Text of `token_ids`."""
+
+
+@dataclass
+class _Running:
+    """A request in a slot, the tokens it has been given, and those that its penalties count."""
+
+    admission: Admission
+    token_ids: list[int]
+    counts: TokenCounts
+    changes_logits: bool
+
+    @classmethod
+    def of(cls, admission: Admission) -> _Running:
+        sampling = admission.sampling
+        counts = TokenCounts.of(admission) if sampling.penalises else NO_TOKENS
+        return cls(admission, list(admission.generated), counts, sampling.changes_logits)
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.admission.sampling
+
+    def draw(self) -> float:
+        """Of its next token, where that is drawn."""
+        if self.sampling.temperature == 0:
+            return 0.0
+        return uniform_draw(self.sampling.seed, self.admission.custom_id, len(self.token_ids))
+
+    def give(self, token: int) -> None:
+        """Add a generated token."""
+        self.token_ids.append(token)
+        if self.counts is not NO_TOKENS:
+            self.counts.add(token)
+
+
+class Sampler:
+    """Keeps the running requests of the last stage by slot.
+
+    `eos_token_ids` end a request unless its sampling says `ignore_eos`; `tokenizer` is only needed
+    for stop strings and is loaded by `for_checkpoint` when the first request brings one.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        tokenizer: Decoder | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._folder = folder
+        self._running: dict[int, _Running] = {}
+
+    @classmethod
+    def for_checkpoint(cls, folder: Path, config: PretrainedConfig) -> Sampler:
+        """A sampler with the checkpoint's own end-of-sequence tokens."""
+        return cls(eos_token_ids(folder, getattr(config, "eos_token_id", None)), folder=folder)
+
+    def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
+        """One token for each request of `batch`; `logits`: `[requests, vocabulary]`."""
+        for admission in batch.admitted:
+            self._running[admission.slot] = _Running.of(admission)
+        running = [self._running[int(slot)] for slot in batch.slots]
+        finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
+        if not finite.all():
+            logits = logits.masked_fill(~finite[:, None], 0.0)
+        tokens = next_tokens(logits, running)
+        reasons = []
+        for slot, request, token, is_finite in zip(
+            batch.slots, running, tokens, finite.tolist(), strict=True
+        ):
+            request.give(int(token))
+            reason = self._finish_reason(request) if is_finite else "error"
+            reasons.append(reason)
+            if reason is not None:
+                del self._running[int(slot)]
+        return Sampled(tokens, tuple(reasons))
+
+    def _finish_reason(self, request: _Running) -> FinishReason | None:
+        sampling = request.sampling
+        if not sampling.ignore_eos and request.token_ids[-1] in self._eos:
+            return "stop"
+        if sampling.stop and self._meets_stop_string(request.token_ids, sampling.stop):
+            return "stop"
+        return "length" if len(request.token_ids) >= request.admission.max_new_tokens else None
+
+    def _meets_stop_string(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
+        """Whether the newest token completes a stop string: look at the tail it can lie in.
+
+        Every token stands for at least one byte, and a character is at most four. Special tokens
+        are kept in the text, as they may be what the user wants to stop at.
+        """
+        tail = max(len(s.encode()) for s in stop) + 4
+        decoder = self._decoder()
+        try:
+            text = decoder.decode(token_ids[-tail:], skip_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a Rust panic is one; the driver decodes all of it, and tells
+            return False
+        return any(s in text for s in stop)
+
+    def _decoder(self) -> Decoder:
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return self._tokenizer
+
+
+def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+    """Next tokens `[requests]` of requests whose `logits` are `[requests, vocabulary]`.
+
+    Requests with a bias or penalties are chosen for apart from the others, which they cost nothing
+    and whose logits keep their type.
+    """
+    changing = [request.changes_logits for request in running]
+    if not any(changing):
+        return _choose(logits, running)
+    tokens = np.empty(len(running), dtype=np.int64)
+    for changes in {*changing}:
+        rows = [row for row, each in enumerate(changing) if each == changes]
+        group = [running[row] for row in rows]
+        part = logits[torch.tensor(rows, device=logits.device)]
+        if changes:
+            part = changed_logits(part, [r.sampling for r in group], [r.counts for r in group])
+        tokens[rows] = _choose(part, group)
+    return tokens
+
+
+def _choose(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
+    return choose_tokens(logits, [r.sampling for r in running], [r.draw() for r in running])
+
+
+def uniform_draw(seed: int, custom_id: str, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but the request and the token's position in it."""
+    digest = hashlib.blake2b(f"{seed}\0{position}\0{custom_id}".encode(), digest_size=8).digest()
+    return float((int.from_bytes(digest, "big") >> 11) * 2.0**-53)
+
+
+def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[float]) -> TokenIds:
+    """Next tokens `[requests]` for `logits` `[requests, vocabulary]`, by inverse transform of
+    `draws`.
+    """
+    tokens = logits.max(-1).indices  # of bfloat16 on a CPU six times as fast as argmax
+    random_rows = [i for i, s in enumerate(sampling) if s.temperature > 0]
+    if random_rows:
+        rows = torch.tensor(random_rows, device=logits.device)
+        chosen = [sampling[i] for i in random_rows]
+        probabilities, order = filtered_probabilities(logits[rows].double(), chosen)
+        cumulative = probabilities.cumsum(-1)
+        u = torch.tensor([[draws[i]] for i in random_rows], dtype=cumulative.dtype)
+        rank = torch.searchsorted(cumulative, u.to(logits.device) * cumulative[:, -1:], right=True)
+        last_kept = (probabilities > 0).sum(-1, keepdim=True) - 1
+        tokens[rows] = order.gather(-1, rank.minimum(last_kept))[:, 0]
+    result: TokenIds = tokens.cpu().numpy().astype(np.int64)
+    return result
+
+
+def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Probabilities in descending order after temperature, top-k, top-p and min-p, and the tokens
+    they are of.
+
+    Both `[requests, vocabulary]`; removed tokens have probability 0. In transformers' order, and as
+    there the most probable token always stays. `logits` in float64 are overwritten, and let go as
+    soon as they are sorted: `planner.costs.memory` counts the bytes.
+    """
+    device, vocabulary = logits.device, logits.shape[-1]
+
+    def each(values: Sequence[float]) -> Tensor:
+        return torch.tensor([[v] for v in values], device=device, dtype=torch.float64)
+
+    scaled = logits.double()
+    del logits
+    # The greatest logit becomes 0 first: no temperature, however small, then makes infinities.
+    scaled -= scaled.amax(-1, keepdim=True)
+    scaled /= each([s.temperature for s in sampling])
+    scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
+    top_k = each([min(s.top_k or vocabulary, vocabulary) for s in sampling])
+    scaled.masked_fill_(torch.arange(vocabulary, device=device) >= top_k, -torch.inf)
+    probabilities = scaled.softmax(-1)
+    before = probabilities.cumsum(-1).sub_(probabilities)
+    top_p = each([s.top_p for s in sampling])
+    probabilities.masked_fill_((before >= top_p) & (top_p < 1), 0.0)
+    # The most probable token has 0 here: what has less than `min_p` of its probability goes.
+    least = each([log(s.min_p) if s.min_p else -inf for s in sampling])
+    probabilities.masked_fill_(scaled < least, 0.0)
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities, order

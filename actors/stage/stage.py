@@ -1,0 +1,314 @@
+"""One pipeline stage on one device: its shard of the model, its KV slots and, on the last stage,
+the sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.attention.cpu_decode import warm_up
+from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.ragged import RaggedContext
+from actors.messages import MicroBatch, Sampled, StageStats
+from actors.stage.families import (
+    ContextAsCache,
+    architecture_of,
+    empty_model,
+    keep_stage,
+)
+from actors.stage.library_config import read_config
+from actors.stage.sampler import Sampler
+from actors.stage.spec import StageSpec
+from planner.cluster.device import CPU_TOKENS_AT_ONCE
+from planner.costs.memory import FULL_BITS
+from quant.cache.folder import ShardCache, open_cache
+from quant.cache.layer import LayerForm
+from quant.cache.settings import NO_CACHE, CacheSettings
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import DeviceError
+from quant.linear import warm_up_codes
+from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
+from quant.loading.prepacked import prepack, prepack_linears
+from quant.scheme import Processor
+
+
+class Stage:
+    """Loads the shard of `spec` from the checkpoint folder, layer by layer, or from the cache, and
+    computes micro-batches.
+
+    Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
+    the planned limit.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        checkpoint: Path,
+        device: torch.device,
+        processor: Processor,
+        cache: CacheSettings = NO_CACHE,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        config = read_config(checkpoint)
+        self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
+        self._model = _load_shard(
+            config, spec, Checkpoint(checkpoint), device, processor, self._shards
+        )
+        self._cache = make_cache(
+            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device, spec.kv_bits
+        )
+        if device.type == "cpu":
+            warm_up(self._cache.held_dtype)
+            warm_up_codes(self._model)
+        self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
+        self._weight_bytes = _weight_bytes(self._model)
+        self._busy_s = 0.0
+        self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        stats, limit = self.stats(), self.spec.memory_limit_bytes
+        needed = stats.weight_bytes + stats.kv_cache_bytes
+        if limit and needed > limit:
+            raise DeviceError(
+                f"stage {self.spec.index} holds {stats.weight_bytes} bytes of weights and "
+                f"{stats.kv_cache_bytes} of KV cache, but {self.spec.device_name} was planned with "
+                f"{limit} bytes; plan again with this version of llmpq"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states between stages."""
+        return int(self._model.config.hidden_size)
+
+    @property
+    def widest(self) -> int:
+        """Columns at most of what stages send each other; some heads take fewer than layers do."""
+        return max(self.hidden_size, getattr(self._model.config, "word_embed_proj_dim", 0))
+
+    @torch.inference_mode()
+    def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
+        """Compute one micro-batch.
+
+        `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on
+        the others. Returns hidden states of the same shape; on the last stage those of each
+        request's last token `[requests, head_width]`, or the sampled tokens where the LM head
+        lives there too.
+        """
+        began = time.perf_counter()
+        if batch.admitted:
+            self._cache.clear([admission.slot for admission in batch.admitted])
+        hidden = self._forward(batch, inputs.to(self.device, non_blocking=True))
+        result: Tensor | Sampled = hidden
+        if self.spec.is_last:
+            result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
+            if self.spec.has_head:
+                result = self._sample(batch, result)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # or the clock would only see the launches
+        self._count(batch, time.perf_counter() - began)
+        return result
+
+    @torch.inference_mode()
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        """Head and sampling on the first stage, of what came back from the last one.
+
+        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`.
+        """
+        began = time.perf_counter()
+        sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
+        self._busy_s += time.perf_counter() - began
+        return sampled
+
+    def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        if self._sampler is None:
+            raise ValueError(f"stage {self.spec.index} has no LM head")
+        return self._sampler.sample(batch, self._model.get_output_embeddings()(last_hidden))
+
+    def _forward(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        """Hidden states after the stage's layers, on the last stage after the final norm:
+        `[tokens, hidden_size]`.
+        """
+        if not self.spec.is_first:
+            inputs = inputs.to(self.dtype)
+        return run_in_passes(self._model, self._cache, batch, inputs)
+
+    def _count(self, batch: MicroBatch, seconds: float) -> None:
+        self._busy_s += seconds
+        self._micro_batches += 1
+        tokens = int(batch.counts.sum())
+        if batch.is_decode:
+            self._decode_tokens += tokens
+        else:
+            self._prefill_tokens += tokens
+
+    def stats(self) -> StageStats:
+        """Work done and bytes held so far."""
+        return StageStats(
+            busy_s=self._busy_s,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            micro_batches=self._micro_batches,
+            weight_bytes=self._weight_bytes,
+            kv_cache_bytes=self._cache.nbytes,
+        )
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes that came from the checkpoint: all but the rotary frequencies."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
+
+
+def run_in_passes(
+    model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
+) -> Tensor:
+    """`run_decoder` over a whole micro-batch, on a CPU in parts of `CPU_TOKENS_AT_ONCE`."""
+    device = inputs.device
+
+    def one(part: MicroBatch, tokens: Tensor) -> Tensor:
+        return run_decoder(model, RaggedContext(cache, part, SlotRows.of(part, device)), tokens)
+
+    if device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
+        return one(batch, inputs)
+    passes = batch.passes(CPU_TOKENS_AT_ONCE)
+    tokens = inputs.split([int(part.counts.sum()) for part in passes])
+    return torch.cat([one(*each) for each in zip(passes, tokens, strict=True)])
+
+
+def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
+    """Pass a flattened batch through what `keep_stage` left of the decoder.
+
+    `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
+    hidden_size]`; returns hidden states.
+    """
+    arguments: dict[str, object] = {"use_cache": False}
+    if architecture_of(model.config).context_as_cache:
+        arguments["past_key_values"] = ContextAsCache(context)
+    else:
+        arguments["ragged"] = context
+        arguments["position_ids"] = context.where.position_of_token[None]
+    arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
+    hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
+    return hidden
+
+
+def make_cache(
+    config: PretrainedConfig,
+    layers: range,
+    slots: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_bits: int = FULL_BITS,
+) -> KVCache:
+    """An empty KV cache for some decoder layers of the model of `config`."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device, kv_bits)
+
+
+def _load_shard(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    processor: Processor,
+    cache: ShardCache | None,
+) -> PreTrainedModel:
+    """The stage's part of the model, quantized while it is read or taken from the cache; everything
+    else stays a pass-through.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    architecture = architecture_of(config)
+    model = empty_model(config)
+    keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
+    stack = f"{path}.{architecture.layers}"
+    loads = [
+        LayerLoad(
+            module=getattr(decoder, architecture.layers)[index],
+            name_prefix=f"{stack}.{index}",
+            form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
+        )
+        for index, bits in zip(spec.layers, spec.bitwidths, strict=True)
+    ]
+    names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    ends = [name for name in names if not name.startswith(f"{stack}.")]
+    with loading(loads, ends, checkpoint, cache):
+        for load in loads:
+            load_layer_as(load, checkpoint, cache)
+            prepack_linears(load.module, processor)
+        load_ends(model, spec, checkpoint, dtype, device)
+    if spec.has_head and not _shares_head(config, spec):
+        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
+    return model
+
+
+def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
+    """Whether embedding and LM head are one tensor on this stage."""
+    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
+
+
+def load_ends(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Fill what the stage of `spec` owns beside layers: embedding, final norm, head, frequencies.
+
+    Raises `CheckpointError` for unusable weights.
+    """
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
+    owned = (architecture.embedding if spec.is_first else ()) + (
+        architecture.final if spec.is_last else ()
+    )
+    for child in owned:
+        module = getattr(decoder, child)
+        if module is not None:
+            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
+    if spec.has_head:
+        _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        rotary.to(device)
+
+
+def _load_head(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    embedding_path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """The LM head: shared with the embedding when tied and both live here, else read (again)."""
+    head = model.get_output_embeddings()
+    if _shares_head(model.config, spec):
+        head.weight = model.get_input_embeddings().weight
+        return
+    prefix = embedding_path
+    if not getattr(model.config, "tie_word_embeddings", False):
+        stored = set(checkpoint.names())
+        names = architecture_of(model.config).head_names
+        prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
+    load_tensors(head, checkpoint, prefix, dtype, device)
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Full name of the module `wanted` within `model`."""
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]

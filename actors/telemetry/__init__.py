@@ -1,0 +1,1 @@
+"""What the stages tell of themselves while they run."""

@@ -1,0 +1,198 @@
+"""What a stage did and when, noted while it computes and read by other threads of its process."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from actors.messages import MicroBatch, PhaseWork
+from planner.simulation.schedule import Phase
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+FULL_SHARE = 0.9
+"""A micro-batch of this share of the planned size is held against the plan: its time, divided by
+the share, is that of a planned one, as the part that does not depend on the size cannot matter."""
+
+MAX_SPANS = 2**17
+"""Micro-batches of which a stage keeps the times: 5 MB, and 20 minutes of steps of 10 ms."""
+
+UNSEEN_SECONDS = 2**14  # of micro-batches that wait for the metrics' next turn, seconds of it
+
+SPAN = np.dtype(
+    [
+        ("began_s", "f8"),
+        ("ended_s", "f8"),
+        ("sent_s", "f8"),
+        ("requests", "i4"),
+        ("tokens", "i4"),
+        ("context", "i4"),  # tokens in the longest request's slot before
+        ("is_decode", "?"),
+    ]
+)
+"""One micro-batch on one stage: computed from `began_s` to `ended_s`, passed on until `sent_s`."""
+
+
+@dataclass(frozen=True)
+class TelemetryOptions:
+    """What stages note beside their counts.
+
+    `job` names the run in metrics. `prefill_tokens` and `decode_requests` are those of the planned
+    micro-batches. `trace`: keep the times of every micro-batch.
+    """
+
+    job: str = "llmpq"
+    prefill_tokens: int = 0
+    decode_requests: int = 0
+    trace: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """A stage's first micro-batches in the order of computing `[M]` of type `SPAN`; `dropped` came
+    after them. Seconds are of the stage's own clock.
+    """
+
+    stage: int
+    rows: npt.NDArray[np.void]
+    dropped: int
+
+
+class SpanLog:
+    """The first `limit` micro-batches' times."""
+
+    def __init__(self, limit: int = MAX_SPANS) -> None:
+        self._rows = np.zeros(limit, dtype=SPAN)  # memory is only taken as it is written
+        self._count = 0
+
+    def add(self, batch: MicroBatch, is_decode: bool, began_s: float, ended_s: float) -> None:
+        """Note a micro-batch that was computed."""
+        if self._count < len(self._rows):
+            counts = batch.counts
+            tokens, context = int(counts.sum()), int(batch.starts.max(initial=0))
+            row = (began_s, ended_s, ended_s, len(counts), tokens, context, is_decode)
+            self._rows[self._count] = row
+        self._count += 1
+
+    def sent(self, at_s: float) -> None:
+        """Note that the last micro-batch was passed on."""
+        if 0 < self._count <= len(self._rows):
+            self._rows["sent_s"][self._count - 1] = at_s
+
+    def spans(self, stage: int) -> Spans:
+        """All that were kept, copied."""
+        kept = min(self._count, len(self._rows))
+        return Spans(stage, self._rows[:kept].copy(), self._count - kept)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Replaced as a whole, so that readers see all of a micro-batch or nothing; `running` is the
+    phase and the start of the one that is computed now.
+    """
+
+    prefill: PhaseWork = PhaseWork()  # noqa: RUF009  (frozen)
+    decode: PhaseWork = PhaseWork()  # noqa: RUF009  (frozen)
+    running: tuple[Phase, float] | None = None
+
+
+class StageMeter:
+    """Counts and times what one thread computes; other threads may read at any time."""
+
+    def __init__(
+        self, options: TelemetryOptions, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.options = options
+        self._clock = clock
+        self._state = _State()
+        self._head_s = 0.0
+        self._log = SpanLog() if options.trace else None
+        self._unseen: deque[tuple[Phase, float]] = deque(maxlen=UNSEEN_SECONDS)
+
+    @contextmanager
+    def computing(self, batch: MicroBatch) -> Iterator[None]:
+        """Around the computation of `batch`; one that fails is not counted."""
+        is_decode = batch.is_decode
+        phase: Phase = "decode" if is_decode else "prefill"
+        began_s = self._clock()
+        before = self._state
+        self._state = replace(before, running=(phase, began_s))
+        done = before
+        try:
+            yield
+            ended_s = self._clock()
+            work = self._after(phase, batch, ended_s - began_s)
+            done = replace(before, decode=work) if is_decode else replace(before, prefill=work)
+            if self._log is not None:
+                self._log.add(batch, is_decode, began_s, ended_s)
+            self._unseen.append((phase, ended_s - began_s))
+        finally:
+            self._state = done
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Around head and sampling of a micro-batch that was counted before."""
+        began_s = self._clock()
+        yield
+        self._head_s += self._clock() - began_s
+
+    def sent(self) -> None:
+        """After the last micro-batch's result was passed on."""
+        if self._log is not None:
+            self._log.sent(self._clock())
+
+    def _after(self, phase: Phase, batch: MicroBatch, seconds: float) -> PhaseWork:
+        before, requests, tokens = self.work(phase), len(batch.counts), int(batch.counts.sum())
+        size = self._share(phase, requests, tokens)
+        is_full = size >= FULL_SHARE
+        return PhaseWork(
+            micro_batches=before.micro_batches + 1,
+            requests=before.requests + requests,
+            tokens=before.tokens + tokens,
+            seconds=before.seconds + seconds,
+            full_micro_batches=before.full_micro_batches + is_full,
+            full_s=before.full_s + seconds * is_full,
+            full_sizes=before.full_sizes + size * is_full,
+        )
+
+    def _share(self, phase: Phase, requests: int, tokens: int) -> float:
+        """Of the planned micro-batch; 0 where none is known."""
+        options = self.options
+        done, planned = (
+            (requests, options.decode_requests)
+            if phase == "decode"
+            else (tokens, options.prefill_tokens)
+        )
+        return done / planned if planned else 0.0
+
+    def work(self, phase: Phase) -> PhaseWork:
+        """Micro-batches of `phase` that are done."""
+        return _of(self._state, phase)
+
+    def busy_s(self, phase: Phase | None = None) -> float:
+        """Seconds of computing, with those of the micro-batch that is under way; head and sampling
+        on the first stage count where no `phase` is asked for.
+        """
+        state = self._state
+        done = sum(_of(state, each).seconds for each in PHASES if phase in (None, each))
+        if state.running is not None and phase in (None, state.running[0]):
+            done += max(0.0, self._clock() - state.running[1])
+        return done + (self._head_s if phase is None else 0.0)
+
+    def new_seconds(self) -> list[tuple[Phase, float]]:
+        """Phase and seconds of the micro-batches since the last call."""
+        return [self._unseen.popleft() for _ in range(len(self._unseen))]
+
+    def spans(self, stage: int) -> Spans | None:
+        """Every micro-batch's times, where they are kept."""
+        return None if self._log is None else self._log.spans(stage)
+
+
+def _of(state: _State, phase: Phase) -> PhaseWork:
+    return state.decode if phase == "decode" else state.prefill

@@ -1,0 +1,118 @@
+"""A stage's figures as Ray's metrics, which every node offers to Prometheus.
+
+A thread of the stage's process hands them over a few times a second; the pipeline's own thread
+never waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from actors.messages import StageStats
+from actors.telemetry.meter import PHASES, StageMeter
+
+INTERVAL_S = 0.5
+
+BOUNDARIES_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+_STAGE = ("stage", "device", "job")
+_PHASE = (*_STAGE, "phase")
+
+
+@dataclass(frozen=True)
+class _Instruments:
+    """Every metric by its kind; `phase` comes beside the other tags where work differs by it."""
+
+    tokens: Counter
+    sampled: Counter
+    micro_batches: Counter
+    busy: Counter
+    seconds: Histogram
+    requests: Gauge
+    under_way: Gauge
+    slots: Gauge
+    held: Gauge
+
+    @classmethod
+    def make(cls, tags: Mapping[str, str]) -> _Instruments:
+        made = cls(
+            tokens=Counter("llmpq_tokens", "Tokens that passed the stage", _PHASE),
+            sampled=Counter("llmpq_generated_tokens", "Tokens sampled", _PHASE),
+            micro_batches=Counter("llmpq_micro_batches", "Micro-batches computed", _PHASE),
+            busy=Counter("llmpq_busy_seconds", "Seconds of computing", _PHASE),
+            seconds=Histogram(
+                "llmpq_micro_batch_seconds", "Seconds of a micro-batch", list(BOUNDARIES_S), _PHASE
+            ),
+            requests=Gauge("llmpq_requests", "Requests waiting or in slots", (*_STAGE, "state")),
+            under_way=Gauge("llmpq_micro_batches_under_way", "In the pipeline", _STAGE),
+            slots=Gauge("llmpq_kv_slots", "KV slots, used and in all", (*_STAGE, "state")),
+            held=Gauge("llmpq_held_bytes", "Bytes of weights and KV cache", (*_STAGE, "kind")),
+        )
+        for metric in vars(made).values():
+            metric.set_default_tags(dict(tags))
+        return made
+
+
+class MetricsPublisher:
+    """Publishes what `meter` counts and `stats` tells until the process ends."""
+
+    def __init__(
+        self,
+        meter: StageMeter,
+        stats: Callable[[], StageStats],
+        tags: Mapping[str, str],
+        samples: bool,
+    ) -> None:
+        self._meter = meter
+        self._stats = stats
+        self._samples = samples  # whether tokens are sampled on this stage
+        self._instruments = _Instruments.make(tags)
+        self._told: dict[tuple[str, str], float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llmpq-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Begin, in a thread that does not keep the process alive."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self.publish()
+
+    def publish(self) -> None:
+        """Hand over the figures as they are now."""
+        made, meter = self._instruments, self._meter
+        for phase in PHASES:
+            work = meter.work(phase)
+            self._count(made.tokens, "tokens", phase, work.tokens)
+            self._count(made.micro_batches, "micro-batches", phase, work.micro_batches)
+            self._count(made.busy, "busy", phase, meter.busy_s(phase))
+            if self._samples:
+                self._count(made.sampled, "sampled", phase, work.requests)
+        for phase, seconds in meter.new_seconds():
+            made.seconds.observe(seconds, {"phase": phase})
+        stats = self._stats()
+        made.held.set(stats.weight_bytes, {"kind": "weights"})
+        made.held.set(stats.kv_cache_bytes, {"kind": "kv_cache"})
+        if stats.queue is not None:
+            made.requests.set(stats.queue.waiting, {"state": "waiting"})
+            made.requests.set(stats.queue.in_slots, {"state": "in_slots"})
+            made.slots.set(stats.queue.in_slots, {"state": "used"})
+            made.slots.set(stats.queue.slots, {"state": "all"})
+            made.under_way.set(stats.queue.micro_batches)
+
+    def _count(self, counter: Counter, name: str, phase: str, total: float) -> None:
+        """Counters take what came since the last time."""
+        more = total - self._told.get((name, phase), 0.0)
+        if more > 0:
+            counter.inc(more, {"phase": phase})
+            self._told[name, phase] = total

@@ -1,0 +1,277 @@
+"""`llmpq-dist --submit`: the same command as a job of a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.cli.common import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_ERROR_ROWS,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    Parser,
+    console,
+)
+from llmpq.jobs.formats.format import output_format
+from llmpq.jobs.inputs import JobInput
+from llmpq.remote.ray_jobs import JobEnd, RayJobs
+from planner.option_rules import Rule
+from planner.plan.plan import Plan
+from quant.checkpoint.model_reference import local_path
+from quant.common.errors import InputError
+
+MAX_UPLOAD_BYTES = 100 * 2**20
+"""Of prompts that travel with a job. Ray takes 512 MiB, but keeps them in the head's memory."""
+
+MAX_COMMAND_BYTES = 120_000
+"""Linux starts no shell with a longer line (MAX_ARG_STRLEN, 128 KiB)."""
+
+_NOT_FOUND = (126, 127)
+"""A shell's exit codes for a command that it cannot start."""
+
+_RULES = (
+    Rule(
+        ("no_wait", "follow_job", "stop_job"),
+        "it is for jobs of a Ray cluster; name the cluster's address",
+        without=("submit",),
+    ),
+    Rule(("follow_job",), "they are for one job at a time; give one of them", beside="stop_job"),
+    *(
+        Rule(("no_wait",), "that starts no job to wait for; leave it out", beside=beside)
+        for beside in ("follow_job", "stop_job")
+    ),
+)
+
+_PLAN, _INPUT = "plan.json", "input"
+
+
+@dataclass(frozen=True)
+class SubmitOptions:
+    """`address` of the dashboard, None to run here; whether to `wait` for the job; a job to
+    `follow` or to `stop` instead of a new one.
+    """
+
+    address: str | None
+    wait: bool = True
+    follow: str | None = None
+    stop: str | None = None
+
+
+def submit_parser() -> Parser:
+    """The options that say where a run goes, for `llmpq-dist` to show among its own."""
+    parser = Parser(prog="llmpq-dist", add_help=False)
+    group = parser.add_argument_group("as a job of a Ray cluster")
+    group.add_argument(
+        "--submit", metavar="URL", help="run there: http://HEAD:8265; --address is not needed"
+    )
+    group.add_argument(
+        "--no-wait", "--no_wait", action="store_true", help="print the job's id and leave"
+    )
+    group.add_argument("--follow-job", "--follow_job", metavar="ID", help="show a job's log")
+    group.add_argument("--stop-job", "--stop_job", metavar="ID", help="end a job in good order")
+    return parser
+
+
+def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
+    """Where to run, and the command itself."""
+    parser = submit_parser()
+    known, command = parser.parse_known_args(arguments)
+    parser.refuse_ignored(known, arguments, _RULES)
+    options = SubmitOptions(known.submit, not known.no_wait, known.follow_job, known.stop_job)
+    if command and (options.follow or options.stop):
+        parser.error(
+            f"{command[0]} has no effect beside --follow-job or --stop-job: they start no job; "
+            "leave it out"
+        )
+    return options, command
+
+
+def known_job(options: SubmitOptions) -> int:
+    """Stop or follow a job that there is; the exit code."""
+    jobs = RayJobs(options.address or "")
+    if options.follow:
+        return _follow(jobs, options.follow)
+    job_id = options.stop or ""
+    end = jobs.stop(job_id)
+    if end.status == "STOPPED":
+        _say(f"job {job_id} is stopped; what was finished is kept, the same command goes on")
+    else:
+        _say(f"job {job_id} had ended already: {end.status}")
+    return EXIT_DONE
+
+
+def submit(options: SubmitOptions, command: Sequence[str], plan: Plan) -> int:
+    """Run `command`, the arguments of a valid `llmpq-dist`, as a job; the exit code.
+
+    Raises `InputError` for paths that the cluster could not use.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
+        folder = Path(name)
+        line = entrypoint(command, plan, folder)
+        jobs = RayJobs(options.address or "")
+        job_id = jobs.submit(line, folder)
+    again = f"llmpq-dist --submit {jobs.address}"
+    _say(
+        f"submitted as job {job_id}\n"
+        f"  follow it:  {again} --follow-job {job_id}\n"
+        f"  stop it:    {again} --stop-job {job_id}\n"
+        "  resume it:  the same command again"
+    )
+    if options.wait:
+        return _follow(jobs, job_id)
+    sys.stdout.write(job_id + "\n")
+    return EXIT_DONE
+
+
+def entrypoint(command: Sequence[str], plan: Plan, folder: Path) -> str:
+    """The job's line for the shell; what it needs from here is put into `folder`.
+
+    Relative inputs travel with the job; absolute paths are those of the cluster. The plan always
+    travels, and its model's relative folder becomes an absolute one.
+    """
+    paths, rest = _path_parser().parse_known_args(command)
+    if not paths.output.endswith("/"):  # a folder that is there already can be given so too
+        output_format(Path(paths.output))
+    for option in ("output", "trace", "cache_dir"):
+        _check_absolute(option, getattr(paths, option, None))
+    _copy(Path(paths.strat_file_name), folder / _PLAN)
+    arguments = ["--plan", _PLAN, "--input", *_inputs(paths.input, folder)]
+    arguments += ["--output", paths.output, "--address", "auto"]
+    model = _model(getattr(paths, "model", None), plan)
+    for option, value in (("model", model), *_given(paths, "trace", "cache_dir")):
+        if value is not None:
+            arguments += [f"--{option}", value]
+    # exec: signals and the exit code are those of llmpq-dist, not of a shell around it
+    line = shlex.join(["exec", "llmpq-dist", *arguments, *rest])
+    if len(line.encode()) > MAX_COMMAND_BYTES:
+        raise InputError(
+            f"the command has {len(line.encode())} bytes with all its inputs, a shell takes "
+            f"{MAX_COMMAND_BYTES}; name a folder or a glob by its absolute path on the cluster"
+        )
+    return line
+
+
+def exit_code(end: JobEnd) -> int:
+    """What `llmpq-dist` itself would have returned."""
+    if end.status == "SUCCEEDED":
+        return EXIT_DONE
+    if end.status == "STOPPED":
+        return EXIT_TERMINATED
+    ours = (EXIT_BAD_INPUT, EXIT_ERROR_ROWS, EXIT_INTERRUPTED, EXIT_TERMINATED)
+    return end.exit_code if end.exit_code in ours else EXIT_FAILED
+
+
+def _path_parser() -> Parser:
+    """The options whose paths are of here, or of the cluster."""
+    parser = Parser(prog="llmpq-dist", add_help=False)
+    add = parser.option
+    add("--strat_file_name", "--plan", help="travels")
+    add("--input", nargs="+", help="travels where it is relative")
+    add("--cluster", help="checked here")
+    add("--address", help="the job's own cluster")
+    for name in ("--output", "--model", "--trace", "--cache_dir"):
+        add(name, help="of the cluster")
+    return parser
+
+
+def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None]]:
+    return [(name, getattr(paths, name, None)) for name in names]
+
+
+def _check_absolute(option: str, path: str | None) -> None:
+    in_home = option == "cache_dir" and path is not None and path.startswith("~")  # alone expanded
+    if path is not None and not path.startswith("/") and not in_home:
+        raise InputError(
+            f"--{option.replace('_', '-')} is {path!r}, which would lie in the job's temporary "
+            "folder; give an absolute path that the cluster's head can write"
+        )
+
+
+def _is_of_cluster(path: str) -> bool:
+    return path.startswith(("/", "~"))
+
+
+def _inputs(named: Sequence[str], folder: Path) -> list[str]:
+    """The inputs as the job finds them; those of here are copied, under the names they would have.
+
+    Raises `InputError` where there are none, or more than `MAX_UPLOAD_BYTES`.
+    """
+    arguments = [name for name in named if _is_of_cluster(name)]
+    local = [name for name in named if not _is_of_cluster(name)]
+    if not local:
+        return arguments
+    source = JobInput.find(local)
+    size = sum(path.stat().st_size for path in source.files)
+    if size > MAX_UPLOAD_BYTES:
+        raise InputError(
+            f"the inputs that would travel with the job have {size / 2**20:.0f} MiB, at most "
+            f"{MAX_UPLOAD_BYTES // 2**20} do; put them where the cluster's head reads them and "
+            "give absolute paths"
+        )
+    for path, name in zip(source.files, source.names, strict=True):
+        target = Path(_INPUT) / name
+        _copy(path, folder / target)
+        arguments.append(str(target))
+    return arguments
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise InputError(f"cannot copy {source} for the job: {error.strerror}") from error
+
+
+def _model(named: str | None, plan: Plan) -> str | None:
+    """`--model` of the job: as given, or a relative folder of here by its absolute path; None to
+    take the plan's own.
+    """
+    reference = named or plan.stand_in or plan.model.source
+    path = local_path(reference, "give a folder or a hub id")
+    if path is not None and not path.is_absolute() and path.is_dir():
+        return str(path.absolute())
+    return named
+
+
+def _follow(jobs: RayJobs, job_id: str) -> int:
+    try:
+        end = jobs.follow(job_id, _write)
+    except KeyboardInterrupt:
+        again = f"llmpq-dist --submit {jobs.address}"
+        _say(
+            f"job {job_id} goes on; {again} --follow-job {job_id} shows it again, "
+            f"{again} --stop-job {job_id} stops it"
+        )
+        return EXIT_INTERRUPTED
+    code = exit_code(end)
+    if end.status == "STOPPED":
+        _say(f"job {job_id} was stopped; what was finished is kept, the same command goes on")
+    elif end.exit_code in _NOT_FOUND:
+        _say(
+            f"the cluster's head could not start llmpq-dist (exit code {end.exit_code}); install "
+            "llmpq on every node, and start Ray with that environment's bin folder in PATH"
+        )
+    elif end.exit_code is not None and end.exit_code < 0:
+        _say(f"job {job_id} was killed by signal {-end.exit_code}; the same command goes on")
+    elif end.exit_code is None and code:
+        _say(f"job {job_id} failed: {end.message}; the same command goes on")
+    return code
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    console(stderr=True).print(f"llmpq-dist: {text}", soft_wrap=True, highlight=False)

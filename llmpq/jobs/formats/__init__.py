@@ -1,0 +1,1 @@
+"""Files of rows: JSON lines, CSV, Parquet, Ray Datasets, compressed or not."""

@@ -1,0 +1,174 @@
+"""CSV files of prompts and of results (RFC 4180, UTF-8, a header), a row at a time."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from llmpq.jobs.formats import streams
+from llmpq.jobs.formats.format import Compression
+from llmpq.jobs.formats.parquet import plain_row
+from llmpq.jobs.formats.streams import numbered_lines
+from llmpq.rows.results import Result
+from quant.common.errors import InputError
+
+RESULT_COLUMNS = (*(field.name for field in fields(Result)), "fingerprint")
+
+_PROMPT_COLUMNS = ("prompt", "messages", "body")
+_TEXT = frozenset(("custom_id", "prompt", "messages", "sampling", "logit_bias"))
+"""Cells that stay text here; of the last three `plain_row` makes what their JSON says."""
+
+_WHOLE = frozenset(("top_k", "seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "n"))
+"""Where 40.0 means 40: a table with empty cells has its whole numbers written so by pandas."""
+
+
+def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """Rows of prompts, each with the line it begins in, as a JSONL line would hold them, or what is
+    wrong with a row. An empty cell is a missing field.
+
+    Raises `InputError` for a file whose header or quotes cannot be understood, as every row after
+    that would be guessed, and what `numbered_lines` raises.
+    """
+    records = _records(path, compression)
+    header = next(records, None)
+    if header is None:
+        return
+    names = _checked(header[1], path)
+    for line, cells, is_text in records:
+        if len(cells) != len(names):
+            yield line, f"{len(cells)} cells, but the header names {len(names)} columns"
+        elif not is_text:
+            yield line, "not UTF-8"
+        else:
+            given = ((name, cell) for name, cell in zip(names, cells, strict=True) if cell)
+            yield line, plain_row({name: _value(name, cell) for name, cell in given})
+
+
+def csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+    """Results as lines of CSV, the header first: token ids as JSON, None as an empty cell."""
+    writer = csv.writer(_Echo())
+    yield writer.writerow(RESULT_COLUMNS).encode()
+    for row in rows:
+        cells = {**row, "token_ids": json.dumps(row["token_ids"])}
+        yield writer.writerow([cells[name] for name in RESULT_COLUMNS]).encode()
+
+
+def read_csv_results(path: Path, compression: Compression) -> Iterator[object]:
+    """Results as `csv_lines` was given them; a list of cells for a row that is none.
+
+    An empty text is None in a row with an error, else empty. Raises as `csv_rows`.
+    """
+    records = _records(path, compression)
+    header = next(records, None)
+    if header is None or tuple(header[1]) != RESULT_COLUMNS:
+        raise InputError(
+            f"{path} has not the columns of a CSV file of results ({', '.join(RESULT_COLUMNS)})"
+        )
+    for _, cells, is_text in records:
+        yield _result(cells) if is_text and len(cells) == len(RESULT_COLUMNS) else cells
+
+
+def _result(cells: list[str]) -> object:
+    row: dict[str, Any] = dict(zip(RESULT_COLUMNS, cells, strict=True))
+    try:
+        row["token_ids"] = json.loads(row["token_ids"])
+    except (ValueError, RecursionError):
+        return cells
+    if not row["finish_reason"]:
+        return row | {"text": None, "finish_reason": None}
+    return row | {"error": None}
+
+
+class _Echo:
+    """A file that hands back what is written."""
+
+    def write(self, text: str) -> str:
+        """It."""
+        return text
+
+
+class _Lines(Iterator[str]):
+    """Lines for the csv module; knows where a row begins, and bounds it."""
+
+    def __init__(self, path: Path, compression: Compression) -> None:
+        self._path = path
+        self._lines = numbered_lines(path, compression)
+        self.begin()
+
+    def begin(self) -> None:
+        """The next line is the first of a row."""
+        self.first = self._bytes = 0
+        self.is_text = True
+
+    def __next__(self) -> str:
+        """The next line; bytes that are not UTF-8 in it leave quotes and commas where they are."""
+        number, line = next(self._lines)
+        self.first = self.first or number
+        self._bytes += len(line or b"")
+        if line is None or self._bytes > streams.MAX_LINE_BYTES:
+            raise InputError(
+                f"cannot read {self._path}: the row that begins in line {self.first} has more than "
+                f"{streams.MAX_LINE_BYTES} bytes; is a quote not closed?"
+            )
+        try:
+            return line.decode()
+        except UnicodeDecodeError:
+            self.is_text = False
+            return line.decode("utf-8", "surrogateescape")
+
+
+def _records(path: Path, compression: Compression) -> Iterator[tuple[int, list[str], bool]]:
+    """Rows that are not blank: the line each begins in, its cells, and whether they are UTF-8."""
+    if csv.field_size_limit() < streams.MAX_LINE_BYTES:  # of the whole process; 128 KiB are too few
+        csv.field_size_limit(streams.MAX_LINE_BYTES)
+    lines = _Lines(path, compression)
+    reader = csv.reader(lines, strict=True)
+    while True:
+        lines.begin()
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise InputError(
+                f"cannot read {path}: the row that begins in line {lines.first} is no CSV "
+                f"({error}); is a quote within it not doubled, or not closed?"
+            ) from error
+        if cells is None:
+            return
+        if cells:
+            yield lines.first, cells, lines.is_text
+
+
+def _checked(header: list[str], path: Path) -> list[str]:
+    names = [name.strip() for name in header]
+    if "" in names:
+        raise InputError(
+            f"cannot read {path}: column {names.index('') + 1} has no name in the header; name it "
+            "or leave it out (with pandas: index=False)"
+        )
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise InputError(f"cannot read {path}: its header names column {twice[0]!r:.80} twice")
+    if not set(_PROMPT_COLUMNS) & set(names):
+        raise InputError(
+            f"cannot read {path}: no column is called prompt or messages; the first line names the "
+            "columns, with commas between them"
+        )
+    return names
+
+
+def _value(name: str, cell: str) -> Any:
+    """What a cell says: JSON where that is no text, as `TRUE` and 0.5; else the cell itself."""
+    if name in _TEXT or (name == "stop" and not cell.lstrip().startswith("[")):
+        return cell
+    try:
+        value = json.loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)
+    except (ValueError, RecursionError):
+        return cell
+    if name in _WHOLE and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value

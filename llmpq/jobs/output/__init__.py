@@ -1,0 +1,1 @@
+"""The results of a job on disk: shards, taking them up again, and the finished file."""

@@ -1,0 +1,77 @@
+"""The folder of a job: its manifest, its shards, the list of its rows, and what may be cut off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.jobs.records.files import Files
+from llmpq.jobs.records.ledger import Ledger
+from llmpq.jobs.records.manifest import Manifest
+from llmpq.jobs.records.row_list import ROWS_ASIDE, RowList, is_row_list, row_lists_in
+from llmpq.jobs.records.shards import SHARD_ASIDE, Shard, shards_in
+
+MANIFEST, LOCK = "job.json", "lock"
+_ASIDE, _JOINED = "job.json.part", "joined.part"
+_ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE, ROWS_ASIDE})
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """What lies in a job's folder `path`, and how it changes; OSError as the disk has them."""
+
+    path: Path
+    files: Files
+
+    @property
+    def joined(self) -> Path:
+        """The finished file, before it gets its name."""
+        return self.path / _JOINED
+
+    def manifest(self) -> Manifest | None:
+        """As `Manifest.read`."""
+        return Manifest.read(self.path / MANIFEST)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Put it in the place of the one before."""
+        manifest.write(self.files, self.path / MANIFEST, self.path / _ASIDE)
+
+    def shards(self, generation: int) -> list[Shard]:
+        """Those that count."""
+        return [shard for shard in shards_in(self.path) if shard.generation == generation]
+
+    def begin(self, manifest: Manifest, ledger: Ledger) -> None:
+        """Note whose job it is from now on: shards of an older one count no more from then on."""
+        self.files.sync_folder(self.path.parent)
+        if manifest.input_digest is not None:
+            RowList(self.path, manifest.input_digest).write(self.files, ledger.row_blocks())
+        self.write_manifest(manifest)
+        self._keep(manifest.generation, manifest.input_digest)
+
+    def clean_up(self, generation: int | None) -> None:
+        """Leave the manifest and the shards of that generation."""
+        self._keep(generation, None)
+        for path in self.path.iterdir():
+            if path.name in _ASIDES:
+                self.files.unlink(path)
+
+    def holds_leftovers(self) -> bool:
+        """Whether something is there that a finished job has not."""
+        aside = any((self.path / name).exists() for name in _ASIDES)
+        return aside or bool(row_lists_in(self.path))
+
+    def foreign(self) -> str | None:
+        """A file that is no job's, where there is no job either."""
+        if (self.path / MANIFEST).exists() or shards_in(self.path):
+            return None
+        ours = {LOCK, *_ASIDES}
+        found = (path for path in self.path.iterdir() if not is_row_list(path))
+        return next((path.name for path in found if path.name not in ours), None)
+
+    def _keep(self, generation: int | None, rows: str | None) -> None:
+        for shard in shards_in(self.path):
+            if shard.generation != generation:
+                self.files.unlink(shard.path)
+        for path in row_lists_in(self.path):
+            if rows is None or path != RowList(self.path, rows).path:
+                self.files.unlink(path)

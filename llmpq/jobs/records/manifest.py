@@ -1,0 +1,125 @@
+"""Whose output it is: model and sampling of a job, kept in `job.json` beside its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.messages import Sampling
+from actors.sampling import GREEDY
+from llmpq.jobs.records.files import Files, write_whole
+from llmpq.jobs.records.record import JobRecord
+from llmpq.jobs.records.row_list import known_digest
+from llmpq.rows.ids import FINGERPRINT_HEX, digest
+from llmpq.rows.row import BadRow, Row, merge_sampling
+from quant.common.errors import InputError
+
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What all rows of a job share: digest and name of the model, sampling where a row has no own.
+
+    `sampling.max_new_tokens` is settled.
+    """
+
+    model: str
+    model_name: str
+    sampling: Sampling
+
+    def fingerprint(self, row: Row | BadRow) -> str:
+        """Digest of the model, then one of prompt and sampling (of a bad row: of what is wrong)."""
+        content: Mapping[str, Any]
+        if isinstance(row, Row):
+            sampling = merge_sampling(self.sampling, row.sampling)
+            content = {**row.content, "sampling": sampling.settings}
+        else:
+            content = {"error": row.error}
+        return f"{self.model}-{digest(content, FINGERPRINT_HEX)}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`generation`: of the shards that count; `replaces`: whether an output file that is there is
+    older than this job; `complete`: whether all rows of the last input are done; `record`: of which
+    files that can be told without reading them again; `input_digest`: of the rows that the job was
+    begun with, in whichever order and files they stand, None for a job of an older llmpq.
+    """
+
+    model: str
+    model_name: str
+    sampling: Mapping[str, Any]
+    generation: int = 1
+    replaces: bool = False
+    complete: bool = False
+    rows: int = 0
+    errors: int = 0
+    version: int = MANIFEST_VERSION
+    record: JobRecord | None = None
+    input_digest: str | None = None
+
+    @classmethod
+    def of(cls, identity: JobIdentity, generation: int, replaces: bool) -> Manifest:
+        """The manifest of a job that begins."""
+        sampling = json.loads(json.dumps(asdict(identity.sampling)))
+        return cls(identity.model, identity.model_name, sampling, generation, replaces)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest | None:
+        """None where there is none; `InputError` for one that is broken."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            manifest = cls(**content)
+            manifest = replace(
+                manifest,
+                record=JobRecord.read(manifest.record),
+                input_digest=known_digest(content.get("input_digest")),
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise InputError(
+                f"{path} cannot be read as the manifest of a job ({error}); name another output or "
+                "pass --overwrite"
+            ) from error
+        if manifest.version != MANIFEST_VERSION:
+            raise InputError(
+                f"{path} is a manifest of version {manifest.version!r}; this llmpq reads "
+                f"{MANIFEST_VERSION}; name another output or pass --overwrite"
+            )
+        if not isinstance(manifest.sampling, Mapping):
+            raise InputError(
+                f"{path}: sampling is no object; name another output or pass --overwrite"
+            )
+        if type(manifest.generation) is not int or manifest.generation < 1:
+            raise InputError(
+                f"{path}: generation is {manifest.generation!r:.80}, no number from 1; name "
+                "another output or pass --overwrite"
+            )
+        return manifest
+
+    def write(self, files: Files, path: Path, aside: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        data = (json.dumps(asdict(self), indent=1) + "\n").encode()
+        write_whole(files, path, aside, lambda sink: sink.write(data))
+
+    def check_same_job(self, identity: JobIdentity, output: Path) -> None:
+        """`InputError` that says what differs, if `identity` is another job's."""
+        other = Manifest.of(identity, 1, False)
+        remedy = "name another output or pass --overwrite"
+        if self.model != other.model:
+            raise InputError(
+                f"output {output} was made by another model ({self.model_name}; this is "
+                f"{other.model_name}, or other weights of that name); {remedy}"
+            )
+        for name, value in other.sampling.items():
+            earlier = self.sampling.get(name, getattr(GREEDY, name))  # older jobs lack later fields
+            if earlier != value:
+                raise InputError(
+                    f"output {output} was made with {name} {earlier!r:.80}, this job "
+                    f"has {value!r:.80}; pass --{name} as then, {remedy}"
+                )

@@ -1,0 +1,82 @@
+"""The rows that an unfinished job was begun with: a file beside its shards, named by its digest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.jobs.records.files import Files, Sink, file_digest, new_digest, write_whole
+from quant.common.errors import InputError
+
+ROWS_ASIDE = "rows.part"
+RECORD_BYTES = 26
+"""Of a row: 16 that stand for its id, 10 for prompt and sampling."""
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_PREFIX = "rows-"
+_READ_BYTES = RECORD_BYTES * 4096
+
+
+def rows_digest(blocks: Iterable[bytes]) -> str:
+    """Digest of records of rows, in their settled order."""
+    seen = new_digest()
+    for block in blocks:
+        seen.update(block)
+    return str(seen.hexdigest())
+
+
+@dataclass(frozen=True)
+class RowList:
+    """The file of the rows of that digest."""
+
+    folder: Path
+    digest: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.folder / f"{_PREFIX}{self.digest}"
+
+    def write(self, files: Files, blocks: Iterable[bytes]) -> None:
+        """Write `blocks`, whose digest it is, unless that is done."""
+
+        def fill(sink: Sink) -> None:
+            for block in blocks:
+                sink.write(block)
+
+        if not self.path.exists():
+            write_whole(files, self.path, self.folder / ROWS_ASIDE, fill)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Records of rows, many at once; `InputError` where they are not what they were."""
+        try:
+            is_whole = file_digest(self.path) == self.digest
+        except OSError:
+            is_whole = False
+        if not is_whole:
+            raise InputError(
+                f"{self.path}, which tells the rows that the job was begun with, is damaged or "
+                "missing, and this input is not known to have the same; pass --extend to keep what "
+                "is done and do the other rows too, name another output or pass --overwrite"
+            )
+        with self.path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                yield block
+
+
+def row_lists_in(folder: Path) -> list[Path]:
+    """All such files of a folder."""
+    return [path for path in folder.iterdir() if is_row_list(path)]
+
+
+def is_row_list(path: Path) -> bool:
+    """By its name."""
+    name = path.name
+    return name.startswith(_PREFIX) and known_digest(name.removeprefix(_PREFIX)) is not None
+
+
+def known_digest(content: object) -> str | None:
+    """A digest as `rows_digest` gives it; None for anything else."""
+    return content if isinstance(content, str) and _DIGEST.fullmatch(content) else None

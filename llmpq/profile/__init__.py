@@ -1,0 +1,1 @@
+"""Measuring devices for `llmpq-profile`: layer times, hops between stages, and loading."""

@@ -1,0 +1,156 @@
+"""A profile of devices in a CSV: what is measured already is kept, the rest is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import ModelShape
+from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
+from planner.profiles.use import PHASES, applies
+from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """What to measure; `points` for each bitwidth and phase, `budget_s` for each device."""
+
+    bits: tuple[int, ...] = BITWIDTHS
+    dtype: str = "auto"
+    points: int = 16
+    rounds: int = 100
+    budget_s: float = 600.0
+    seed: int = 0
+    space: DesignSpace = field(default_factory=DesignSpace)
+
+    def __post_init__(self) -> None:
+        """Check ranges; SpecError names the option."""
+        rules = {
+            "points": (self.points >= 4, "at least 4, the corners"),
+            "rounds": (self.rounds >= 1, "at least 1"),
+            "budget_s": (self.budget_s > 0, "more than 0 seconds"),
+        }
+        for name, (holds, wanted) in rules.items():
+            if not holds:
+                raise SpecError(f"{name} is {getattr(self, name)}; it must be {wanted}")
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One device after its measurement: `rows` of this model on it, old and new."""
+
+    device: Device
+    dtype: str
+    rows: tuple[ProfileRow, ...]
+    state: ProfileState
+
+
+def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
+    """One of each kind; SpecError where they are emulated, whose times would be the host's."""
+    kinds: dict[tuple[str, int | None], Device] = {}
+    for device in cluster.devices:
+        if device.emulated:
+            raise SpecError(
+                f"{device.name} is emulated: measuring it would give the times of this machine; "
+                "take `emulate` out of the cluster file"
+            )
+        kinds.setdefault((device.accelerator.name, device.threads), device)
+    return tuple(kinds.values())
+
+
+class Profile:
+    """The CSV at `path` while it grows by rows of the model of `config` and `shape`."""
+
+    def __init__(
+        self, path: Path, config: Mapping[str, Any], shape: ModelShape, options: ProfileOptions
+    ) -> None:
+        self._path = path
+        self._config = config
+        self._shape = shape
+        self._options = options
+        self._rows: tuple[ProfileRow, ...] = ()
+        if path.exists():
+            self._rows = read_profiles(path, torn_end=True)
+        write_profiles(path, self._rows)  # a path that cannot be written is found out now
+
+    def measure(self, device: Device, report: Report) -> DeviceProfile:
+        """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray."""
+        dtype = device.compute_dtype(self._options.dtype)
+        todo = self._todo(device, dtype)
+        count = sum(map(len, todo.values()))
+        report(f"{device.accelerator.name}: {count} points to measure, {dtype}")
+        task = ProfileTask(
+            config=self._config,
+            dtype=dtype,
+            todo=todo,
+            device="cpu" if device.runs_on_cpu else "cuda",
+            threads=device.threads,
+            budget_s=self._options.budget_s,
+            rounds=self._options.rounds,
+            seed=self._options.seed,
+        )
+        before = self._rows
+        for state in measure_on_cluster(task, device):
+            self._rows = before + tuple(self._new_rows(device, dtype, state))
+            write_profiles(self._path, self._rows)
+            report(f"{device.accelerator.name}: {len(state.measured)} of {count} measured")
+        kept = tuple(row for row in self._rows if self._is_ours(row, device, dtype))
+        return DeviceProfile(device, dtype, kept, state)
+
+    def _todo(self, device: Device, dtype: str) -> dict[int, tuple[LayerWorkload, ...]]:
+        """The design of every bitwidth but what the file has."""
+        options = self._options
+        done = {
+            (row.bits, workload_of(row)) for row in self._rows if self._is_ours(row, device, dtype)
+        }
+        planned = [w for phase in PHASES for w in design(options.space, phase, options.points)]
+        return {
+            bits: tuple(each for each in planned if (bits, each) not in done)
+            for bits in options.bits
+        }
+
+    def _is_ours(self, row: ProfileRow, device: Device, dtype: str) -> bool:
+        return row.layer == LayerTerms.of(self._shape) and applies(row, device, dtype)
+
+    def _new_rows(self, device: Device, dtype: str, state: ProfileState) -> Iterator[ProfileRow]:
+        for each in state.measured:
+            workload, is_prefill = each.workload, each.workload.phase == "prefill"
+            yield ProfileRow(
+                device=device.accelerator.name,
+                model=self._shape.name,
+                layer=LayerTerms.of(self._shape),
+                intermediate_size=self._shape.intermediate_size,
+                phase=workload.phase,
+                bits=each.bits,
+                batch_size=workload.batch_size,
+                prompt_length=workload.length if is_prefill else 1,
+                context_length=0 if is_prefill else workload.length,
+                seconds=each.seconds,
+                backend=state.backends[each.bits],
+                backend_version=state.torch_version,
+                dtype=dtype,
+                threads=device.threads,
+                spread=each.spread,
+                repetitions=each.repetitions,
+                source=self._path.name,
+            )
+
+
+def workload_of(row: ProfileRow) -> LayerWorkload:
+    """What a row was measured on."""
+    length = row.prompt_length if row.phase == "prefill" else row.context_length
+    return LayerWorkload(row.phase, row.batch_size, length)
+
+
+def left_of(profiles: Sequence[DeviceProfile]) -> int:
+    """Points of the design that no budget was left for."""
+    return sum(profile.state.left for profile in profiles)

@@ -1,0 +1,83 @@
+"""Measured loading and hops as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from planner.model.finding import model_shape
+from planner.plan.plan import Plan
+from planner.profiles.links import LinkRow, fit_links
+from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
+
+
+def loading_table(rows: Iterable[LoadRow]) -> Table:
+    """Seconds of a layer, and what that is a GB of 16-bit weights."""
+    table = _table(
+        "loading a layer, its files in the system's cache",
+        ("device", "bits", "from", "s a layer", "s a GB of 16 bit", "becomes"),
+        left=("device", "from"),
+    )
+    for row in rows:
+        table.add_row(
+            row.device,
+            str(row.bits),
+            row.origin,
+            f"{row.seconds:.4g}",
+            f"{row.seconds / row.checkpoint_bytes * 1e9:.2f}",
+            f"{row.held_bytes / row.checkpoint_bytes:.2f} GB",
+        )
+    return table
+
+
+def loading_note(plan: Plan, profile: str | Path) -> str | None:
+    """How long the plan's stages load, by what was measured with the profile, where it was."""
+    path = loading_path(profile)
+    if not path.exists():
+        return None
+    rows, layer_bytes = read_loading(path), 2 * model_shape(plan.model.source).layer_parameters
+    from_files = loading_s(rows, plan, layer_bytes, "checkpoint")
+    from_cache = loading_s(rows, plan, layer_bytes, "cache")
+    if from_files is None or from_cache is None:
+        return None
+    return (
+        f"loading: {from_files:.3g} s of layers from the checkpoint, {from_cache:.3g} s from the "
+        f"cache, on the slowest stage and with files in memory ({path.name})"
+    )
+
+
+def hop_table(rows: Sequence[LinkRow]) -> Table:
+    """Latency and rate of each link and way, and how far the line lies from the medians."""
+    table = _table(
+        "hops between stages",
+        ("between", "on", "way", "latency", "rate", "error of the line", "spread"),
+        left=("between", "on", "way"),
+    )
+    for link in sorted({row.link for row in rows}):
+        for way in sorted({row.way for row in rows if row.link == link}):
+            own = [row for row in rows if (row.link, row.way) == (link, way)]
+            for fit in fit_links(own):
+                errors = [
+                    abs(fit.latency_s + row.payload_bytes / fit.bytes_per_s - row.seconds)
+                    / row.seconds
+                    for row in own
+                ]
+                table.add_row(
+                    " and ".join(link[:2]),
+                    "one node" if fit.place == "node" else "two nodes",
+                    way,
+                    f"{fit.latency_s * 1e6:.0f} us",
+                    f"{fit.bytes_per_s / 1e9:.2f} GB/s",
+                    f"{sum(errors) / len(errors):.0%} mean",
+                    f"{max(row.spread for row in own):.0%} at most",
+                )
+    return table
+
+
+def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table

@@ -1,0 +1,1 @@
+"""What quantization costs a model: perplexity, indicators, calibrated checkpoints."""

@@ -1,0 +1,124 @@
+"""Making an omega file: a model's sensitivities, and perplexities to read them by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from actors.stage.layer_stream import compute_on
+from llmpq.quality.evaluate import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.indicator import Calibration, measure_indicators
+from llmpq.quality.indicator_options import IndicatorOptions
+from llmpq.quality.measured_points import assignments_to_measure
+from llmpq.quality.perplexity import EvaluationOptions, ReportProgress
+from llmpq.quality.scoring import evaluate
+from llmpq.quality.text import Document
+from llmpq.version import llmpq_version
+from planner.model.finding import model_shape
+from planner.quality.sensitivity import MeasuredPoint, OmegaContent
+from quant.common.errors import SpecError
+from quant.sensitivity.indicators import (
+    HessianStatistics,
+    Indicator,
+    Matrix,
+    VarianceStatistics,
+    random_indicator,
+)
+
+
+def measure_omega(
+    folder: Path,
+    calibration: Sequence[Document],
+    options: IndicatorOptions,
+    progress: ReportProgress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> OmegaContent:
+    """Sensitivities of the model in `folder`, with where they come from.
+
+    Raises `SpecError`, `InputError` and `CheckpointError` for options, text and weights that cannot
+    be used.
+    """
+    began, shape = clock(), model_shape(str(folder))
+    provenance: dict[str, str | int | float] = {"method": options.method}
+    if options.needs_text:
+        device = device_of(options.device)
+        compute = compute_on(device, compute_dtype(options.dtype, device))
+        text = EvaluationOptions(sequence_length=options.sequence_length)
+        sample = Calibration.sample(
+            windows_of(calibration, folder, text), options.sequences, options.seed
+        )
+        found = measure_indicators(
+            folder,
+            sample.token_ids,
+            {options.method: _indicator(options)},
+            options.bits,
+            compute,
+            progress,
+        )
+        matrix = _falling(found[options.method])
+        sequences, length = sample.token_ids.shape
+        if options.method == "variance":
+            provenance |= asdict(options.form)
+        provenance |= {
+            "calibration_tokens": sequences * length,
+            "calibration": sample.fingerprint,
+            "sequences": sequences,
+            "sequence_length": length,
+            "device": device.type,
+            "dtype": str(compute.dtype).removeprefix("torch."),
+        }
+    else:
+        matrix = random_indicator(shape.layers, options.bits, options.seed)
+    provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
+    return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
+
+
+def measure_points(
+    content: OmegaContent,
+    folder: Path,
+    held_out: Sequence[Document],
+    options: EvaluationOptions,
+    progress: ReportProgress | None = None,
+) -> OmegaContent:
+    """`content` with perplexities measured on a text: at 16 bit, at each lower bitwidth, and for
+    mixtures.
+
+    With this machine's kernels, as `llmpq-eval --bits` measures. Raises as `measure_omega`.
+    """
+    device = device_of(options.device)
+    layers = len(content.matrix)
+    chosen = assignments_to_measure(content.matrix, content.bits)
+    subjects = [bits_subject(bits, layers, device, options.dtype) for bits in chosen]
+    windows = windows_of(held_out, folder, options)
+    full, *others = evaluate(folder, windows, subjects, device, progress)
+    if full.windows < 2:
+        raise SpecError(
+            f"the held-out text has {full.tokens} tokens in one window, which tells no error; give "
+            "a longer one, or a smaller sequence length"
+        )
+    points = [MeasuredPoint(full.bitwidths, full.perplexity, 0.0)]
+    points += [
+        MeasuredPoint(other.bitwidths, other.perplexity, other.above(full)[1] or 0.0)
+        for other in others
+    ]
+    told = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
+    return replace(content, points=tuple(points), provenance={**content.provenance, **told})
+
+
+def _falling(matrix: Matrix) -> Matrix:
+    """A layer that loses more at a higher bitwidth, as where 8 bit scales whole rows that hold an
+    outlier, is taken to lose as much at the lower one: a planner cannot then prefer it for that.
+    """
+    return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
+
+
+def _indicator(options: IndicatorOptions) -> Indicator:
+    """What is gathered in each layer."""
+    if options.method == "hessian":
+        return HessianStatistics
+    return partial(VarianceStatistics, options.form)

@@ -1,0 +1,167 @@
+"""A checkpoint with the bits of a plan, calibrated with GPTQ, one decoder layer at a time.
+
+Linears are quantized in the order in which a layer runs them, each on inputs that come from those
+before it as they are quantized, in this layer and in earlier ones. Beside the layer, memory holds
+the hidden states of the calibration text and, for the linear at hand, its X^T X of inputs x inputs
+in float32 (three times while it is inverted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from actors.stage.families import architecture_of
+from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
+from llmpq.quality.perplexity import ReportProgress
+from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.checkpoint.model_folder import copy_settings, new_folder, overlap
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import CheckpointError, InputError, SpecError
+from quant.gptq.format import GptqWeight
+from quant.gptq.rounding import GptqOptions, gptq
+from quant.gptq.writer import GptqLayout, GptqWriter
+from quant.loading.representation import Compute
+from quant.sensitivity.gram import Gram
+
+FULL_BITS = 16
+
+
+@dataclass(frozen=True)
+class QuantizedCheckpoint:
+    """What was written: `tensor_bytes` in folder `target`, layers with `bitwidths`."""
+
+    target: Path
+    bitwidths: tuple[int, ...]
+    tensor_bytes: int
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    bitwidths: Sequence[int],
+    token_ids: Tensor,
+    compute: Compute,
+    options: GptqOptions,
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> QuantizedCheckpoint:
+    """Quantize the checkpoint in `source` to `bitwidths`, one a layer, into the folder `target`.
+
+    `token_ids` `[sequences, length]`: the calibration text, without padding. `target` appears when
+    it is complete. Raises `InputError` if it exists (unless `overwrite`) or cannot be written,
+    `SpecError` for bits or text that cannot be used, `CheckpointError` for unusable weights.
+    """
+    check_target(source, target, overwrite)
+    checkpoint = Checkpoint(source)
+    if checkpoint.gptq is not None:
+        raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
+    stream = LayerStream(source, compute)
+    if len(bitwidths) != stream.layers:
+        raise SpecError(f"{len(bitwidths)} bitwidths for {stream.layers} layers; give one a layer")
+    heads = architecture_of(stream.config).head_names
+    layout = GptqLayout(stream.layers_name, bitwidths, stream.linear_shapes(), heads)
+    try:
+        with new_folder(target, replace=overwrite) as folder:
+            copy_settings(checkpoint.folder, folder)
+            writer = GptqWriter(folder, checkpoint, layout, options)
+            for layer in stream_layers(stream, token_ids):
+                writer.write_layer(layer.index, _quantize_layer(layer, bitwidths, options, compute))
+                layer.advance()
+                if progress is not None:
+                    progress(layer.index + 1, stream.layers)
+            writer.finish()
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"cannot write {target} ({error}); choose a folder that can be written, with space "
+            "for the weights"
+        ) from error
+    return QuantizedCheckpoint(target, tuple(bitwidths), writer.total_bytes)
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """InputError if `target` exists (unless `overwrite` and it is a model's folder), or if one of
+    `target` and the model's folder `source` is the other or lies in it.
+    """
+    try:
+        if overlap(source, target):
+            raise InputError(
+                f"{target} is the model itself, or one lies in the other; name another"
+            )
+        if target.exists() and not overwrite:
+            raise InputError(f"{target} exists already; name a new folder or pass --overwrite")
+        if target.exists() and not (target / CONFIG_FILE).is_file():
+            raise InputError(
+                f"{target} holds no {CONFIG_FILE}: it is no model that --overwrite may replace; "
+                "name another folder or remove it first"
+            )
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _quantize_layer(
+    layer: StreamedLayer, bitwidths: Sequence[int], options: GptqOptions, compute: Compute
+) -> dict[str, GptqWeight]:
+    """The weights of the layer's linears, which hold the rounded ones afterwards."""
+    bits = bitwidths[layer.index]
+    weights: dict[str, GptqWeight] = {}
+    if bits == FULL_BITS:
+        return weights
+    linears = layer.linears
+    for names in shared_inputs(layer):
+        gram = _gram(layer, linears[names[0]], compute.device)
+        for name in names:
+            try:
+                weights[name] = gptq(linears[name].weight.detach(), gram, bits, options)
+            except CheckpointError as error:
+                raise CheckpointError(f"layer {layer.index}, {name}: {error}") from error
+            rounded = weights[name].dequantize()
+            with torch.no_grad():
+                linears[name].weight.copy_(rounded)
+    return weights
+
+
+def shared_inputs(layer: StreamedLayer) -> list[list[str]]:
+    """Names of the linears in the order in which they run, those that take the same input together.
+
+    Watches them in a pass of a few sequences.
+    """
+    names: list[list[str]] = []
+    inputs: list[Tensor] = []  # kept, so that no two of them have the same place in memory
+
+    def watch(name: str, linear: nn.Linear) -> torch.utils.hooks.RemovableHandle:
+        def note(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            for same, known in zip(names, inputs, strict=True):
+                if known is arguments[0]:
+                    same.append(name)
+                    return
+            names.append([name])
+            inputs.append(arguments[0])
+
+        return linear.register_forward_pre_hook(note)
+
+    handles = [watch(name, linear) for name, linear in layer.linears.items()]
+    try:
+        with closing(layer.outputs()) as outputs:
+            next(outputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return names
+
+
+def _gram(layer: StreamedLayer, linear: nn.Linear, device: torch.device) -> Tensor:
+    """X^T X of all inputs that `linear` gets."""
+    gram = Gram(linear.in_features, device)
+    handle = linear.register_forward_pre_hook(lambda _, arguments: gram.add(arguments[0]))
+    try:
+        layer.observe()
+    finally:
+        handle.remove()
+    return gram.matrix()

@@ -1,0 +1,1 @@
+"""Ray from the outside: joining or starting it, its token, and jobs of its clusters."""

@@ -1,0 +1,290 @@
+"""Commands as jobs of a Ray cluster, through the Jobs API of its dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from llmpq.remote.token import refused_token, warn_of_readers
+from quant.common.errors import DeviceError, InputError, SpecError
+from quant.common.printable import without_user
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+ANSWER_S = 10.0
+"""Within which a dashboard must answer for the first time."""
+
+RECONNECT_S = 300.0
+"""How long a cluster may be silent while a job is followed: a head's restart takes a minute or two,
+after which Ray has forgotten the job.
+"""
+
+QUIET_S = 60.0
+"""A connection that brings no log for so long may be dead without anybody knowing; a run writes
+every few seconds.
+"""
+
+RETRY_S = 2.0
+
+STOP_WAIT_S = 60
+"""Between SIGTERM and SIGKILL; Ray's own 3 s are short for freeing actors on a busy cluster."""
+
+_STOP_POLL_S = 0.5
+_STOP_WAIT_VARIABLE = "RAY_JOB_STOP_WAIT_TIME_S"
+_SUBMITTED_VARIABLE = "LLMPQ_SUBMITTED"
+_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_AGENT_REMEDY = (
+    " (if that stays so, another Ray on the head holds its agent's port; start this one with "
+    "`ray start --head --dashboard-agent-listen-port=PORT`)"
+)
+_OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables that Ray's client prefers to the address it is given."""
+
+_TALKATIVE = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
+"""Loggers of Ray that tell of every upload."""
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended: Ray's word for it, the exit code of its command if that came to its end, and
+    what Ray says where there is none.
+    """
+
+    status: str
+    exit_code: int | None
+    message: str
+
+
+class RayJobs:
+    """The jobs of the cluster whose dashboard is at `address`.
+
+    All methods raise `DeviceError` where it does not answer or wants another token, and
+    `InputError` for a job it does not know.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = _checked(address)
+        warn_of_readers()
+        _check_dashboard(self.address)
+        with self._asking():
+            self._client = _client(self.address)
+
+    def submit(self, command: str, folder: Path) -> str:
+        """Run `command`, a line for the shell, in a copy of `folder` on the head; the job's id."""
+        environment = {
+            "working_dir": str(folder),
+            "env_vars": {_STOP_WAIT_VARIABLE: str(STOP_WAIT_S), _SUBMITTED_VARIABLE: "1"},
+        }
+        with self._asking():
+            return self._client.submit_job(entrypoint=command, runtime_env=environment)
+
+    def follow(self, job_id: str, write: Callable[[str], Any]) -> JobEnd:
+        """Hand the log of a job to `write` as it grows, until the job ends.
+
+        Where the connection is lost it is made anew, and nothing is written twice.
+        """
+        import aiohttp
+
+        self._end(job_id)
+        log = _Log(write)
+        while True:
+            is_whole = False
+            try:
+                asyncio.run(log.tail(self._client, job_id))
+                is_whole = True
+            except BrokenPipeError:
+                raise  # who reads what we write has gone
+            except (OSError, RuntimeError, aiohttp.ClientError):
+                pass
+            end = self._end_soon(job_id)
+            if end is not None:
+                if not is_whole:
+                    with self._asking(job_id):
+                        log.catch_up(self._client.get_job_logs(job_id))
+                return end
+            time.sleep(RETRY_S)
+
+    def _end_soon(self, job_id: str) -> JobEnd | None:
+        """How the job ended, None if it goes on; asks again for a while where nothing answers."""
+        deadline = time.monotonic() + RECONNECT_S
+        while True:
+            try:
+                return self._end(job_id)
+            except DeviceError as error:
+                if time.monotonic() > deadline:
+                    raise DeviceError(
+                        f"{error}. Job {job_id} may be going on; follow it again later"
+                    ) from error
+            time.sleep(RETRY_S)
+
+    def stop(self, job_id: str) -> JobEnd:
+        """Send SIGTERM to the job and wait for its end, which SIGKILL brings about if need be."""
+        with self._asking(job_id):
+            self._client.stop_job(job_id)
+        deadline = time.monotonic() + 2 * STOP_WAIT_S
+        while (end := self._end(job_id)) is None:
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"job {job_id} has not ended {2 * STOP_WAIT_S} s after it was told to; is the "
+                    "node of its driver alive? `ray list nodes` tells"
+                )
+            time.sleep(_STOP_POLL_S)
+        return end
+
+    def _end(self, job_id: str) -> JobEnd | None:
+        with self._asking(job_id):
+            job = self._client.get_job_info(job_id)
+        if not job.status.is_terminal():
+            return None
+        return JobEnd(str(job.status), job.driver_exit_code, job.message or "")
+
+    @contextmanager
+    def _asking(self, job_id: str | None = None) -> Iterator[None]:
+        import ray.exceptions
+
+        unauthenticated: Any = getattr(ray.exceptions, "AuthenticationError", ())  # since Ray 2.52
+        try:
+            yield
+        except unauthenticated as error:
+            raise refused_token(f"the Ray cluster at {self.address}") from error
+        except OSError as error:
+            raise _silent(self.address, error) from error
+        except (RuntimeError, ValueError) as error:
+            if job_id is not None and "status code 404" in str(error):
+                raise InputError(
+                    f"the Ray cluster at {self.address} knows no job {job_id}; "
+                    "`ray job list` names those it has"
+                ) from error
+            remedy = _AGENT_REMEDY if "No available agent" in str(error) else ""
+            raise DeviceError(
+                f"the Ray cluster at {self.address} refused: {_reason(error)}{remedy}"
+            ) from error
+
+
+def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:
+    """In a job of `RayJobs.submit`: do not have stages start in copies of the job's folder.
+
+    They need none of it, and Ray nodes of one machine share its place: each that unpacks its copy
+    removes that of the others first, under the driver's feet.
+    """
+    if _SUBMITTED_VARIABLE not in environment or _CONFIG_VARIABLE not in environment:
+        return
+    config = json.loads(environment[_CONFIG_VARIABLE])
+    config.get("runtime_env", {}).pop("working_dir", None)
+    environment[_CONFIG_VARIABLE] = json.dumps(config)
+
+
+class _Log:
+    """The part of a job's log that was written already, and the rest."""
+
+    def __init__(self, write: Callable[[str], Any]) -> None:
+        self._write = write
+        self._written = 0
+
+    async def tail(self, client: JobSubmissionClient, job_id: str) -> None:
+        """Write what is new; every connection begins at the log's first character.
+
+        Raises `TimeoutError` when nothing came for `QUIET_S`.
+        """
+        seen = 0
+        async with asyncio.timeout(QUIET_S) as limit:
+            async for text in client.tail_job_logs(job_id):
+                limit.reschedule(asyncio.get_running_loop().time() + QUIET_S)
+                self._take(text, seen)
+                seen += len(text)
+
+    def catch_up(self, whole: str) -> None:
+        """Write what of the whole log is new."""
+        self._take(whole, 0)
+
+    def _take(self, text: str, begin: int) -> None:
+        new = text[max(0, self._written - begin) :]
+        if new:
+            self._written = begin + len(text)
+            self._write(new)
+
+
+def _checked(address: str) -> str:
+    """`address` without a slash at its end; raises `SpecError` if it is none of a dashboard."""
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SpecError(
+            "--submit wants the address of the cluster's dashboard, as http://HEAD:8265; "
+            f"{without_user(address)!r} is none"
+        )
+    if "@" in parts.netloc:
+        raise SpecError(
+            "--submit takes no user and password in the address, which would be shown in messages; "
+            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+        )
+    return address.rstrip("/")
+
+
+def _check_dashboard(address: str) -> None:
+    """Fail soon where no Ray dashboard answers: Ray's client waits without limit."""
+    import requests
+
+    try:
+        answer = requests.get(f"{address}/api/version", timeout=ANSWER_S)
+        known = not answer.ok or "ray_version" in answer.json()
+    except ValueError:
+        known = False
+    except OSError as error:
+        raise _silent(address, error) from error
+    if not known or answer.status_code == 404:
+        raise DeviceError(
+            f"what answers at {address} is no Ray dashboard (status {answer.status_code}); name "
+            "the address that `ray start --head` printed, by default http://HEAD:8265"
+        )
+
+
+def _silent(address: str, error: OSError) -> DeviceError:
+    return DeviceError(
+        f"no Ray dashboard answers at {address} ({_reason(error)}); is it the address that "
+        "`ray start --head` printed, and is port 8265 reachable from here?"
+    )
+
+
+def _client(address: str) -> JobSubmissionClient:
+    """Ray's client for just this address, without its notes on uploads."""
+    from ray.job_submission import JobSubmissionClient
+
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    saved = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
+    try:
+        return JobSubmissionClient(address)
+    finally:
+        os.environ.update(saved)
+
+
+def _reason(error: BaseException) -> str:
+    """What a message may hold of an error: what the system said; else the last line of a traceback,
+    or the first sentence.
+    """
+    text = str(error)
+    system = re.search(r"\[Errno -?\d+\] [\w ]+", text)
+    if system is not None:
+        return system[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    is_trace = any(line.startswith("Traceback") for line in lines)
+    return (lines[-1] if is_trace else lines[0].partition(". ")[0])[:300]

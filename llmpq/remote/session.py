@@ -1,0 +1,168 @@
+"""Joining or starting Ray for the length of a run."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from os import environ
+from typing import TYPE_CHECKING, Any
+
+from llmpq.remote.token import check_token, make_token, warn_of_readers
+from quant.common.errors import DeviceError, SpecError, StageLostError
+from quant.common.printable import without_user
+
+if TYPE_CHECKING:
+    from llmpq.remote.local_ray import GiveUp
+
+CONNECT_TIMEOUT_S = 10.0
+_LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600}
+"""Ray ends a process that has missed GCS for so long (60 s), whatever it does: here a run ends by
+itself before, and who takes its results slowly has time to be told so.
+"""
+
+
+@contextmanager
+def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> Iterator[None]:
+    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, else a local
+    one, which `LocalHead` looks after with `give_up`.
+
+    What is started or joined here is left at the end; what was there before stays. Raises
+    `SpecError` for an address with a password, `DeviceError` when no cluster answers at `address`
+    or it wants another token, and `HeadLostError` for what fails because a Ray of this process's
+    own is gone.
+    """
+    import ray
+
+    from llmpq.remote.local_ray import LocalHead
+
+    if ray.is_initialized():
+        with _blaming_head():
+            yield
+        return
+    target = address or environ.get("RAY_ADDRESS") or "local"
+    with ExitStack() as stack:
+        _start(target)
+        stack.enter_context(_quiet())
+        if target == "local":
+            head = stack.enter_context(LocalHead(give_up))
+            stack.callback(ray.shutdown)
+            stack.callback(head.note_started)
+        else:
+            stack.callback(ray.shutdown)
+        stack.enter_context(_blaming_head())
+        yield
+
+
+def _start(target: str) -> None:
+    """Initialise Ray, and leave SIGTERM to whom it was."""
+    import ray
+
+    # What stages that die were still asked is handled where it matters, and no news to anybody.
+    environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+    own: dict[str, Any] = {}
+    if target == "local":
+        own = {"include_dashboard": False, "_system_config": _LOCAL}
+        make_token()
+    else:
+        _check_joinable(target)
+    warn_of_readers()
+    try:
+        with _on_loopback() if target == "local" else nullcontext():
+            ray.init(address=target, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except SystemExit as error:
+        # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
+        if error.code == signal.SIGTERM and callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise DeviceError(
+            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head` or "
+            "leave --address out for a local one"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+
+
+@contextmanager
+def _blaming_head() -> Iterator[None]:
+    """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
+    from ray.exceptions import RayError
+
+    from actors.processes.ray_head import check_head
+
+    try:
+        yield
+    except (RayError, StageLostError, DeviceError, OSError):
+        check_head()
+        raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Ray's nodes report off stdout, where results may go, as Ray's debugger does."""
+    from ray._private import worker
+
+    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address, as it does on
+    systems where it knows single nodes only: all its ports are then on loopback. The variable of
+    that switch, read when Ray is imported, has the last word.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR not in environ:
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _check_joinable(target: str) -> None:
+    """Fail at once where nothing listens or another token is wanted: `ray.init` would keep trying
+    for minutes.
+    """
+    if "@" in target:
+        raise SpecError(
+            "--address and RAY_ADDRESS take no user and password, which Ray does not know either "
+            f"({without_user(target)!r}); set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+        )
+    address = _started_last() if target == "auto" else target.removeprefix("ray://")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        if target == "auto":  # that one is gone, and Ray looks for others
+            return
+        raise DeviceError(
+            f"no Ray cluster answers at {target!r} ({error}); start one with `ray start --head` or "
+            "leave --address out for a local one"
+        ) from error
+    if not target.startswith("ray://"):
+        check_token(address)
+
+
+def _started_last() -> str:
+    """HOST:PORT of the Ray that was started last on this machine, which `auto` stands for; empty
+    where none was.
+    """
+    try:
+        from ray._private.utils import read_ray_address
+    except ImportError:  # a Ray that has it elsewhere
+        return ""
+    return read_ray_address() or ""

@@ -1,0 +1,1 @@
+"""The prompts of a batch and their results, row by row."""

@@ -1,0 +1,229 @@
+"""One prompt of a batch, from a JSON line or a dictionary; one that cannot be understood becomes an
+error row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.messages import Sampling
+from llmpq.rows.chat import MessageError, plain_message
+from llmpq.rows.openai_fields import AskedForError, without_neutral
+from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError, SpecError
+from quant.common.printable import printable
+
+Messages = tuple[Mapping[str, Any], ...]
+RowInput = str | Sequence[int] | Mapping[str, Any]
+
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+_SPELLINGS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+_IGNORED_IN_BODY = "model"  # of an OpenAI Batch line; the plan says which model it is
+_LARGEST = 2**53  # whole numbers up to here are exact in every format
+_DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
+_PROMPT_FIELDS = ("prompt", "messages")
+
+MAX_ID_CHARACTERS = 1000
+"""Of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
+
+_NUMBERS = frozenset(
+    ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt: text, token ids or chat messages; `sampling` overrides the job's."""
+
+    custom_id: str
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: Messages | None = None
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The prompt and the row's own sampling, without its id."""
+        given = {"text": self.text, "token_ids": self.token_ids, "messages": self.messages}
+        return {name: value for name, value in given.items() if value is not None} | {
+            "sampling": self.sampling
+        }
+
+    def named(self, custom_id: str) -> Row:
+        """The same prompt under another id."""
+        return Row(custom_id, self.text, self.token_ids, self.messages, self.sampling)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot run, and why."""
+
+    custom_id: str
+    error: str
+
+
+class _RowError(Exception):
+    """What is wrong with one row."""
+
+
+def row_from_line(line: bytes, place: str) -> Row | BadRow:
+    """The row of one JSON line, without an id where the line gives none; a bad one is named by its
+    `place` then.
+    """
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(place, f"not UTF-8 (byte {error.start} of the line)")
+    except (ValueError, RecursionError) as error:
+        return BadRow(place, f"not JSON: {error}")
+    if not isinstance(content, Mapping):
+        return BadRow(place, "not a JSON object")
+    return row_from_mapping(content, place)
+
+
+def row_from_mapping(content: Mapping[str, Any], place: str) -> Row | BadRow:
+    """As `row_from_line`, of what the line holds."""
+    try:
+        return _row(content, place)
+    except RecursionError:  # a message that quotes it needs more levels than reading it
+        return BadRow(place, "a field nests too deeply")
+
+
+def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
+    custom_id = content.get("custom_id")
+    if "custom_id" in content and (not isinstance(custom_id, str) or not custom_id):
+        return BadRow(place, f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
+    if custom_id is not None and len(custom_id) > MAX_ID_CHARACTERS:
+        return BadRow(
+            place,
+            f"custom_id {custom_id!r:.80}… has {len(custom_id)} characters; give it at most "
+            f"{MAX_ID_CHARACTERS}",
+        )
+    if custom_id is not None and not _is_text(custom_id):
+        return BadRow(place, "custom_id holds half a surrogate pair, which UTF-8 cannot write")
+    try:
+        return _parse(content, custom_id or "")
+    except (_RowError, MessageError, AskedForError, LlmpqError) as error:
+        return BadRow(custom_id or place, printable(str(error), MESSAGE_CHARACTERS))
+
+
+def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
+    body = content.get("body")
+    fields = dict(body if isinstance(body, Mapping) else content)
+    if isinstance(body, Mapping):
+        fields.pop(_IGNORED_IN_BODY, None)
+    fields.pop("custom_id", None)
+    given = [name for name in _PROMPT_FIELDS if name in fields]
+    if len(given) != 1:
+        raise _RowError(
+            f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
+        )
+    value = fields.pop(given[0])
+    sampling = _sampling_overrides(fields)
+    if given[0] == "messages":
+        return Row(custom_id, messages=_messages(value), sampling=sampling)
+    if isinstance(value, str):
+        if not _is_text(value):
+            raise _RowError("prompt holds half a surrogate pair, which no tokenizer can read")
+        return Row(custom_id, text=value, sampling=sampling)
+    return Row(custom_id, token_ids=_token_ids(value), sampling=sampling)
+
+
+def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not fields:
+        return {}
+    nested = fields.get("sampling")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise _RowError("sampling must be an object")
+    beside = {name: value for name, value in fields.items() if name != "sampling"}
+    overrides: dict[str, Any] = {}
+    for given in (beside, nested or {}):
+        for spelling, value in without_neutral(given).items():
+            name = _SPELLINGS.get(str(spelling), str(spelling))
+            if name in overrides and overrides[name] != value:
+                raise _RowError(
+                    f"{name} is given twice, as {overrides[name]!r:.80} and as {value!r:.80} "
+                    f"({spelling}); give it once"
+                )
+            overrides[name] = value
+    unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
+    if unknown:
+        raise _RowError(f"unknown field {unknown[0]!r}; known: {', '.join(_SAMPLING_FIELDS)}")
+    if overrides:
+        merge_sampling(Sampling(), overrides)
+    return overrides
+
+
+def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
+    """`base` with a row's own fields; raises `SpecError` for a value out of range or of a wrong
+    type.
+    """
+    if not overrides:
+        return base
+    changes = dict(overrides)
+    if isinstance(changes.get("stop"), str):
+        changes["stop"] = (changes["stop"],)
+    for name, value in changes.items():
+        changes[name] = _typed(name, value)
+    return dataclasses.replace(base, **changes)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """`value` as the type that `Sampling.name` has, or `SpecError`; a bias is checked there."""
+    if name not in _SAMPLING_FIELDS:
+        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(_SAMPLING_FIELDS)}")
+    if name == "logit_bias":
+        return value
+    if name == "stop":
+        if isinstance(value, list | tuple) and all(
+            isinstance(s, str) and _is_text(s) for s in value
+        ):
+            return tuple(value)
+        raise SpecError("stop must be a string or a list of strings")
+    wants_bool, wants_float = name == "ignore_eos", name in _NUMBERS
+    accepted = {bool} if wants_bool else {int, float} if wants_float else {int}
+    fits = type(value) in accepted
+    if not fits or abs(value) > _LARGEST:
+        kind = "true or false" if wants_bool else "a number" if wants_float else "a whole number"
+        limit = f" of at most {_LARGEST}" if fits else ""
+        raise SpecError(f"{name} is {value!r:.80}; it must be {kind}{limit}")
+    return float(value) if wants_float else value
+
+
+def _is_text(value: str) -> bool:
+    """Whether UTF-8 can write it: JSON lets halves of surrogate pairs through."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _messages(value: Any) -> Messages:
+    if not isinstance(value, list) or not value or not all(isinstance(m, Mapping) for m in value):
+        raise _RowError("messages must be a non-empty list of objects with role and content")
+    if not _is_writable(value):
+        raise _RowError(
+            f"messages hold half a surrogate pair, or nest deeper than {_DEEPEST} levels"
+        )
+    return tuple(plain_message(message, number) for number, message in enumerate(value, start=1))
+
+
+def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
+    """Whether texts in `value` are texts, and the depth such that Python can write it again."""
+    if isinstance(value, str):
+        return _is_text(value)
+    if isinstance(value, Mapping):
+        value = (*value.keys(), *value.values())
+    if not isinstance(value, list | tuple):
+        return True
+    return levels > 0 and all(_is_writable(each, levels - 1) for each in value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and all(type(t) is int and 0 <= t < 2**31 for t in value):
+        return tuple(value)
+    raise _RowError("prompt must be text or a list of token ids (whole numbers of at least 0)")

@@ -1,0 +1,161 @@
+"""Sampling of a job: what is set explicitly, and below that what the model's makers recommend in
+`generation_config.json`.
+
+Which values count is vLLM's rule: those that stand in the file, not transformers' own (top-k 50).
+Whether tokens are drawn at all is transformers': only with `do_sample` true.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.messages import Sampling
+from actors.sampling import GREEDY
+from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
+from llmpq.rows.row import merge_sampling
+from planner.workload import Workload
+from quant.common.errors import CheckpointError, SpecError
+
+GenerationConfigUse = Literal["model", "none"]
+"""Whose sampling holds where none is set: that of the model's generation_config.json, or none's."""
+
+GENERATION_CONFIGS: tuple[GenerationConfigUse, ...] = ("model", "none")
+
+SamplingInput = Sampling | Mapping[str, Any] | None
+"""A `Sampling` settles every field, a mapping those that it names, None nothing."""
+
+_TAKEN = ("top_k", "top_p", "min_p", "repetition_penalty")
+_NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "constraints": (),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": (),
+    "suppress_tokens": (),
+    "token_healing": (),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+"""Fields of transformers' `GenerationConfig` that would change the output, with the values at which
+they do not; empty ones and `false` never do."""
+
+_LONGEST = 40  # characters of a value, in messages
+
+
+@dataclass(frozen=True)
+class JobSampling:
+    """`sampling` of a job's rows where they have no own; the fields of it that were `taken` from
+    the model's generation config, and what stands there that is not followed (`left_out`).
+    """
+
+    sampling: Sampling
+    taken: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str | None:
+        """One line that tells what was taken from where, and how to do without."""
+        if not self.taken:
+            return None
+        values = ", ".join(f"{name} {_shown(value)}" for name, value in self.taken.items())
+        without = "for greedy" if self.sampling.temperature > 0 else "to do without"
+        return (
+            f"sampling defaults of the model's {GENERATION_CONFIG_FILE}: {values}; "
+            f"--generation_config none {without}"
+        )
+
+    @property
+    def warning(self) -> str | None:
+        """One line that names what is not followed."""
+        if not self.left_out:
+            return None
+        named = ", ".join(f"{name} {value}" for name, value in self.left_out.items())
+        return (
+            f"the model's {GENERATION_CONFIG_FILE} has {named}: llmpq does not follow these, and "
+            "its tokens may differ from those of transformers"
+        )
+
+
+def job_sampling(
+    given: SamplingInput, use: GenerationConfigUse, folder: Path, workload: Workload
+) -> JobSampling:
+    """What is `given`, and below that what the model in `folder` says; requests are of the planned
+    lengths.
+
+    Raises `SpecError` for values out of range, `CheckpointError` for a file that is malformed or
+    has such values.
+    """
+    if use not in GENERATION_CONFIGS:
+        raise SpecError(f"generation_config is {use!r}; it must be model or none")
+    config = read_generation_config(folder) if use == "model" else {}
+    try:
+        recommended = merge_sampling(GREEDY, _recommended(config))
+    except SpecError as error:
+        raise CheckpointError(
+            f"{folder / GENERATION_CONFIG_FILE}: {error}; mend it or pass --generation_config none"
+        ) from error
+    left_out = _left_out(config, workload)
+    if isinstance(given, Sampling):
+        return JobSampling(given, {}, left_out)
+    explicit = given or {}
+    taken = {
+        name: value
+        for name, value in vars(recommended).items()
+        if name not in explicit and value != getattr(GREEDY, name)
+    }
+    return JobSampling(merge_sampling(recommended, explicit), taken, left_out)
+
+
+def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of `Sampling` that `config` sets."""
+    fields = {name: config[name] for name in _TAKEN if name in config}
+    if config.get("do_sample") is True:
+        fields["temperature"] = config.get("temperature", 1.0)  # as transformers and vLLM
+    if config.get("stop_strings"):
+        fields["stop"] = config["stop_strings"]
+    return fields
+
+
+def _left_out(config: Mapping[str, Any], workload: Workload) -> Mapping[str, str]:
+    left_out = {
+        name: _shown(config[name])
+        for name, neutral in _NOT_HONOURED.items()
+        if config.get(name) and config[name] not in neutral
+    }
+    if "temperature" in config and "do_sample" not in config:
+        left_out["temperature"] = f"{_shown(config['temperature'])} without do_sample"
+    planned = {"max_new_tokens": workload.new_tokens, "max_length": workload.total_length}
+    for name, most in planned.items():
+        value = config.get(name)
+        if type(value) is int and value < most:
+            left_out[name] = f"{value} (the plan's {most} holds)"
+    return left_out
+
+
+def _shown(value: Any) -> str:
+    """As JSON, which leaves no control characters, and not too long."""
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,1 @@
+"""Running a plan over rows: generating, watching, progress, and planning again."""

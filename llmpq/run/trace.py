@@ -1,0 +1,34 @@
+"""From what the stages noted of a run to its trace file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actors.telemetry.observer import StageTrace
+from planner.plan.plan import Plan
+from planner.plan.run_trace import MeasuredStage, write_run_trace
+
+
+def save_trace(path: str | Path, plan: Plan, traces: Sequence[StageTrace | None]) -> None:
+    """Write the run beside the plan's simulation; raises InputError where that is not possible."""
+    write_run_trace(path, plan, [None if trace is None else measured(trace) for trace in traces])
+
+
+def measured(trace: StageTrace) -> MeasuredStage:
+    """A stage's micro-batches by the driver's clock."""
+    rows, clock = trace.spans.rows, trace.clock
+    return MeasuredStage(
+        began_s=rows["began_s"] - clock.offset_s,
+        ended_s=rows["ended_s"] - clock.offset_s,
+        sent_s=rows["sent_s"] - clock.offset_s,
+        is_decode=rows["is_decode"],
+        requests=rows["requests"].astype(np.int64),
+        tokens=rows["tokens"].astype(np.int64),
+        context_length=rows["context"].astype(np.int64),
+        dropped=trace.spans.dropped,
+        clock_offset_s=clock.offset_s,
+        clock_error_s=clock.error_s,
+    )

@@ -1,0 +1,212 @@
+"""Rows to requests: token ids within what the plan has room for, or an error row; and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from actors.messages import Request, Sampling
+from llmpq.rows.row import BadRow, Row, merge_sampling
+from llmpq.tokenizing.process import Answer, Limits, TokenizerProcess
+from planner.workload import Workload
+
+AHEAD_ROWS = 64
+"""Rows that the tokenizer has in hand while the first of them is waited for."""
+
+AHEAD_BYTES = 1 << 20
+"""Of them, unless a single one is longer."""
+
+DOCUMENTS = Limits(row_s=3600.0, row_bytes=64 << 30)
+"""For texts that a user measures or calibrates on, each of which may be a whole book shelf."""
+
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class _Begun(NamedTuple):
+    """A row whose token ids are on their way, or what has become of it already."""
+
+    row: Row | BadRow
+    sampling: Sampling
+    task: int
+    made: Request | BadRow | None
+
+
+@dataclass(frozen=True)
+class RequestMaker:
+    """Turns rows into requests of at most `workload.prompt_length` tokens.
+
+    `tokenizer` may be None when every prompt is a list of token ids; results then carry no text.
+    """
+
+    workload: Workload
+    vocab_size: int
+    sampling: Sampling
+    tokenizer: TokenizerProcess | None
+
+    def request(self, row: Row) -> Request | BadRow:
+        """The request of `row`, or why it cannot run as planned."""
+        return next(self.requests((row,)))
+
+    def requests(self, rows: Iterable[Row | BadRow]) -> Iterator[Request | BadRow]:
+        """As `request` of every row in turn, some ahead of the one that is asked for."""
+        begun: deque[_Begun] = deque()
+        for row in rows:
+            begun.append(self._begin(row))
+            while begun and (begun[0].made or self._is_far_ahead(len(begun))):
+                yield self._end(begun.popleft())
+        while begun:
+            yield self._end(begun.popleft())
+
+    def _is_far_ahead(self, rows: int) -> bool:
+        behind = self.tokenizer.behind_bytes if self.tokenizer else 0
+        return behind > AHEAD_BYTES or rows >= AHEAD_ROWS
+
+    def _begin(self, row: Row | BadRow) -> _Begun:
+        if isinstance(row, BadRow):
+            return _Begun(row, self.sampling, 0, row)
+        sampling = merge_sampling(self.sampling, row.sampling)
+        problem = self._problem_of_sampling(sampling)
+        if problem is None and row.token_ids is None:
+            task, problem = self._tokenizing(row)
+            if problem is None:
+                return _Begun(row, sampling, task, None)
+        bad = None if problem is None else BadRow(row.custom_id, problem)
+        made = bad or self._made(row, sampling, row.token_ids or ())
+        return _Begun(row, sampling, 0, made)
+
+    def _problem_of_sampling(self, sampling: Sampling) -> str | None:
+        room = self.workload.new_tokens
+        wanted = sampling.max_new_tokens or room
+        if wanted > room:
+            return f"max_new_tokens is {wanted}, the plan has room for {room}"
+        if sampling.stop and self.tokenizer is None:
+            return "stop strings need a tokenizer, which the model has not"
+        return beyond_vocabulary(sampling, self.vocab_size)
+
+    def _tokenizing(self, row: Row) -> tuple[int, str | None]:
+        """Number of the task that tokenizes `row`, or why that is not tried."""
+        if self.tokenizer is None:
+            return 0, "the model folder has no tokenizer; give the prompt as a list of token ids"
+        most = self.tokenizer.most_characters
+        if row.text is not None and most is not None and len(row.text) > most:
+            return 0, self._too_long(len(row.text), most)
+        task = {"text": row.text} if row.messages is None else {"chat": row.messages}
+        try:
+            return self.tokenizer.submit(task), None
+        except (ValueError, TypeError, RecursionError) as error:  # messages that are no JSON
+            return 0, f"the prompt cannot be tokenized: {error}"
+
+    def _end(self, begun: _Begun) -> Request | BadRow:
+        if begun.made is not None:
+            return begun.made
+        row = begun.row
+        assert isinstance(row, Row)
+        assert self.tokenizer is not None
+        answer = self.tokenizer.answer(begun.task)
+        if answer.error is not None:
+            cause = f"{answer.of}: {answer.error}"
+            return BadRow(row.custom_id, f"the prompt cannot be tokenized: {cause}")
+        if answer.characters is not None:
+            most = self.tokenizer.most_characters or 0
+            return BadRow(row.custom_id, self._too_long(answer.characters, most))
+        if answer.tokens is not None:
+            return BadRow(row.custom_id, self._too_many(answer.tokens))
+        return self._made(row, begun.sampling, answer.ids or ())
+
+    def _made(self, row: Row, sampling: Sampling, prompt_ids: tuple[int, ...]) -> Request | BadRow:
+        problem = self._problem(prompt_ids)
+        if problem is not None:
+            return BadRow(row.custom_id, problem)
+        wanted = sampling.max_new_tokens or self.workload.new_tokens
+        return Request(row.custom_id, prompt_ids, wanted, sampling)
+
+    def _problem(self, prompt_ids: tuple[int, ...]) -> str | None:
+        if not prompt_ids:
+            return "the prompt has no tokens"
+        if len(prompt_ids) > self.workload.prompt_length:
+            return self._too_many(len(prompt_ids))
+        if max(prompt_ids) >= self.vocab_size:
+            return f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
+        return None
+
+    def _too_many(self, tokens: int) -> str:
+        return (
+            f"the prompt has {tokens} tokens, the plan has room for {self.workload.prompt_length}; "
+            "plan with a larger prompt length (--s)"
+        )
+
+    def _too_long(self, characters: int, most: int) -> str:
+        return (
+            f"the prompt has {characters} characters, the plan has room for "
+            f"{self.workload.prompt_length} tokens, which are at most {most} characters; plan with "
+            "a larger prompt length (--s)"
+        )
+
+    def texts(self, generated: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Answer]:
+        """The text of each of `generated`, tokens and stop strings of a request: without special
+        tokens, cut before the first stop string; None where there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            return [Answer() for _ in generated]
+        tasks = [self.tokenizer.submit({"ids": token_ids}) for token_ids, _ in generated]
+        answers = map(self.tokenizer.answer, tasks)
+        return [_cut(answer, stop) for answer, (_, stop) in zip(answers, generated, strict=True)]
+
+
+def _cut(answer: Answer, stop: tuple[str, ...]) -> Answer:
+    text = answer.text
+    if text is None or not stop:
+        return answer
+    ends = [found for found in (text.find(s) for s in stop) if found >= 0]
+    return Answer(text=text[: min(ends)]) if ends else answer
+
+
+def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
+    """What is wrong with token ids of `logit_bias`, if there is such."""
+    largest = max(sampling.logit_bias, default=0)
+    if largest < vocab_size:
+        return None
+    return (
+        f"logit_bias has token id {largest}, the model's vocabulary ends at {vocab_size - 1}; take "
+        "the ids of this model's own tokenizer"
+    )
+
+
+def start_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
+    """The tokenizer of the model in `folder`, which is being loaded; None where there is none.
+
+    `TokenizerProcess.wait` tells whether it can be.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        return None
+    return TokenizerProcess(folder, limits)
+
+
+@contextmanager
+def tokenizer_checked(model: str) -> Iterator[None]:
+    """Load the tokenizer of a local model meanwhile; at the end raise `CheckpointError` if that
+    cannot be done.
+    """
+    try:
+        folder = Path(model).expanduser()
+        tokenizer = start_tokenizer(folder)
+    except (OSError, RuntimeError, ValueError):  # a name that is no path
+        tokenizer = None
+    if tokenizer is None:
+        yield
+        return
+    with closing(tokenizer):
+        yield
+        tokenizer.wait()
+
+
+def load_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
+    """As `start_tokenizer`, loaded; raises `CheckpointError` if it cannot be."""
+    tokenizer = start_tokenizer(folder, limits)
+    if tokenizer is not None:
+        tokenizer.wait()
+    return tokenizer

@@ -1,0 +1,1 @@
+"""The devices that a plan may use: cluster files, accelerators, and links between them."""

@@ -1,0 +1,118 @@
+"""One device of a cluster: its budget, the processor that really computes, and its compute type."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from planner.cluster.accelerators import Accelerator
+from quant.common.errors import SpecError
+from quant.scheme import DTYPE_BYTES, Processor
+
+# What a process pays on a GPU before it holds a tensor: CUDA context and the libraries' workspaces.
+# 300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN; the budget keeps the round 600.
+CUDA_CONTEXT_BYTES = 600 * 2**20
+
+
+CPU_TOKENS_AT_ONCE = 1024
+"""On a CPU the requests of a larger micro-batch follow one another: its intermediate results would
+leave the cores' caches (64 prompts of 16 to 512 tokens at once took 1.5 times as long)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator of one node.
+
+    `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
+    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` to a device of the
+    same type on the node, in one direction; `stated_host_link_bytes_per_s` where the cluster file
+    knows better than the registry; `threads` and rates per core belong to CPUs. `custom_resource`
+    names the Ray resource that places the device where Ray has no accelerator type for it. An
+    `emulated` device computes on the host's CPU while its times are those of `accelerator`; with
+    `stand_in` a small model does so in place of the planned one, whose bytes and types are the
+    accelerator's then.
+    """
+
+    accelerator: Accelerator
+    node: str
+    index: int
+    memory_bytes: int
+    link_bytes_per_s: float
+    threads: int | None = None
+    custom_resource: str | None = None
+    emulated: bool = False
+    host_memory_bytes: int | None = None
+    stand_in: bool = False
+    stated_host_link_bytes_per_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """For instance `node0/T4-16GB:1`; unique in the cluster."""
+        return f"{self.node}/{self.accelerator.name}:{self.index}"
+
+    @property
+    def time_kind(self) -> Hashable:
+        """Equal for devices that hold and compute a layer alike."""
+        return self.accelerator.name, self.threads, self.emulated, self.stand_in
+
+    @property
+    def cost_kind(self) -> Hashable:
+        """Equal for devices that are alike in all that a plan's cost depends on but their nodes."""
+        links = self.link_bytes_per_s, self.host_link_bytes_per_s
+        return self.time_kind, self.memory_bytes, links
+
+    @property
+    def host_link_bytes_per_s(self) -> float:
+        """Rate to the host's memory, in one direction."""
+        if self.stated_host_link_bytes_per_s is not None:
+            return self.stated_host_link_bytes_per_s
+        return self.accelerator.host_link_bytes_per_s
+
+    def node_link_bytes_per_s(self, other: Device) -> float:
+        """Rate to another device of the node: NVLink joins none but GPUs of one type."""
+        links = [self.link_bytes_per_s, other.link_bytes_per_s]
+        if self.accelerator != other.accelerator:
+            links += [self.host_link_bytes_per_s, other.host_link_bytes_per_s]
+        return min(links)
+
+    def with_faster_links(self, times: float) -> Device:
+        """The same at `times` the rates of its links."""
+        return replace(
+            self,
+            link_bytes_per_s=self.link_bytes_per_s * times,
+            stated_host_link_bytes_per_s=self.host_link_bytes_per_s * times,
+        )
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether the planned model's kernels run on the host processor."""
+        return self.accelerator.is_cpu or (self.emulated and not self.stand_in)
+
+    @property
+    def processor(self) -> Processor:
+        """The processor whose kernels run the planned model, hence whose byte rules hold."""
+        return Processor() if self.runs_on_cpu else self.accelerator.processor
+
+    @property
+    def runtime_bytes(self) -> int:
+        """What the runtime takes from `memory_bytes` before any tensor."""
+        return 0 if self.runs_on_cpu else CUDA_CONTEXT_BYTES
+
+    @property
+    def default_dtype(self) -> str:
+        """The compute type that `auto` stands for: the host's on an emulated device."""
+        return "bfloat16" if self.runs_on_cpu else self.accelerator.default_dtype
+
+    def compute_dtype(self, requested: str = "auto") -> str:
+        """The compute type here; SpecError for an unknown one, or one it could only emulate."""
+        if requested == "auto":
+            return self.default_dtype
+        if requested not in DTYPE_BYTES:
+            raise SpecError(
+                f"compute type {requested!r} is not one of auto, {', '.join(DTYPE_BYTES)}"
+            )
+        if requested == "bfloat16" and not self.runs_on_cpu and not self.accelerator.bf16:
+            raise SpecError(
+                f"{self.name} has no bfloat16 arithmetic; use float16, float32 or auto as dtype"
+            )
+        return requested

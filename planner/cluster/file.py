@@ -1,0 +1,246 @@
+"""The cluster file: its schema, and messages that name file, line and nearest key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from planner.cluster.accelerators import GIB, assumption, find_accelerator
+from planner.cluster.yaml_text import MOST_BYTES, parse_yaml
+from quant.common.errors import SpecError
+
+MAX_DEVICES = 256
+"""Most devices of a cluster: eight times as many as the search for device orders is made for."""
+
+LEAST, MOST = 1e-6, 1e6
+"""Of sizes in GiB and rates: from a kilobyte, as tests have it, to a petabyte."""
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
+
+MOST_TIME_SCALE = 1e3
+"""An emulated second then lasts a quarter of an hour: more is a slip of the hand."""
+
+TimeScale = Annotated[float, Field(ge=0, le=MOST_TIME_SCALE, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class NodeEntry(_Strict):
+    """One machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`.
+
+    `threads` and `memory_gib` are those of each CPU accelerator; `usable_memory_gib` is a number
+    for every accelerator of the node or one per type; `link_gbyte_per_s`, between accelerators of
+    one type, and `host_link_gbyte_per_s`, to the host's memory, are 10^9 bytes/s in one direction.
+    """
+
+    name: Annotated[str, Field(min_length=1)] | None = None
+    accelerators: Annotated[dict[str, Count], Field(min_length=1)]
+    usable_memory_gib: Positive | dict[str, Positive] | None = None
+    host_memory_gib: Positive | None = None
+    link_gbyte_per_s: Positive | None = None
+    host_link_gbyte_per_s: Positive | None = None
+    threads: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    memory_gib: Positive | None = None
+
+    @field_validator("accelerators", mode="before")
+    @classmethod
+    def _short_form(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        name, _, count = value.partition(":")
+        if count and not count.strip().isdigit():
+            raise ValueError(f"{value!r} is not of the form TYPE:COUNT")
+        return {name.strip(): int(count) if count else 1}
+
+
+class NetworkEntry(_Strict):
+    """What joins the machines, in 10^9 bits per second."""
+
+    internode_gbit_per_s: Positive
+
+
+class EmulateEntry(_Strict):
+    """Devices played by CPU actors: `time_scale` times the modelled time, `stand_in` computing."""
+
+    time_scale: TimeScale = 1.0
+    stand_in: Annotated[str, Field(min_length=1)] | None = None
+
+
+class ClusterEntry(_Strict):
+    """The whole file."""
+
+    name: Annotated[str, Field(min_length=1)]
+    nodes: Annotated[list[NodeEntry], Field(min_length=1)]
+    network: NetworkEntry | None = None
+    emulate: EmulateEntry | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a mapping came from, for messages; `document` is None when it was no file."""
+
+    label: str
+    document: yaml.Node | None = None
+
+    def at(self, location: Sequence[str | int]) -> str:
+        """`file:line: nodes.0.name`, as far down as the file goes."""
+        node, line = self.document, None
+        for step in location:
+            found = _child(node, step)
+            if found is None:
+                break
+            node, line = found
+        mark = f"{self.label}:{line}" if line is not None else self.label
+        return f"{mark}: {'.'.join(map(str, location)) or 'the document'}"
+
+    def error(self, location: Sequence[str | int], problem: str) -> SpecError:
+        """A SpecError that says where."""
+        return SpecError(f"{self.at(location)}: {problem}")
+
+
+def read_yaml(path: Path) -> tuple[object, Source]:
+    """The parsed file and its source; SpecError when it is unreadable or repeats a key."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise SpecError(
+                f"cluster file {path} has {path.stat().st_size} bytes; {MAX_DEVICES} devices take "
+                f"less than {MOST_BYTES}"
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"cluster file {path} cannot be read: {error}") from error
+    values, document = parse_yaml(text, f"cluster file {path}")
+    return values, Source(str(path), document)
+
+
+def parse_cluster(values: object, source: Source) -> ClusterEntry:
+    """The checked entries of a cluster file; SpecError names the first that is wrong."""
+    if not isinstance(values, Mapping):
+        raise SpecError(f"{source.label}: a cluster is a mapping with the keys name and nodes")
+    try:
+        entry = ClusterEntry.model_validate(dict(values))
+    except ValidationError as error:
+        raise _first_problem(error, source) from error
+    devices = sum(count for node in entry.nodes for count in node.accelerators.values())
+    if devices > MAX_DEVICES:
+        raise source.error(
+            ["nodes"], f"{devices} devices; plan for at most {MAX_DEVICES}, split the cluster"
+        )
+    for index, node in enumerate(entry.nodes):
+        _check_node(node, index, source)
+    return entry
+
+
+def _check_node(node: NodeEntry, index: int, source: Source) -> None:
+    """Accelerators are known and named once; memory and threads belong to types that are there."""
+    here: list[str | int] = ["nodes", index]
+    kinds = [_known(name, [*here, "accelerators", name], source) for name in node.accelerators]
+    for kind in {kind for kind in kinds if kinds.count(kind) > 1}:
+        raise source.error([*here, "accelerators"], f"{kind} is listed under two names; use one")
+    limits = node.usable_memory_gib if isinstance(node.usable_memory_gib, dict) else {}
+    for name in limits:
+        if _known(name, [*here, "usable_memory_gib", name], source) not in kinds:
+            raise source.error(
+                [*here, "usable_memory_gib", name], "this node has no such accelerator"
+            )
+    _check_limits(node, here, source)
+    if "CPU" in kinds:
+        given = node.memory_gib or "CPU" in {find_accelerator(name).name for name in limits}
+        if not given and not isinstance(node.usable_memory_gib, float):
+            raise source.error(here, "a CPU needs a budget; add memory_gib, the GiB each may use")
+        return
+    for key in ("threads", "memory_gib"):
+        if getattr(node, key) is not None:
+            raise source.error([*here, key], "only CPU accelerators take it; this node has none")
+
+
+def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> None:
+    """No GPU may use more than it has."""
+    stated = node.usable_memory_gib
+    if stated is None:
+        return
+    field = [*here, "usable_memory_gib"]
+    names = stated if isinstance(stated, dict) else node.accelerators
+    for name in names:
+        accelerator = find_accelerator(name)
+        limit, location = (
+            (stated[name], [*field, name]) if isinstance(stated, dict) else (stated, field)
+        )
+        has = accelerator.nominal_memory_bytes / GIB
+        if not accelerator.is_cpu and limit > has:
+            raise source.error(
+                location,
+                f"{limit:g} GiB, but a {accelerator.name} has {has:g}; give at most what it "
+                "offers, or name the GPU that has more",
+            )
+
+
+def assumptions(entry: ClusterEntry, source: Source) -> tuple[str, ...]:
+    """What is assumed where a name fits several accelerators, once for each name."""
+    found: dict[str, str] = {}
+    for index, node in enumerate(entry.nodes):
+        for name in node.accelerators:
+            text = assumption(name)
+            if text is not None and name not in found:
+                where = source.at(["nodes", index, "accelerators", name])
+                found[name] = text if source.document is None else f"{where}: {text}"
+    return tuple(found.values())
+
+
+def _known(name: str, location: Sequence[str | int], source: Source) -> str:
+    try:
+        return find_accelerator(name).name
+    except SpecError as error:
+        raise source.error(location, str(error)) from error
+
+
+def _first_problem(error: ValidationError, source: Source) -> SpecError:
+    """The deepest problem pydantic found, unknown keys before all others."""
+    problems = error.errors()
+    unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
+    problem = max(unknown or problems, key=lambda each: len(each["loc"]))
+    location = [step for step in problem["loc"] if not _is_pydantic_step(step)]
+    if not unknown:
+        found = problem.get("input")
+        shown = "" if isinstance(found, dict | list) else f" (found {found!r})"
+        return source.error(location, f"{problem['msg']}{shown}")
+    *parent, key = location
+    keys = _keys_at(parent)
+    near = get_close_matches(str(key), keys, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(keys)}"
+    return source.error(location, f"unknown key; {hint}")
+
+
+def _is_pydantic_step(step: str | int) -> bool:
+    """Pydantic adds the branch of a union it tried, such as `dict[...]`, and `[key]`."""
+    return isinstance(step, str) and step.startswith(("float", "dict[", "constrained", "[key]"))
+
+
+def _keys_at(parent: Sequence[str | int]) -> list[str]:
+    tables: dict[str, type[BaseModel]] = {
+        "nodes": NodeEntry,
+        "network": NetworkEntry,
+        "emulate": EmulateEntry,
+    }
+    model = tables[str(parent[0])] if parent else ClusterEntry
+    return list(model.model_fields)
+
+
+def _child(node: yaml.Node | None, step: str | int) -> tuple[yaml.Node, int] | None:
+    """The node below and its one-based line; a mapping entry is found at its key."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.value == str(step):
+                return value, key.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+        return node.value[step], node.value[step].start_mark.line + 1
+    return None

@@ -1,0 +1,312 @@
+"""Clusters: devices with their memory and links, from YAML or the command line's counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from planner.cluster.accelerators import GIB, Accelerator, find_accelerator
+from planner.cluster.device import Device
+from planner.cluster.file import NodeEntry, Source, assumptions, parse_cluster, read_yaml
+from planner.cluster.links import MeasuredLink
+from quant.common.errors import SpecError
+
+__all__ = ["ClusterSpec", "Device", "Emulation"]
+
+DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ table 3
+
+# One hop of a small message through torch.distributed, measured with gloo on one machine; between
+# machines one network round trip comes on top.
+LINK_LATENCY_S = 7e-5
+INTERNODE_LATENCY_S = 1.2e-4
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """CPU actors play the devices: `time_scale` times the modelled time passes (0: none).
+
+    `stand_in` is the path of a small model that computes in place of the planned one.
+    """
+
+    time_scale: float = 1.0
+    stand_in: str | None = None
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
+
+    `measured_links` count more than what the file says; they are no part of it. `notes`: what was
+    assumed of names that fit several accelerators.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    internode_bytes_per_s: float
+    emulate: Emulation | None = None
+    measured_links: tuple[MeasuredLink, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse an empty cluster and two devices of the same name."""
+        if not self.devices:
+            raise SpecError(f"cluster {self.name} has no device; add one under nodes")
+        for device, count in Counter(device.name for device in self.devices).items():
+            if count > 1:
+                raise SpecError(
+                    f"cluster {self.name} names {count} devices {device}; name nodes apart"
+                )
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> ClusterSpec:
+        """Read a cluster file; SpecError names file, line, key and the nearest known key."""
+        values, source = read_yaml(Path(path))
+        return _from_values(values, source)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "cluster") -> ClusterSpec:
+        """The same from a parsed mapping; `source` stands in the messages."""
+        return _from_values(values, Source(source))
+
+    @classmethod
+    def from_counts(
+        cls,
+        device_names: Sequence[str],
+        device_numbers: Sequence[int],
+        internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
+    ) -> ClusterSpec:
+        """One node per device type, as the paper's command line counts them."""
+        if len(device_names) != len(device_numbers):
+            raise SpecError(
+                f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
+            )
+        pairs = list(zip(device_names, device_numbers, strict=True))
+        nodes = [
+            {"name": f"node{index}", "accelerators": {name: count}}
+            for index, (name, count) in enumerate(pairs)
+        ]
+        values = {
+            "name": " + ".join(f"{count}x{name}" for name, count in pairs) or "no devices",
+            "nodes": nodes,
+            "network": {"internode_gbit_per_s": internode_gbit_per_s},
+        }
+        return cls.from_dict(values, "device names and numbers")
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Node names in order."""
+        return tuple(dict.fromkeys(device.node for device in self.devices))
+
+    def link_bytes_per_s(self, sender: Device, receiver: Device) -> float:
+        """Rate between two devices; infinite from a device to itself."""
+        if sender == receiver:
+            return float("inf")
+        measured = self._measured_link(sender, receiver)
+        if measured is not None:
+            return measured.bytes_per_s
+        if sender.node == receiver.node:
+            return sender.node_link_bytes_per_s(receiver)
+        return self.internode_bytes_per_s
+
+    def link_latency_s(self, sender: Device, receiver: Device) -> float:
+        """Seconds a message takes besides its bytes; none from a device to itself."""
+        if sender == receiver:
+            return 0.0
+        measured = self._measured_link(sender, receiver)
+        if measured is not None:
+            return measured.latency_s
+        return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
+
+    def link_provenance(self, sender: Device, receiver: Device) -> str | None:
+        """By what a hop's time was measured; None where the cluster file and datasheets say it."""
+        if sender == receiver:
+            return None
+        found = self._measured_link(sender, receiver)
+        if found is None:
+            return None
+        where = "of its node" if found.place == "node" else "of another node"
+        return f"hop to {receiver.accelerator.name} {where} measured ({found.way}, {found.source})"
+
+    def _measured_link(self, sender: Device, receiver: Device) -> MeasuredLink | None:
+        return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
+
+    def fingerprint(self) -> str:
+        """Digest of what a plan depends on: devices, budgets, links; not the cluster's name.
+
+        Host links count where the cluster file states them.
+        """
+        devices = [
+            [
+                device.name,
+                device.memory_bytes,
+                device.link_bytes_per_s,
+                device.threads,
+                device.emulated,
+                *(["stand-in"] if device.stand_in else []),
+                *_stated_host_link(device),
+            ]
+            for device in self.devices
+        ]
+        links = [
+            [link.one, link.other, link.place, link.latency_s, link.bytes_per_s]
+            for link in self.measured_links
+        ]
+        text = json.dumps([devices, self.internode_bytes_per_s, *([links] if links else [])])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """A cluster file that reads back equal.
+
+        SpecError where equal devices of one node differ, which the file cannot say.
+        """
+        values: dict[str, Any] = {
+            "name": self.name,
+            "nodes": [
+                _node_values(node, list(devices))
+                for node, devices in groupby(self.devices, key=lambda device: device.node)
+            ],
+            "network": {"internode_gbit_per_s": _plain(self.internode_bytes_per_s * 8 / 1e9)},
+        }
+        if self.emulate is not None:
+            values["emulate"] = {"time_scale": self.emulate.time_scale}
+            if self.emulate.stand_in is not None:
+                values["emulate"]["stand_in"] = self.emulate.stand_in
+        return yaml.safe_dump(values, sort_keys=False)
+
+
+def _stated_host_link(device: Device) -> list[object]:
+    """For the digest, which stays what it was where the file says what the registry does."""
+    rate = device.host_link_bytes_per_s
+    return [] if rate == device.accelerator.host_link_bytes_per_s else ["host link", rate]
+
+
+def _from_values(values: object, source: Source) -> ClusterSpec:
+    entry = parse_cluster(values, source)
+    if entry.network is None and len(entry.nodes) > 1:
+        raise source.error(
+            [], f"{len(entry.nodes)} nodes but no network.internode_gbit_per_s; add it"
+        )
+    gbit = entry.network.internode_gbit_per_s if entry.network else DEFAULT_INTERNODE_GBIT_PER_S
+    names = [node.name or f"node{index}" for index, node in enumerate(entry.nodes)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise source.error(["nodes", index, "name"], f"a second node {name!r}; names differ")
+    emulate = None
+    if entry.emulate is not None:
+        emulate = Emulation(entry.emulate.time_scale, entry.emulate.stand_in)
+    return ClusterSpec(
+        name=entry.name,
+        devices=tuple(
+            device
+            for name, node in zip(names, entry.nodes, strict=True)
+            for device in _node_devices(name, node, emulate)
+        ),
+        internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
+        emulate=emulate,
+        notes=assumptions(entry, source),
+    )
+
+
+def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iterator[Device]:
+    """Every device of one node; Ray names only the first GPU type of a node that mixes several."""
+    kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
+    mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
+    host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
+    host_link = None if node.host_link_gbyte_per_s is None else _rate(node.host_link_gbyte_per_s)
+    for accelerator, count in kinds:
+        link = accelerator.link_bytes_per_s
+        if node.link_gbyte_per_s is not None:
+            link = _rate(node.link_gbyte_per_s)
+        stand_in = emulate is not None and emulate.stand_in is not None
+        real_gpu = not accelerator.is_cpu and emulate is None
+        unnamed = real_gpu and (mixed or accelerator.ray_type is None)
+        for index in range(count):
+            yield Device(
+                accelerator=accelerator,
+                node=name,
+                index=index,
+                memory_bytes=_budget_bytes(node, accelerator),
+                link_bytes_per_s=link,
+                threads=(node.threads or 1) if accelerator.is_cpu else None,
+                custom_resource=accelerator.name if unnamed else None,
+                emulated=stand_in or (emulate is not None and not accelerator.is_cpu),
+                host_memory_bytes=host,
+                stand_in=stand_in,
+                stated_host_link_bytes_per_s=host_link,
+            )
+
+
+def _rate(gbyte_per_s: float) -> float:
+    return float(round(gbyte_per_s * 1e9))
+
+
+def _budget_bytes(node: NodeEntry, accelerator: Accelerator) -> int:
+    limits = node.usable_memory_gib
+    if isinstance(limits, dict):
+        by_type = {find_accelerator(kind).name: limit for kind, limit in limits.items()}
+        limits = by_type.get(accelerator.name)
+    if limits is None and accelerator.is_cpu:
+        limits = node.memory_gib
+    return accelerator.usable_memory_bytes if limits is None else round(limits * GIB)
+
+
+def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
+    """One entry of `nodes`, with what differs from the registry."""
+    values: dict[str, Any] = {"name": node, "accelerators": {}}
+    limits: dict[str, float] = {}
+    for accelerator, group in groupby(devices, key=lambda device: device.accelerator):
+        first, *others = list(group)
+        if any(_traits(other) != _traits(first) for other in others):
+            raise SpecError(
+                f"node {node} has {accelerator.name} devices of different memory or links, which a "
+                "cluster file cannot say; give each a node of its own"
+            )
+        values["accelerators"][accelerator.name] = 1 + len(others)
+        if accelerator.is_cpu:
+            values["threads"] = first.threads
+        if first.memory_bytes != accelerator.usable_memory_bytes:
+            limits[accelerator.name] = _plain(first.memory_bytes / GIB)
+        if first.host_memory_bytes is not None:
+            values["host_memory_gib"] = _plain(first.host_memory_bytes / GIB)
+    if limits:
+        values["usable_memory_gib"] = limits
+    if any(device.link_bytes_per_s != device.accelerator.link_bytes_per_s for device in devices):
+        links = {device.link_bytes_per_s for device in devices}
+        values["link_gbyte_per_s"] = _only_rate(node, "link", links)
+    stated = {device.stated_host_link_bytes_per_s for device in devices}
+    if stated != {None}:
+        values["host_link_gbyte_per_s"] = _only_rate(node, "host link", stated)
+    return values
+
+
+def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float | int:
+    """In 10^9 bytes per second; SpecError where the node's devices differ."""
+    rate, *others = rates
+    if rate is None or others:
+        raise SpecError(
+            f"node {node} has {len(rates)} {what} rates; a cluster file can say only one"
+        )
+    return _plain(rate / 1e9)
+
+
+def _traits(device: Device) -> tuple[object, ...]:
+    """What equal devices of a node share."""
+    return (
+        device.memory_bytes,
+        device.link_bytes_per_s,
+        device.threads,
+        device.host_memory_bytes,
+        device.stated_host_link_bytes_per_s,
+    )
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number

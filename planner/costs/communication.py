@@ -1,0 +1,79 @@
+"""Seconds that hidden states take from stage to stage, and token ids from the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.micro_batches import MicroBatches
+from planner.model.finding import ModelShape
+from planner.workload import Workload
+from quant.scheme import DTYPE_BYTES
+
+TOKEN_ID_BYTES = 4
+
+Vector = npt.NDArray[np.float64]
+
+
+def hidden_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+    """Hidden states of `tokens` tokens in the sender's compute type."""
+    return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+
+
+def transfer_s(cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: int) -> float:
+    """Latency of the link and bytes over its rate; nothing from a device to itself."""
+    rate = cluster.link_bytes_per_s(sender, receiver)
+    return cluster.link_latency_s(sender, receiver) + payload_bytes / rate
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The hops of one pair of micro-batch sizes; with `head_on_first` what goes back from the last
+    stage to the first is the final hidden state of each request's last token, else its token id.
+    """
+
+    cluster: ClusterSpec
+    shape: ModelShape
+    workload: Workload
+    sizes: MicroBatches
+    head_on_first: bool = False
+
+    def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
+        """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f),
+        of hidden states in the sender's compute type.
+        """
+        tokens = self.sizes.prefill * self.workload.prompt_length, self.sizes.decode
+        prefill, decode = (
+            transfer_s(self.cluster, sender, receiver, hidden_bytes(self.shape, each, dtype))
+            for each in tokens
+        )
+        return prefill, decode
+
+    def back_s(self, last: Device, first: Device, dtype: str) -> tuple[float, float]:
+        """Seconds per prefill and per decode micro-batch from the last stage to the first."""
+        each = TOKEN_ID_BYTES
+        if self.head_on_first:
+            each = self.shape.word_embedding_size * DTYPE_BYTES[dtype]
+        prefill, decode = (
+            transfer_s(self.cluster, last, first, requests * each)
+            for requests in (self.sizes.prefill, self.sizes.decode)
+        )
+        return prefill, decode
+
+    def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
+        """Those of the stages `devices` [N] with their compute types, each [N]; the last is the
+        way back.
+        """
+        hops = [
+            self.onward_s(sender, receiver, dtype)
+            for (sender, receiver), dtype in zip(pairwise(devices), dtypes[:-1], strict=True)
+        ]
+        hops.append(self.back_s(devices[-1], devices[0], dtypes[-1]))
+        prefill, decode = np.array(hops).T
+        return prefill, decode

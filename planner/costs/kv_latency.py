@@ -1,0 +1,62 @@
+"""Times with keys and values at 8 bits, of times that were measured with 16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cluster.device import Device
+from planner.costs.latency import LatencyModel
+from planner.costs.memory import FULL_BITS
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import ModelShape
+
+
+@dataclass(frozen=True)
+class EightBitCacheLatency:
+    """`measured` in the proportion in which the datasheet's times change with `kv_bits`.
+
+    Profiles are of layers whose keys and values are in the compute type.
+    """
+
+    measured: LatencyModel
+    kv_bits: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model that the times are of."""
+        return self.measured.shape
+
+    def layer_prefill_s(
+        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+    ) -> float:
+        """One decoder layer over the prompts of a micro-batch."""
+        full, coded = self._estimates()
+        workload = (device, bits, micro_batch, prompt_length, dtype)
+        factor = coded.layer_prefill_s(*workload) / full.layer_prefill_s(*workload)
+        return self.measured.layer_prefill_s(*workload) * factor
+
+    def layer_decode_s(
+        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
+    ) -> float:
+        """One decoder layer for one new token a request."""
+        full, coded = self._estimates()
+        workload = (device, bits, micro_batch, context_length, dtype)
+        factor = coded.layer_decode_s(*workload) / full.layer_decode_s(*workload)
+        return self.measured.layer_decode_s(*workload) * factor
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """As `measured`: it holds no keys."""
+        return self.measured.embedding_s(device, tokens, dtype)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """As `measured`: it holds no keys."""
+        return self.measured.final_s(device, rows, dtype)
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """That of `measured`, and that the change is an estimate."""
+        text = self.measured.provenance(device, dtype, bits)
+        return f"{text}; change by {self.kv_bits}-bit keys and values estimated"
+
+    def _estimates(self) -> tuple[RooflineLatency, RooflineLatency]:
+        return RooflineLatency(self.shape, FULL_BITS), RooflineLatency(self.shape, self.kv_bits)

@@ -1,0 +1,260 @@
+"""Times from the datasheet: the slower of arithmetic and memory traffic, at stated efficiencies.
+
+Used for devices without a profile; everything derived from it is marked as estimated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.cluster.accelerators import Accelerator
+from planner.cluster.device import Device
+from planner.costs.memory import FULL_BITS, kv_token_bytes
+from planner.model.finding import ModelShape
+from quant.scheme import DTYPE_BYTES, LinearShape, rule_for
+
+PROVENANCE = "estimated: roofline of the datasheet"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the datasheet's arithmetic rate and memory bandwidth that large kernels reach."""
+
+    arithmetic: float
+    bandwidth: float
+
+
+# Newest generation first; the first entry that a GPU's compute capability reaches holds.
+# 8.0: LLaMA-30B layers on an A100 (Helix, ASPLOS'25): 215 to 240 of 312 TFLOPS, 1.2 of 1.55 TB/s.
+# 7.5: OPT-30B (LLM-PQ's published profiles, 2023) and LLaMA-30B (Helix) layers on a T4, which
+#      lowers its clock under load: 19 to 27 of 65 TFLOPS, 0.21 to 0.23 of 0.32 TB/s.
+# 7.0: OPT-30B on a V100: 67 to 79 of 125 TFLOPS, 0.5 of 0.9 TB/s.
+# 6.0: OPT-30B on a P100, which has no tensor cores: 4.5 of 18.7 TFLOPS; 0.05 of 0.55 TB/s in its
+#      one published decode row, a product of 8 rows, which its kernels serve badly: 0.14 here.
+_GPU_EFFICIENCY = (
+    ((8, 0), Efficiency(arithmetic=0.70, bandwidth=0.78)),
+    ((7, 5), Efficiency(arithmetic=0.36, bandwidth=0.72)),
+    ((7, 0), Efficiency(arithmetic=0.58, bandwidth=0.66)),
+    ((0, 0), Efficiency(arithmetic=0.24, bandwidth=0.25)),
+)
+# Prefill of a 170M LLaMA in bf16 on 2 threads with AVX512-BF16: 357 GFLOPS, of 640 nominal.
+_CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
+
+# Eager PyTorch starts about 20 kernels a layer, some 5 us each; a CPU dispatches them in line.
+_GPU_LAYER_OVERHEAD_S = 1e-4
+_CPU_LAYER_OVERHEAD_S = 5e-5
+# Attention kernels reach about half the rate of large matrix products.
+_ATTENTION_SHARE = 0.5
+# Element-wise passes over a token's hidden state (norms, residuals, rotation, head transposes) and
+# over the MLP's width (activation, gate), each read and written.
+_HIDDEN_PASSES = 12
+_MLP_PASSES = 4
+# Sampling sorts 64-bit numbers: about this many bytes moved for each logit.
+_SAMPLING_BYTES_PER_LOGIT = 200
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """What a kernel backend costs beside the plain product.
+
+    `rate`: share of the 16-bit arithmetic rate; `integer`: counts against the int8 rate instead;
+    `passes`: bytes moved per weight to restore it; `restores_from`: rows from which it does so;
+    `few_passes`: the same for fewer rows; `scalar`: share of the datasheet's float32 rate that
+    products of fewer rows reach, if they run there and not on the matrix units;
+    `overhead_s`: small kernels around each product.
+    """
+
+    rate: float = 1.0
+    integer: bool = False
+    passes: float = 0.0
+    restores_from: int = 1
+    few_passes: float = 0.0
+    scalar: float | None = None
+    overhead_s: float = 0.0
+
+
+# bnb_nf4: a fused kernel for one row, else the matrix is written and read once in 16 bit.
+# bnb_int8: outliers and row scales cost part of the int8 rate, and a dozen small kernels surround
+# each product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
+# cuda_*: up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the
+# code for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
+# torch_*: unpack, subtract, scale in float32 and convert: about six passes of 4 bytes. On a CPU the
+# blocks of rows stay in its caches, so that less goes to memory: 0.3 to 0.8 times as fast as bf16.
+# int*pack: measured on one AVX-512 core against bf16 (benchmarks.linear). A few rows are multiplied
+# in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
+# which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
+# 4, by one row in 0.7 of the time of bf16. onednn_w8a8: 2.7, 2.0, 1.8, 1.6 times as fast as bf16 at
+# 1, 8, 64, 512 rows.
+_CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
+_KERNEL_COSTS = {
+    "plain": KernelCost(),
+    "bnb_nf4": KernelCost(passes=4.0, restores_from=2),
+    "bnb_int8": KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4),
+    "cuda_3bit": _CUDA_COST,
+    "cuda_4bit": _CUDA_COST,
+    "cuda_8bit": _CUDA_COST,
+    "int3pack": KernelCost(passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44),
+    "int4pack": KernelCost(passes=42.0, restores_from=96, scalar=0.44),
+    "int8pack": KernelCost(passes=14.0, restores_from=24, scalar=0.37),
+    "onednn_w8a8": KernelCost(integer=True),
+    "torch_8bit": KernelCost(passes=20.0),
+    "torch_4bit": KernelCost(passes=24.0),
+    "torch_3bit": KernelCost(passes=28.0),
+}
+_CPU_RESTORE_SHARE = 0.3
+# Widened to float32, magnitude, maximum, divided, rounded, narrowed. One core takes 0.5 to 1 ns.
+_BYTES_PER_CODE_MADE = 39
+# The loop that reads codes spends its time on arithmetic: 0.9 of that for bf16, whose 2 bytes are
+# what the bandwidth above stands for (benchmarks.attention, one core: 0.63 to 0.99).
+_CPU_CODE_BYTES = 1.8
+
+
+@dataclass(frozen=True)
+class RooflineLatency:
+    """A `LatencyModel` that needs no measurement; `shape` is the model it times, `kv_bits` those of
+    its keys and values.
+    """
+
+    shape: ModelShape
+    kv_bits: int = FULL_BITS
+
+    def layer_prefill_s(
+        self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
+    ) -> float:
+        """One decoder layer over `micro_batch` prompts; attention counts the causal half."""
+        machine = _Machine.of(device, dtype)
+        tokens = micro_batch * prompt_length
+        seen = min(prompt_length, self.shape.sliding_window or prompt_length)
+        pairs = micro_batch * (seen * prompt_length - seen * seen / 2)
+        return self._layer_s(machine, bits, tokens, pairs, kv_tokens=tokens)
+
+    def layer_decode_s(
+        self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
+    ) -> float:
+        """One decoder layer for one token a request, reading its keys and values."""
+        machine = _Machine.of(device, dtype)
+        window = self.shape.sliding_window or context_length + 1
+        kv_tokens = micro_batch * min(context_length + 1, window)
+        return self._layer_s(machine, bits, micro_batch, kv_tokens, kv_tokens)
+
+    def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
+        """Table rows read and written, and the projection where the model has one."""
+        machine = _Machine.of(device, dtype)
+        moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
+        return machine.overhead_s + machine.move_s(moved) + self._projection_s(machine, tokens)
+
+    def final_s(self, device: Device, rows: int, dtype: str) -> float:
+        """The head's product over `rows` tokens and sampling from them."""
+        machine = _Machine.of(device, dtype)
+        head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
+        sampling = machine.move_s(rows * self.shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT)
+        products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
+        return machine.overhead_s + products + sampling
+
+    def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
+        """The same for every device."""
+        return PROVENANCE
+
+    def _layer_s(
+        self, machine: _Machine, bits: int, tokens: int, pairs: float, kv_tokens: int
+    ) -> float:
+        """`pairs`: query-key pairs attended over; `kv_tokens`: tokens whose keys are read."""
+        shape = self.shape
+        linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
+        read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
+        attention = made_s + max(
+            machine.compute_s(4 * pairs * shape.query_width) / _ATTENTION_SHARE, read_s
+        )
+        widths = _HIDDEN_PASSES * shape.hidden_size + _MLP_PASSES * shape.intermediate_size
+        element_wise = machine.move_s(tokens * widths * machine.element_bytes)
+        return machine.overhead_s + linears + attention + element_wise
+
+    def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
+        """Seconds to read the keys and values of `kv_tokens`, and to make codes of new `tokens`.
+
+        In decoding a CPU's loop reads codes as they lie; else they are restored, and read again.
+        """
+        shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
+        if self.kv_bits == FULL_BITS:
+            return machine.move_s(2 * kv_tokens * plain), 0.0
+        each = float(2 * plain + kv_token_bytes(shape, self.kv_bits, machine.dtype))
+        if machine.accelerator.is_cpu and kv_tokens != tokens:
+            each = _CPU_CODE_BYTES * shape.kv_width
+        made = 2 * tokens * shape.kv_width * _BYTES_PER_CODE_MADE
+        return machine.move_s(2 * kv_tokens * each), machine.move_s(machine.cached(made))
+
+    def _projection_s(self, machine: _Machine, tokens: int) -> float:
+        wide, narrow = self.shape.hidden_size, self.shape.word_embedding_size
+        return 0.0 if wide == narrow else machine.linear_s(LinearShape(narrow, wide), 16, tokens)
+
+
+def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
+    """The shares that hold for this generation of device."""
+    capability = accelerator.compute_capability
+    if capability is None:
+        return _CPU_EFFICIENCY
+    return next(shares for least, shares in _GPU_EFFICIENCY if capability >= least)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """Rates of one device as reached, for one compute type; times follow the accelerator named.
+
+    An emulated device is timed in its accelerator's 16-bit type, whatever the host computes in.
+    """
+
+    accelerator: Accelerator
+    dtype: str
+    flops: float
+    fp32_flops: float
+    int8_ops: float | None
+    bytes_per_s: float
+    overhead_s: float
+
+    @classmethod
+    def of(cls, device: Device, dtype: str) -> _Machine:
+        accelerator, reached = device.accelerator, roofline_efficiency(device.accelerator)
+        cores = device.threads or 1
+        wide = dtype == "float32"
+        hosted = device.emulated and not device.stand_in
+        rate = accelerator.fp32_flops if wide else accelerator.fp16_flops
+        integer = accelerator.int8_ops
+        return cls(
+            accelerator=accelerator,
+            dtype=accelerator.default_dtype if hosted and not wide else dtype,
+            flops=rate * cores * reached.arithmetic,
+            fp32_flops=accelerator.fp32_flops * cores,
+            int8_ops=None if integer is None else integer * cores * reached.arithmetic,
+            bytes_per_s=accelerator.memory_bytes_per_s * cores * reached.bandwidth,
+            overhead_s=_CPU_LAYER_OVERHEAD_S if accelerator.is_cpu else _GPU_LAYER_OVERHEAD_S,
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def compute_s(self, flops: float) -> float:
+        return flops / self.flops
+
+    def move_s(self, moved_bytes: float) -> float:
+        return moved_bytes / self.bytes_per_s
+
+    def cached(self, moved_bytes: float) -> float:
+        """What goes to memory of bytes that successive element-wise passes move."""
+        return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
+
+    def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
+        """The product of `rows` tokens with a packed weight, restored first if the kernel does."""
+        rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
+        cost = _KERNEL_COSTS.get(rule.name, KernelCost(passes=24.0))
+        rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
+        rate *= cost.rate
+        if cost.scalar is not None and rows < cost.restores_from:
+            rate = self.fp32_flops * cost.scalar
+        compute = 2 * rows * linear.parameters / rate
+        activations = rows * (linear.in_features + linear.out_features) * self.element_bytes
+        moved = self.move_s(rule.nbytes(linear, self.dtype) + activations)
+        passes = cost.passes if rows >= cost.restores_from else cost.few_passes
+        restored = self.move_s(self.cached(passes * linear.parameters))
+        return max(compute, moved) + restored + cost.overhead_s

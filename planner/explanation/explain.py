@@ -1,0 +1,302 @@
+"""Why a plan is as it is: what binds each stage, and what other bits would bring for each layer.
+
+Every figure comes from pricing the changed plan by the objective (LLM-PQ eq. 4 to 8, or the
+pipeline's) and the memory model; answers that need a new plan come from
+`planner.explanation.what_if`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+
+from planner.costs.model import CostModel
+from planner.explanation.planned_assignment import Effect, PlannedAssignment, planned_assignment
+from planner.explanation.what_if import Answers, WhatIfOptions, ask
+from planner.optimiser.problem import FloatArray, stage_times
+from planner.plan.plan import Plan
+from planner.simulation.schedule import Phase
+from planner.simulation.simulation import Simulated
+
+Resource = Literal["memory", "prefill", "decode"]
+
+NUDGE = 1e-3  # relative growth of a stage's time by which its price is measured
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """How much more of a resource a stage may use, and the least that any change asks for.
+
+    Bytes, or seconds of one micro-batch before this stage slows the phase. Changes are a further
+    layer and more bits for one of its layers; `least_step` is infinite where none takes more.
+    """
+
+    spare: float
+    least_step: float
+
+    @property
+    def binds(self) -> bool:
+        """Whether not even the smallest change fits."""
+        return self.spare < self.least_step < math.inf
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """What holds one stage; prices are seconds a batch per second more of one of its passes."""
+
+    stage: int
+    memory: Headroom
+    prefill: Headroom
+    decode: Headroom
+    prefill_price: float
+    decode_price: float
+
+    @property
+    def binds(self) -> tuple[Resource, ...]:
+        """The resources that are used up."""
+        named: tuple[tuple[Resource, Headroom], ...] = (
+            ("memory", self.memory),
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+        )
+        return tuple(name for name, headroom in named if headroom.binds)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A way to make room on a stage: some of its layers go to a neighbour, or get fewer bits.
+
+    `to_stage` is the stage itself if they stay; `bits` are what they have then.
+    """
+
+    layers: range
+    to_stage: int
+    bits: int
+    effect: Effect
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One layer (or group) at other bits: `extra_bytes` on its stage and what it would bring.
+
+    `room`: where it does not fit, the best way to make it fit by one more change, whose effect
+    includes the new bits; None where no single change does.
+    """
+
+    bits: int
+    extra_bytes: float
+    effect: Effect
+    room: Room | None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Two groups of one stage that exchange their bits: same memory, same times, other quality.
+
+    `quality_s` is theta times the change of the summed sensitivity.
+    """
+
+    layers: range
+    bits: int
+    quality_s: float
+
+
+@dataclass(frozen=True)
+class LayerReason:
+    """Layers decided together, their stage and bits, and every other choice with its price.
+
+    `spare_bytes`: what is left on the stage. `exchange`: the best one with other layers of the
+    stage, None where all of them have the same bits.
+    """
+
+    layers: range
+    stage: int
+    bits: int
+    spare_bytes: float
+    alternatives: tuple[Alternative, ...]
+    exchange: Exchange | None
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """A plan's reasons: per stage, per layer, what would change it, and its simulated batch."""
+
+    costs: CostModel
+    stages: tuple[StageLimits, ...]
+    layers: tuple[LayerReason, ...]
+    answers: Answers
+    simulated: Simulated
+
+
+def explain(plan: Plan, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
+    """Reasons for `plan`, made with `costs`; PlanMismatchError if it was made with others."""
+    planned = planned_assignment(plan, costs)
+    return Explanation(
+        costs=costs,
+        stages=stage_limits(planned),
+        layers=layer_reasons(planned),
+        answers=ask(planned, options or WhatIfOptions()),
+        simulated=planned.simulate(),
+    )
+
+
+def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
+    """Headroom and prices of every stage."""
+    problem, times = planned.problem, planned.times
+    round_s = problem.decode_micro_batches * max(times.decode_s.max(), problem.decode_comm_s.max())
+    around_s = (times.decode_s + problem.decode_comm_s).sum()
+    prefill_s = max(times.prefill_s.max(), problem.prefill_comm_s.max())
+    decode_s = max(times.decode_s.max(), problem.decode_comm_s.max())
+    limits = []
+    for stage in range(problem.stages):
+        spare_bytes = float(problem.memory_bytes[stage] - times.bytes[stage])
+        spare_decode_s = min(decode_s - times.decode_s[stage], max(0.0, round_s - around_s))
+        steps = [
+            _least_step(planned, stage, table)
+            for table in (problem.layer_bytes, problem.prefill_s, problem.decode_s)
+        ]
+        limits.append(
+            StageLimits(
+                stage=stage,
+                memory=Headroom(spare_bytes, steps[0]),
+                prefill=Headroom(float(prefill_s - times.prefill_s[stage]), steps[1]),
+                decode=Headroom(float(spare_decode_s), steps[2]),
+                prefill_price=_price(planned, stage, "prefill", float(prefill_s)),
+                decode_price=_price(planned, stage, "decode", float(decode_s)),
+            )
+        )
+    return tuple(limits)
+
+
+def _least_step(planned: PlannedAssignment, stage: int, table: FloatArray) -> float:
+    """The least increase of one more group, or of more bits for one of the stage's own."""
+    row, available = table[stage], planned.problem.available[stage]
+    mine = set(planned.bitwidth[slice(*planned.first_layer[stage : stage + 2])])
+    usable = [choice for choice in range(len(row)) if available[choice]]
+    steps = [row[choice] for choice in usable]
+    steps += [row[more] - row[less] for less in mine for more in usable if more > less]
+    return min((float(step) for step in steps if step > 0), default=math.inf)
+
+
+def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float) -> float:
+    """Seconds a batch per second that a pass of this stage takes longer, for a small rise."""
+    rise_s = NUDGE * scale_s
+    if rise_s == 0:
+        return 0.0
+    problem, raise_s = planned.problem, np.zeros(planned.problem.stages)
+    raise_s[stage] = rise_s
+    if phase == "prefill":
+        slower = replace(problem, fixed_prefill_s=problem.fixed_prefill_s + raise_s)
+    else:
+        slower = replace(problem, fixed_decode_s=problem.fixed_decode_s + raise_s)
+    times = stage_times(slower, planned.first_layer, planned.bitwidth)
+    return (times.latency_s - planned.times.latency_s) / rise_s
+
+
+def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
+    """Every group of layers in order; equal ones are priced once."""
+    problem, bounds = planned.problem, planned.first_layer
+    spare = problem.memory_bytes - planned.times.bytes
+    known: dict[tuple[object, ...], tuple[Alternative, ...]] = {}
+    reasons = []
+    for unit, choice in enumerate(planned.bitwidth):
+        stage = planned.stage_of(unit)
+        edges = (unit == bounds[stage], unit == bounds[stage + 1] - 1)
+        key = (stage, choice, *edges, problem.sensitivity[unit].tobytes())
+        if key not in known:
+            known[key] = tuple(_alternatives(planned, unit, stage))
+        reasons.append(
+            LayerReason(
+                layers=planned.layers(unit),
+                stage=stage,
+                bits=problem.bitwidths[choice],
+                spare_bytes=float(spare[stage]),
+                alternatives=known[key],
+                exchange=_exchange(planned, unit, stage),
+            )
+        )
+    return tuple(reasons)
+
+
+def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator[Alternative]:
+    """Every other bitwidth that the stage's device runs."""
+    problem, present = planned.problem, planned.bitwidth[unit]
+    for choice, bits in enumerate(problem.bitwidths):
+        if choice == present or not problem.available[stage, choice]:
+            continue
+        changed = list(planned.bitwidth)
+        changed[unit] = choice
+        effect = planned.effect(planned.first_layer, changed)
+        extra = problem.layer_bytes[stage, choice] - problem.layer_bytes[stage, present]
+        room = None if effect.fits else _best_room(planned, unit, changed, stage)
+        yield Alternative(bits, float(extra), effect, room)
+
+
+def _exchange(planned: PlannedAssignment, unit: int, stage: int) -> Exchange | None:
+    """The best partner of the stage with other bits."""
+    problem, bits = planned.problem, np.array(planned.bitwidth)
+    members = np.arange(*planned.first_layer[stage : stage + 2])
+    others = members[bits[members] != bits[unit]]
+    if others.size == 0:
+        return None
+    omega, mine, theirs = problem.sensitivity, bits[unit], bits[others]
+    change = omega[unit, theirs] + omega[others, mine] - omega[unit, mine] - omega[others, theirs]
+    best = int(change.argmin())
+    partner = int(others[best])
+    return Exchange(
+        layers=planned.layers(partner),
+        bits=problem.bitwidths[int(theirs[best])],
+        quality_s=problem.theta * float(change[best]),
+    )
+
+
+def _best_room(
+    planned: PlannedAssignment, unit: int, changed: list[int], stage: int
+) -> Room | None:
+    """The best of all single changes that make the plan with bits `changed` fit."""
+    options = chain(_moves(planned, unit, changed, stage), _lowered(planned, unit, changed, stage))
+    fitting = (room for room in options if room.effect.fits)
+    return min(fitting, key=lambda room: room.effect.objective_s, default=None)
+
+
+def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int) -> Iterator[Room]:
+    """The stage's first group to the stage before, or its last to the one after.
+
+    A moved `unit` keeps its new bits.
+    """
+    problem, bounds = planned.problem, planned.first_layer
+    if bounds[stage + 1] - bounds[stage] < 2:
+        return
+    for to_stage, edge in ((stage - 1, bounds[stage]), (stage + 1, bounds[stage + 1] - 1)):
+        if not 0 <= to_stage < problem.stages:
+            continue
+        shifted = list(bounds)
+        shifted[max(stage, to_stage)] += 1 if to_stage < stage else -1
+        choices = [changed[edge]] if edge == unit else range(len(problem.bitwidths))
+        for choice in choices:
+            if problem.available[to_stage, choice]:
+                bitwidth = [*changed[:edge], choice, *changed[edge + 1 :]]
+                effect = planned.effect(shifted, bitwidth)
+                yield Room(planned.layers(edge), to_stage, problem.bitwidths[choice], effect)
+
+
+def _lowered(
+    planned: PlannedAssignment, unit: int, changed: list[int], stage: int
+) -> Iterator[Room]:
+    """Another group of the stage at fewer bits: of each bitwidth the one that loses least."""
+    problem, bounds = planned.problem, planned.first_layer
+    omega = problem.sensitivity
+    others = [each for each in range(bounds[stage], bounds[stage + 1]) if each != unit]
+    for present in {changed[each] for each in others}:
+        members = [each for each in others if changed[each] == present]
+        for choice in np.flatnonzero(problem.available[stage, :present]).tolist():
+            loss = omega[members, choice] - omega[members, present]
+            chosen = members[int(loss.argmin())]
+            bitwidth = [*changed[:chosen], choice, *changed[chosen + 1 :]]
+            effect = planned.effect(planned.first_layer, bitwidth)
+            yield Room(planned.layers(chosen), stage, problem.bitwidths[choice], effect)

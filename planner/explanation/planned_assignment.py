@@ -1,0 +1,142 @@
+"""A finished plan back on its cost model, where any change to it can be priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel, expanded, grouped
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
+from planner.plan.plan import Plan
+from planner.simulation.simulation import Simulated, simulate_assignment
+from quant.common.errors import PlanMismatchError
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a change to a plan brings, all else equal; negative is better.
+
+    `latency_s` is per batch by the plan's objective, `decode_round_s` per token of every request,
+    `quality_s` is theta times the change of the summed sensitivity. `short_bytes`: by how much the
+    changed plan exceeds the memory of its worst stage, 0 where it fits.
+    """
+
+    latency_s: float
+    decode_round_s: float
+    quality_s: float
+    short_bytes: float
+
+    @property
+    def objective_s(self) -> float:
+        """Latency and quality together, as the solver weighs them."""
+        return self.latency_s + self.quality_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has the memory for it."""
+        return self.short_bytes == 0
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedAssignment:
+    """The stages of a plan that hold layers, as an assignment of `problem`.
+
+    `first_layer` [N+1] and `bitwidth` [L] count groups of `costs.options.group` layers; stage j of
+    the plan is stage j of the problem.
+    """
+
+    costs: CostModel
+    devices: tuple[Device, ...]
+    sizes: MicroBatches
+    problem: AssignmentProblem
+    first_layer: tuple[int, ...]
+    bitwidth: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Layers that are decided together."""
+        return self.costs.options.group
+
+    @property
+    def times(self) -> StageTimes:
+        """Times and memory of its stages."""
+        return stage_times(self.problem, self.first_layer, self.bitwidth)
+
+    def layers(self, unit: int) -> range:
+        """The model's layers of a group."""
+        return range(unit * self.group, (unit + 1) * self.group)
+
+    def stage_of(self, unit: int) -> int:
+        """The stage that holds a group."""
+        return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
+
+    def effect(self, first_layer: Sequence[int], bitwidth: Sequence[int]) -> Effect:
+        """What these boundaries and bitwidths would bring against the plan's own."""
+        before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
+        rounds = (decode_round_s(self.problem, times) for times in (after, before))
+        over = (after.bytes - self.problem.memory_bytes).max()
+        return Effect(
+            latency_s=after.latency_s - before.latency_s,
+            decode_round_s=next(rounds) - next(rounds),
+            quality_s=self.problem.theta * (after.quality - before.quality),
+            short_bytes=max(0.0, float(over)),
+        )
+
+    def simulate(self) -> Simulated:
+        """Every event of one global batch."""
+        found = Assignment(self.first_layer, self.bitwidth, 0.0, 0.0, "optimal", 0.0)
+        first_layer, bitwidth = expanded(found, self.group)
+        return simulate_assignment(self.costs, self.devices, self.sizes, first_layer, bitwidth)
+
+
+def planned_assignment(plan: Plan, costs: CostModel) -> PlannedAssignment:
+    """`plan` on the cost model it was made with, at the plan's own theta.
+
+    PlanMismatchError for a cost model of another problem.
+    """
+    _check_same(plan, costs)
+    options = replace(costs.options, theta=plan.solver.theta)
+    costs = replace(costs, options=options, head_on_first=plan.head_on_first)
+    by_name = {device.name: device for device in costs.cluster.devices}
+    devices = tuple(by_name[stage.device] for stage in plan.stages)
+    group, bits = costs.options.group, costs.options.bits
+    choices = [bits.index(each) for stage in plan.stages for each in stage.bitwidths]
+    bounds = [*(stage.layers.start for stage in plan.stages), plan.model.layers]
+    return PlannedAssignment(
+        costs=costs,
+        devices=devices,
+        sizes=plan.micro_batches,
+        problem=grouped(costs.problem(devices, plan.micro_batches), group),
+        first_layer=tuple(bound // group for bound in bounds),
+        bitwidth=tuple(choices[::group]),
+    )
+
+
+def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
+    """Seconds until every request has one more token: the slowest stage or link, or one way round.
+
+    As the pipeline runs it, whatever the objective.
+    """
+    slowest = max(float(times.decode_s.max()), float(problem.decode_comm_s.max()))
+    around = float((times.decode_s + problem.decode_comm_s).sum())
+    return max(problem.decode_micro_batches * slowest, around)
+
+
+def _check_same(plan: Plan, costs: CostModel) -> None:
+    """Cluster, model, workload and bitwidths are those of the cost model."""
+    used = {bits for stage in plan.stages for bits in stage.bitwidths}
+    for what, planned, given in (
+        ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),
+        ("model", plan.model.fingerprint, costs.shape.fingerprint()),
+        ("workload", plan.workload, costs.workload),
+        ("bitwidths", sorted(used), sorted(used & set(costs.options.bits))),
+    ):
+        if planned != given:
+            raise PlanMismatchError(
+                f"the plan's {what} ({planned}) is not that of the cost model ({given}); explain a "
+                "plan with the cost model it was made with"
+            )

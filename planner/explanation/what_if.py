@@ -1,0 +1,245 @@
+"""What would change the answer: the plan made anew with more memory, faster links, another theta.
+
+Each question is solved like the plan itself, on the same devices in the same order with all
+micro-batch sizes searched; a full search over orders could only find better.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel, grouped
+from planner.explanation.planned_assignment import PlannedAssignment
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
+from planner.optimiser.solve import lower_bound, solve
+from planner.options import PlanOptions
+from planner.search.fitting import fitting_problems
+from quant.common.errors import InfeasibleError
+
+GIB = 2**30
+# The default method is exact on the paper's clusters in well under a second a problem.
+METHOD = "auto"
+SHORTEST_SOLVE_S = 0.1
+
+Kind = Literal["same", "memory", "links", "theta"]
+
+
+@dataclass(frozen=True)
+class WhatIfOptions:
+    """What to ask: `extra_bytes` more on each stage, faster links, other thetas.
+
+    Links get `link_factor` times as fast, theta is multiplied by each of `theta_factors` (a plan
+    made with theta 0: the default theta).
+    `budget_s` wall seconds for all questions, `solve_s` for one problem; what is left out for want
+    of time is named in `Answers.left_out`.
+    """
+
+    extra_bytes: int = GIB
+    link_factor: float = 2.0
+    theta_factors: tuple[float, ...] = (2.0, 0.5, 0.0, 0.1, 10.0, 100.0, 1000.0)
+    budget_s: float = 60.0
+    solve_s: float = 10.0
+    clock: Callable[[], float] = field(default=time.perf_counter, compare=False)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A change: `amount` bytes more on `stage`, links faster by that factor, or that theta."""
+
+    kind: Kind
+    amount: float
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan found under a changed condition, against the present plan without it.
+
+    `latency_s` and `sensitivity` by the plan's objective, `predicted_s` by simulation. Changes are
+    new minus present by the objective, quality in seconds at the `theta` that holds under the
+    condition. `proven`: solved to the gap; otherwise even better plans may exist.
+    """
+
+    question: Question
+    theta: float
+    sizes: MicroBatches
+    latency_s: float
+    predicted_s: float
+    sensitivity: float
+    latency_change_s: float
+    quality_change_s: float
+    layers_with_other_bits: int
+    layers_moved: int
+    proven: bool
+
+    @property
+    def objective_change_s(self) -> float:
+        """Latency and quality together, as the solver weighs them under the condition."""
+        return self.latency_change_s + self.quality_change_s
+
+
+@dataclass(frozen=True)
+class Answers:
+    """All that were found, and the questions for which there was no time."""
+
+    given: tuple[Answer, ...]
+    left_out: tuple[Question, ...]
+
+    def of(self, *kinds: Kind) -> tuple[Answer, ...]:
+        """The answers of these kinds."""
+        return tuple(answer for answer in self.given if answer.question.kind in kinds)
+
+
+def ask(planned: PlannedAssignment, options: WhatIfOptions) -> Answers:
+    """Every question in turn until the budget is spent."""
+    deadline = options.clock() + options.budget_s
+    answers, left_out = [], []
+    for question in _questions(planned, options):
+        if options.clock() >= deadline:
+            left_out.append(question)
+        else:
+            answers.append(_answer(planned, question, options, deadline))
+    return Answers(tuple(answers), tuple(left_out))
+
+
+def _questions(planned: PlannedAssignment, options: WhatIfOptions) -> Iterator[Question]:
+    """Another method first where the plan's was a heuristic; theta only where quality can vary."""
+    if planned.costs.options.method != METHOD:
+        yield Question("same", 1.0)
+    for stage in range(planned.problem.stages):
+        yield Question("memory", float(options.extra_bytes), stage)
+    if planned.problem.stages > 1:
+        yield Question("links", options.link_factor)
+    present = planned.costs.options.theta
+    for factor in options.theta_factors if planned.problem.sensitivity.any() else ():
+        theta = factor * (present or PlanOptions().theta)
+        if theta != present:
+            yield Question("theta", theta)
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """An assignment of groups of layers for `problem`."""
+
+    problem: AssignmentProblem
+    sizes: MicroBatches
+    first_layer: tuple[int, ...]
+    bitwidth: tuple[int, ...]
+    proven: bool
+
+    @property
+    def objective_s(self) -> float:
+        return evaluate(self.problem, self.first_layer, self.bitwidth)
+
+
+def _answer(
+    planned: PlannedAssignment, question: Question, options: WhatIfOptions, deadline: float
+) -> Answer:
+    costs, devices = _changed(planned, question)
+    problem = grouped(costs.problem(devices, planned.sizes), planned.group)
+    present = _Found(problem, planned.sizes, planned.first_layer, planned.bitwidth, True)
+    found = _search(costs, devices, present, options, deadline)
+    before = stage_times(present.problem, present.first_layer, present.bitwidth)
+    after = stage_times(found.problem, found.first_layer, found.bitwidth)
+    return Answer(
+        question=question,
+        theta=costs.options.theta,
+        sizes=found.sizes,
+        latency_s=after.latency_s,
+        predicted_s=_on(costs, devices, found).simulate().latency_s,
+        sensitivity=after.quality,
+        latency_change_s=after.latency_s - planned.times.latency_s,
+        quality_change_s=problem.theta * (after.quality - before.quality),
+        layers_with_other_bits=planned.group * _differences(found.bitwidth, planned.bitwidth),
+        layers_moved=planned.group * _differences(_stages_of(found), _stages_of(present)),
+        proven=found.proven,
+    )
+
+
+def _on(costs: CostModel, devices: tuple[Device, ...], found: _Found) -> PlannedAssignment:
+    return PlannedAssignment(
+        costs, devices, found.sizes, found.problem, found.first_layer, found.bitwidth
+    )
+
+
+def _changed(
+    planned: PlannedAssignment, question: Question
+) -> tuple[CostModel, tuple[Device, ...]]:
+    """Cost model and devices in stage order under the question's condition."""
+    costs, devices, amount = planned.costs, planned.devices, question.amount
+    changed = {device: device for device in costs.cluster.devices}
+    cluster = costs.cluster
+    if question.kind == "theta":
+        return replace(costs, options=replace(costs.options, theta=amount)), devices
+    if question.kind == "memory" and question.stage is not None:
+        device = devices[question.stage]
+        changed[device] = replace(device, memory_bytes=device.memory_bytes + round(amount))
+    elif question.kind == "links":
+        cluster = replace(
+            cluster,
+            internode_bytes_per_s=cluster.internode_bytes_per_s * amount,
+            measured_links=tuple(link.faster(amount) for link in cluster.measured_links),
+        )
+        changed = {device: device.with_faster_links(amount) for device in costs.cluster.devices}
+    cluster = replace(cluster, devices=tuple(changed.values()))
+    return replace(costs, cluster=cluster), tuple(changed[device] for device in devices)
+
+
+def _search(
+    costs: CostModel,
+    devices: tuple[Device, ...],
+    present: _Found,
+    options: WhatIfOptions,
+    deadline: float,
+) -> _Found:
+    """The best over all micro-batch sizes, most promising first; never worse than `present`."""
+    best, proven = present, True
+    problems = [
+        (lower_bound(each.problem), each.sizes, each.problem)
+        for each in fitting_problems(costs, devices)
+    ]
+    for bound, sizes, problem in sorted(problems, key=lambda entry: entry[0]):
+        target = best.objective_s
+        if bound >= target * (1 - costs.options.relative_gap):
+            break
+        left_s = min(options.solve_s, max(deadline - options.clock(), SHORTEST_SOLVE_S))
+        found = _solve(costs, problem, target, left_s)
+        if found is None:
+            continue
+        proven = proven and found.status in ("optimal", "cutoff")
+        if math.isfinite(found.objective) and found.objective < target:
+            best = _Found(problem, sizes, found.first_layer, found.bitwidth, True)
+    return replace(best, proven=proven)
+
+
+def _solve(
+    costs: CostModel, problem: AssignmentProblem, target: float, limit_s: float
+) -> Assignment | None:
+    """None where the problem has no plan after all."""
+    try:
+        return solve(
+            problem,
+            method=METHOD,
+            solver=costs.options.solver,
+            time_limit_s=limit_s,
+            relative_gap=costs.options.relative_gap,
+            upper_bound=target,
+        )
+    except InfeasibleError:
+        return None
+
+
+def _stages_of(found: _Found) -> list[int]:
+    """The stage of every group."""
+    bounds = found.first_layer
+    return [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
+
+
+def _differences(one: tuple[int, ...] | list[int], other: tuple[int, ...] | list[int]) -> int:
+    return sum(mine != theirs for mine, theirs in zip(one, other, strict=True))

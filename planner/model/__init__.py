@@ -1,0 +1,1 @@
+"""The shape of a model: how it is found, read from its configuration, and checked."""

@@ -1,0 +1,139 @@
+"""Finds the shape of a model by folder, `config.json`, built-in name or hub id."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from planner.model.families import shape_from_config, supported_model_types
+from planner.model.own_head import has_own_head
+from planner.model.shape import ModelShape
+from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
+from quant.checkpoint.model_reference import local_path
+from quant.common.errors import SpecError
+from quant.common.settings_file import read_settings
+
+__all__ = [
+    "ModelShape",
+    "builtin_names",
+    "model_config",
+    "model_shape",
+    "shape_at_hand",
+    "supported_model_types",
+]
+
+_REMEDY = "give a name, a folder or a hub id"
+
+
+def model_shape(name_or_path: str | Path) -> ModelShape:
+    """The shape of a local folder or `config.json`, a built-in name, or a hub id, in this order.
+
+    Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
+    is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
+    cannot be planned.
+    """
+    text = str(name_or_path)
+    found = shape_at_hand(text)
+    if found is not None:
+        return found
+    if _looks_like_path(text):
+        raise SpecError(f"model {text}: no such folder or file; {_nearest(text)}")
+    if text.count("/") != 1:
+        raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
+    return shape_from_config(text, _hub_config(text))
+
+
+def shape_at_hand(text: str) -> ModelShape | None:
+    """As `model_shape`, but None for what only the network could tell."""
+    local = _local_shape(text)
+    if local is not None:
+        return local
+    builtin = _builtin_configs().get(text.lower())
+    return None if builtin is None else shape_from_config(text, builtin)
+
+
+def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
+    """The entries of `config.json` that `model_shape` reads the shape from; SpecError as there."""
+    text = str(name_or_path)
+    path = local_path(text, _REMEDY, SpecError)
+    if path is not None:
+        return _read_config(path / CONFIG_FILE if path.is_dir() else path)
+    builtin = _builtin_configs().get(text.lower())
+    return _hub_config(text) if builtin is None else builtin
+
+
+def builtin_names() -> tuple[str, ...]:
+    """The first short name (no owner) of every built-in shape."""
+    return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
+
+
+def _local_shape(text: str) -> ModelShape | None:
+    """The shape of a folder or file here; None where there is neither."""
+    path = local_path(text, _REMEDY, SpecError)
+    if path is None or path.is_dir():
+        return None if path is None else _folder_shape(path)
+    return shape_from_config(path.parent.resolve().name, _read_config(path), str(path))
+
+
+def _folder_shape(folder: Path) -> ModelShape:
+    config = folder / CONFIG_FILE
+    if not config.is_file():
+        raise SpecError(
+            f"model folder {folder} holds no config.json; "
+            "give the folder of a Hugging Face checkpoint"
+        )
+    shape = shape_from_config(folder.resolve().name, _read_config(config), str(config))
+    tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
+    return replace(shape, stored=shape.stored or read_gptq_config(folder), tied_embeddings=tied)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    return read_settings(path, "give a Hugging Face config.json", SpecError)
+
+
+def _hub_config(repository: str) -> Mapping[str, Any]:
+    """`config.json` of a hub repository, from the local cache or the network."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        path = hf_hub_download(repository, "config.json")
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise SpecError(
+            f"config.json of {repository!r} cannot be had from the hub ({reason}); "
+            f"{_nearest(repository)}, or give a local folder"
+        ) from error
+    return _read_config(Path(path))
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
+
+
+def _nearest(text: str) -> str:
+    wanted = text.rstrip("/").rsplit("/", maxsplit=1)[-1].lower()
+    shorts = {name.rsplit("/", maxsplit=1)[-1]: name for name in _builtin_configs()}
+    near = get_close_matches(wanted, shorts, n=3, cutoff=0.5)
+    return f"nearest built-in: {', '.join(near or builtin_names())}"
+
+
+def _short_name(names: list[str]) -> str:
+    return next(name for name in names if "/" not in name)
+
+
+@cache
+def _builtin_entries() -> tuple[dict[str, Any], ...]:
+    text = files("planner.model").joinpath("builtin_shapes.toml").read_text(encoding="utf-8")
+    return tuple(tomllib.loads(text)["model"])
+
+
+@cache
+def _builtin_configs() -> dict[str, dict[str, Any]]:
+    return {name.lower(): entry for entry in _builtin_entries() for name in entry["names"]}

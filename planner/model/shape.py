@@ -1,0 +1,183 @@
+"""The shape of a decoder-only language model, and the parameters that live in each of its parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+
+from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
+from quant.common.errors import SpecError
+from quant.scheme import LinearShape, group_size
+
+MAX_LAYERS = 2**12
+MAX_SIZE = 2**24
+"""Far beyond any model: larger numbers are slips of the hand, and lists of such lengths no plan."""
+
+_NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})
+_POSITIVE = (
+    "layers",
+    "hidden_size",
+    "intermediate_size",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+    "word_embedding_size",
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All that planning needs of a model; sizes count elements (LLM-PQ table 2).
+
+    `position_rows`: rows of a learned position table, 0 for rotary positions or ALiBi.
+    `word_embedding_size`: width of the token embedding and the LM head; where it differs from
+    `hidden_size`, projections without bias lie between (OPT-350m).
+    `norm_parameters`: of one normalisation over the hidden size (weight, and bias if it has one);
+    every layer has two. `final_norm` and `embedding_norm` are as wide as the hidden size too,
+    `qk_norm` are two over the head size.
+    `sliding_window`: tokens that attention looks back, None for all of them.
+    `stored`: how the checkpoint's linears are quantized already, None where they are not.
+    """
+
+    name: str
+    model_type: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    position_rows: int
+    word_embedding_size: int
+    gated_mlp: bool
+    fused_qkv: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    norm_parameters: int
+    final_norm: bool
+    embedding_norm: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    sliding_window: int | None = None
+    stored: GptqConfig | None = None
+
+    def __post_init__(self) -> None:
+        """Check sizes; SpecError names the one that is impossible."""
+        for name in _POSITIVE:
+            most = MAX_LAYERS if name == "layers" else MAX_SIZE
+            if not 1 <= getattr(self, name) <= most:
+                raise SpecError(
+                    f"model {self.name}: {name} is {getattr(self, name)!r:.40}; 1 to {most} can be"
+                )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise SpecError(
+                f"model {self.name}: sliding_window is {self.sliding_window}; at least 1, or null"
+            )
+        if self.heads % self.kv_heads:
+            raise SpecError(
+                f"model {self.name}: {self.heads} attention heads cannot share "
+                f"{self.kv_heads} key/value heads evenly"
+            )
+
+    @property
+    def query_width(self) -> int:
+        """Elements of one token's queries: heads x head size."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of one token's keys, and as many values, in one layer."""
+        return self.kv_heads * self.head_dim
+
+    def layer_linears(self) -> tuple[LinearShape, ...]:
+        """Weight matrices of one decoder layer, fused where transformers fuses them."""
+        output = LinearShape(self.query_width, self.hidden_size)
+        linears = (*self._qkv_linears(), output, *self._mlp_linears())
+        return tuple(replace(each, stored_group=self._stored_group(each)) for each in linears)
+
+    @property
+    def layer_input_order_bytes(self) -> int:
+        """Indices of a layer's inputs (32 bits each) where groups of columns may lie apart."""
+        if self.stored is None or not self.stored.desc_act:
+            return 0
+        return sum(4 * linear.in_features for linear in self.layer_linears())
+
+    @property
+    def layer_linear_parameters(self) -> int:
+        """Weights of one decoder layer that quantization shrinks."""
+        return sum(linear.parameters for linear in self.layer_linears())
+
+    @property
+    def layer_other_parameters(self) -> int:
+        """Norms and biases of one decoder layer, which stay in the compute type."""
+        biases = self.qkv_bias * sum(linear.out_features for linear in self._qkv_linears())
+        biases += self.output_bias * self.hidden_size
+        biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
+        return biases + 2 * self.norm_parameters + 2 * self.head_dim * self.qk_norm
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one decoder layer."""
+        return self.layer_linear_parameters + self.layer_other_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        """The LM head alone, no bias; tied or not."""
+        return self.vocab_size * self.word_embedding_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """What the first stage holds besides layers: tokens, positions, projection in, norm."""
+        tokens = self.vocab_size * self.word_embedding_size
+        positions = self.position_rows * self.hidden_size
+        return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
+
+    @property
+    def final_parameters(self) -> int:
+        """What the last stage holds besides layers: final norm, projection out and its own LM head.
+
+        A tied head is counted: a last stage that is not the first needs its own copy.
+        """
+        return self.final_norm * self.norm_parameters + self._projection + self.head_parameters
+
+    @property
+    def total_parameters(self) -> int:
+        """Parameters of the model; tied embeddings count once."""
+        shared = self.head_parameters if self.tied_embeddings else 0
+        ends = self.embedding_parameters + self.final_parameters - shared
+        return self.layers * self.layer_parameters + ends
+
+    def fingerprint(self) -> str:
+        """Digest of what decides the tensors' shapes: equal for a built-in and its checkpoint."""
+        kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def _projection(self) -> int:
+        if self.word_embedding_size == self.hidden_size:
+            return 0
+        return self.word_embedding_size * self.hidden_size
+
+    def _stored_group(self, linear: LinearShape) -> int | None:
+        """Columns that share a stored scale, in groups of at most the usual size."""
+        if self.stored is None:
+            return None
+        size, usual = self.stored.group_size, group_size(linear.in_features)
+        return usual if size == WHOLE_ROW or size % usual == 0 else size
+
+    def _qkv_linears(self) -> tuple[LinearShape, ...]:
+        if self.fused_qkv:
+            return (LinearShape(self.hidden_size, self.query_width + 2 * self.kv_width),)
+        key = LinearShape(self.hidden_size, self.kv_width)
+        return (LinearShape(self.hidden_size, self.query_width), key, key)
+
+    def _mlp_linears(self) -> tuple[LinearShape, ...]:
+        up = LinearShape(self.hidden_size, self.intermediate_size)
+        down = LinearShape(self.intermediate_size, self.hidden_size)
+        return (up, up, down) if self.gated_mlp else (up, down)

@@ -1,0 +1,1 @@
+"""Heuristics and baselines of LLM-PQ: adabits, bitwidth transfer, uniform, PipeEdge."""

@@ -1,0 +1,208 @@
+"""The integer programme of LLM-PQ section 4.3 (eq. 4-16), written as a staircase of stages.
+
+Symbols: `before[i][j]` is 1 where layer i lies on stage j or an earlier one; it falls with i, which
+keeps stages contiguous as eq. 16 does with one constraint for each pair of stages.
+`placed[i, j, b]` is the paper's z(i,j,b), `counts[j][b]` its sum over layers. Once boundaries and
+counts are whole, placing the bits is a transport problem, whose corners are whole too: only those
+two are integer variables. Objective and memory are scaled to their units in `relaxation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import pulp
+
+from planner.optimiser.capacity import whole_layers
+from planner.optimiser.milp.objective import linear_latency, objective_scale
+from planner.optimiser.milp.relaxation import OBJECTIVE_UNITS, Window, memory_row
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+
+# A variable, or 0 or 1 where the windows settle it.
+Step: TypeAlias = "pulp.LpVariable | int"
+
+
+@dataclass(frozen=True, eq=False)
+class AssignmentModel:
+    """A model under construction and its variables; one model unit is `scale_s` seconds."""
+
+    problem: AssignmentProblem
+    scale_s: float
+    programme: pulp.LpProblem
+    before: list[list[Step]]  # [L][N]
+    placed: dict[tuple[int, int, int], pulp.LpVariable]  # only where window and device allow
+    counts: list[list[pulp.LpVariable]]  # [N][K]
+
+    def counts_found(self) -> IntArray:
+        """Layers per stage and bitwidth [N, K] of the point that a solver left in the model."""
+        values = [[variable.value() for variable in row] for row in self.counts]
+        return np.rint(np.array(values, dtype=np.float64)).astype(np.int64)
+
+
+def build_model(
+    problem: AssignmentProblem,
+    windows: Sequence[Window],
+    objective_s: float,
+    memory_share: FloatArray,
+    cutoff_s: float | None = None,
+) -> AssignmentModel:
+    """The programme with boundary j in `windows[j]` [N-1].
+
+    `objective_s` is about the objective's value, for scaling, or 0 if unknown; `memory_share` [N],
+    about 1, is the part of each memory that may be used; with `cutoff_s` only assignments of at
+    most that are allowed.
+    """
+    size_s = objective_s if objective_s > 0 else objective_scale(problem)
+    model = _declare(problem, windows, size_s / OBJECTIVE_UNITS)
+    add_one_place_per_layer(model)
+    add_contiguity(model)
+    add_layer_counts(model)
+    add_memory_limit(model, memory_share)
+    objective = _latency_terms(model) + _quality_terms(model)
+    model.programme.setObjective(objective)
+    if cutoff_s is not None:
+        model.programme.addConstraint(objective <= cutoff_s / model.scale_s, "cutoff")
+    return model
+
+
+def add_one_place_per_layer(model: AssignmentModel) -> None:
+    """A layer has one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
+    stages, choices = model.problem.prefill_s.shape
+    for layer, steps in enumerate(model.before):
+        for stage in range(stages):
+            here = steps[stage] - (steps[stage - 1] if stage else 0)
+            terms = [
+                model.placed[layer, stage, choice]
+                for choice in range(choices)
+                if (layer, stage, choice) in model.placed
+            ]
+            if terms or not isinstance(here, int):
+                model.programme.addConstraint(pulp.lpSum(terms) == here)
+
+
+def add_contiguity(model: AssignmentModel) -> None:
+    """No layer lies before its predecessor's stage (eq. 15-16), and no stage before itself."""
+    for steps, following in pairwise(model.before):
+        for step, next_step in zip(steps, following, strict=True):
+            if not isinstance(step, int) and not isinstance(next_step, int):
+                model.programme.addConstraint(step >= next_step)
+
+
+def add_layer_counts(model: AssignmentModel) -> None:
+    """`counts` adds up the layers placed on a stage at a bitwidth."""
+    terms: dict[tuple[int, int], list[pulp.LpVariable]] = {}
+    for (_, stage, choice), variable in model.placed.items():
+        terms.setdefault((stage, choice), []).append(variable)
+    for stage, row in enumerate(model.counts):
+        for choice, count in enumerate(row):
+            held = pulp.lpSum(terms.get((stage, choice), []))
+            model.programme.addConstraint(held == count)
+
+
+def add_memory_limit(model: AssignmentModel, memory_share: FloatArray) -> None:
+    """The layers of a stage fit its memory (eq. 12-13)."""
+    for stage, row in enumerate(model.counts):
+        each, limit = memory_row(model.problem, stage)
+        weighed = pulp.lpSum(float(size) * count for size, count in zip(each, row, strict=True))
+        model.programme.addConstraint(weighed <= limit * float(memory_share[stage]))
+
+
+def _declare(
+    problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
+) -> AssignmentModel:
+    """The variables, with those that the windows settle left out."""
+    programme = pulp.LpProblem("assignment", pulp.LpMinimize)
+    stages, choices = problem.prefill_s.shape
+    before = [
+        [_step(programme, layer, stage, windows) for stage in range(stages)]
+        for layer in range(problem.layers)
+    ]
+    placed = {
+        (layer, stage, choice): programme.add_variable(f"placed_{layer}_{stage}_{choice}", 0, 1)
+        for layer, steps in enumerate(before)
+        for stage in range(stages)
+        if _may_lie(steps, stage)
+        for choice in range(choices)
+        if problem.available[stage, choice]
+    }
+    counts = [
+        [
+            programme.add_variable(
+                f"count_{stage}_{choice}", 0, _most(problem, stage, choice), pulp.LpInteger
+            )
+            for choice in range(choices)
+        ]
+        for stage in range(stages)
+    ]
+    return AssignmentModel(problem, scale_s, programme, before, placed, counts)
+
+
+def _step(programme: pulp.LpProblem, layer: int, stage: int, windows: Sequence[Window]) -> Step:
+    """Whether `layer` lies on `stage` or before it."""
+    if stage == len(windows) or layer < windows[stage].least:
+        return 1
+    if layer >= windows[stage].most:
+        return 0
+    return programme.add_variable(f"before_{layer}_{stage}", cat=pulp.LpBinary)
+
+
+def _may_lie(steps: Sequence[Step], stage: int) -> bool:
+    """Whether the settled steps leave the layer free to lie on `stage`."""
+    reached = not (isinstance(steps[stage], int) and steps[stage] == 0)
+    passed = stage > 0 and isinstance(steps[stage - 1], int) and steps[stage - 1] == 1
+    return reached and not passed
+
+
+def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
+    """How many layers of a bitwidth the device runs and holds."""
+    memory = float(problem.memory_bytes[stage])
+    if not problem.available[stage, choice] or memory < 0:
+        return 0
+    return whole_layers(float(problem.layer_bytes[stage, choice]), memory, problem.layers)
+
+
+def _latency_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
+    """The latency in model units; adds a variable above each form of every maximum (eq. 5-8).
+
+    The constant is a fixed variable, so that the solver's relative gap is on the whole.
+    """
+    latency = linear_latency(model.problem)
+    constant = latency.constant_s / model.scale_s
+    terms = [model.programme.add_variable("constant", constant, constant)]
+    for index, bottleneck in enumerate(latency.bottlenecks):
+        factor = bottleneck.weight / model.scale_s
+        floor = factor * float(bottleneck.start_s.max())
+        slowest = model.programme.add_variable(f"bottleneck_{index}", floor)
+        terms.append(slowest)
+        for row_s, start_s in zip(bottleneck.row_s, bottleneck.start_s, strict=True):
+            if row_s.any():
+                form = _weighed(model, factor * row_s)
+                model.programme.addConstraint(slowest - form >= factor * float(start_s))
+    return pulp.lpSum(terms) + _weighed(model, latency.per_layer_s / model.scale_s)
+
+
+def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
+    """theta * omega in model units."""
+    cost = model.problem.theta * model.problem.sensitivity / model.scale_s
+    return pulp.LpAffineExpression(
+        [
+            (variable, float(cost[layer, choice]))
+            for (layer, _, choice), variable in model.placed.items()
+        ]
+    )
+
+
+def _weighed(model: AssignmentModel, weights: FloatArray) -> pulp.LpAffineExpression:
+    """Sum of counts times `weights` [N, K], without the zeros."""
+    return pulp.LpAffineExpression(
+        [
+            (count, float(weight))
+            for row, row_weights in zip(model.counts, weights, strict=True)
+            for count, weight in zip(row, row_weights, strict=True)
+            if weight
+        ]
+    )

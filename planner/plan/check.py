@@ -1,0 +1,278 @@
+"""A plan held against all that follows from the rest of it: what was edited by hand, damaged, or
+computed by another version's memory model is refused before a device is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import get_args
+
+import numpy as np
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import (
+    FULL_BITS,
+    StageMemory,
+    fixed_stage_memory,
+    kv_cache_bytes_per_layer,
+    stage_memory,
+)
+from planner.model.finding import ModelShape
+from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
+from planner.options import AUTO
+from planner.plan.origin import PlanOrigin
+from planner.plan.plan import Plan, StagePlan
+from quant.common.errors import InfeasibleError, SpecError
+from quant.scheme import backend_name
+
+_ROUNDING = 1e-6  # relative; of sums and quotients of seconds
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A field of a plan, what stands there, what it should be, and what says so."""
+
+    field: str
+    found: object
+    computed: object
+    why: str
+
+    @property
+    def agrees(self) -> bool:
+        """Whether it is what it should be; numbers that are no whole ones up to rounding."""
+        if isinstance(self.found, float) and isinstance(self.computed, float):
+            return math.isclose(self.found, self.computed, rel_tol=_ROUNDING)
+        return self.found == self.computed
+
+
+def check_plan(plan: Plan, shape: ModelShape | None, source: str = "plan") -> None:
+    """Compute again what a plan derives from its workload, micro-batches, devices and layers.
+
+    `shape` is the planned model's; without it bytes are only added up. Raises `SpecError` naming
+    `source`, the first field that differs, what stands there, what it should be, and the remedy.
+    """
+    _refuse_first(_devices(plan, source), source)
+    _refuse_first(_origin(plan, source), source)
+    for stage in plan.stages:
+        if shape is not None:
+            _refuse_first(_bytes(plan, stage, shape), source)
+        _refuse_first(_sums(stage), source)
+        if stage.memory_bytes > stage.memory_limit_bytes:
+            raise SpecError(
+                f"{source}: field stages.{stage.index}.memory_bytes: {stage.memory_bytes} where "
+                f"{stage.device} offers {stage.memory_limit_bytes}; plan again with llmpq-algo, "
+                "with fewer bits or a smaller batch"
+            )
+    _refuse_first(_prediction(plan), source)
+
+
+def _refuse_first(checks: Iterator[Derived], source: str) -> None:
+    wrong = next((each for each in checks if not each.agrees), None)
+    if wrong is not None:
+        raise SpecError(
+            f"{source}: field {wrong.field}: {wrong.found!r:.80} where {wrong.why} make it "
+            f"{wrong.computed!r:.80}; the file was changed, or made by another version of llmpq: "
+            "plan again with llmpq-algo"
+        )
+
+
+def _devices(plan: Plan, source: str) -> Iterator[Derived]:
+    """What follows from a device's type, node and number."""
+    for stage in plan.stages:
+        field = f"stages.{stage.index}"
+        try:
+            accelerator = find_accelerator(stage.accelerator)
+            device = _device(plan, stage)
+            device.compute_dtype(stage.dtype)
+        except SpecError as error:
+            raise SpecError(f"{source}: field {field}: {error}") from error
+        yield Derived(f"{field}.accelerator", stage.accelerator, accelerator.name, "its aliases")
+        name = f"{stage.node}/{stage.accelerator}:{device.index}"
+        yield Derived(f"{field}.device", stage.device, name, "node, accelerator and number")
+        known = (None, stage.accelerator)
+        resource = stage.custom_resource if stage.custom_resource in known else stage.accelerator
+        why = "resources that the planner knows (the accelerator's name, or null)"
+        yield Derived(f"{field}.custom_resource", stage.custom_resource, resource, why)
+        if not accelerator.is_cpu:
+            yield Derived(f"{field}.threads", stage.threads, 1, "GPUs")
+            most = accelerator.nominal_memory_bytes
+            offered = stage.memory_limit_bytes + stage.memory_margin_bytes
+            why = f"the {most} bytes of a {accelerator.name}"
+            yield Derived(f"{field}.memory_limit_bytes", offered, min(offered, most), why)
+
+
+def _device(plan: Plan, stage: StagePlan) -> Device:
+    """The stage's device, as far as memory and kernels depend on it."""
+    accelerator = find_accelerator(stage.accelerator)
+    number = stage.device.rpartition(":")[2]
+    return Device(
+        accelerator=accelerator,
+        node=stage.node,
+        index=int(number) if number.isdecimal() and len(number) <= 9 else 0,
+        memory_bytes=stage.memory_limit_bytes + stage.memory_margin_bytes,
+        link_bytes_per_s=accelerator.link_bytes_per_s,
+        threads=stage.threads if accelerator.is_cpu else None,
+        custom_resource=stage.custom_resource,
+        emulated=stage.emulated,
+        stand_in=plan.stand_in is not None,
+    )
+
+
+def _bytes(plan: Plan, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
+    """Kernels and memory of a stage.
+
+    A checkpoint that is quantized already also runs with the plan for its 16-bit original.
+    """
+    device, found = _device(plan, stage), list[Derived]()
+    for planned in (shape, replace(shape, stored=None)):
+        found = [*_kernels(stage, device, planned), *_memory(plan, stage, device, planned)]
+        if shape.stored is None or all(each.agrees for each in found):
+            break
+    yield from found
+
+
+def _kernels(stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[Derived]:
+    """The kernel backend of each bitwidth."""
+    backends = {
+        bits: backend_name(device.processor, bits, stage.dtype, shape.stored is not None)
+        for bits in sorted(set(stage.bitwidths))
+    }
+    why = "bitwidths, device and compute type"
+    yield Derived(f"stages.{stage.index}.backends", dict(stage.backends), backends, why)
+
+
+def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[Derived]:
+    """The parts of a stage's bytes, by the planner's memory model."""
+    computed = asdict(_stage_memory(plan, stage, device, shape, quantized=True))
+    if set(stage.bitwidths) == {FULL_BITS}:
+        # Nothing is kept for other kernels where no other bitwidth was allowed.
+        plain = asdict(_stage_memory(plan, stage, device, shape, quantized=False))
+        if asdict(stage.memory) == plain:
+            computed = plain
+    why = "workload, micro-batches, layers and bitwidths"
+    for part, found in asdict(stage.memory).items():
+        yield Derived(f"stages.{stage.index}.memory.{part}", found, computed[part], why)
+
+
+def _stage_memory(
+    plan: Plan, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
+) -> StageMemory:
+    """As the planner fills a stage; `quantized` as in `planner.costs.memory.temporary_bytes`."""
+    last = len(plan.stages) - 1
+    fixed = fixed_stage_memory(
+        shape,
+        plan.workload,
+        plan.micro_batches.prefill,
+        plan.micro_batches.decode,
+        stage.dtype,
+        device,
+        on_first=stage.index == 0,
+        on_last=stage.index == last,
+        quantized=quantized,
+        has_head=stage.index == (0 if plan.head_on_first else last),
+        kv_bits=plan.kv_bits,
+    )
+    kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
+    return stage_memory(shape, stage.bitwidths, kv_bytes, device, stage.dtype, fixed)
+
+
+def _sums(stage: StagePlan) -> Iterator[Derived]:
+    field = f"stages.{stage.index}.memory_bytes"
+    yield Derived(field, stage.memory_bytes, stage.memory.total, "its parts")
+
+
+def _prediction(plan: Plan) -> Iterator[Derived]:
+    """Figures of the prediction that follow from its others."""
+    p, workload = plan.predicted, plan.workload
+    rate = workload.global_batch * workload.new_tokens / p.latency_s
+    yield Derived("predicted.tokens_per_s", p.tokens_per_s, rate, "workload and latency")
+    both = p.prefill_s + p.decode_s
+    yield Derived("predicted.latency_s", p.latency_s, both, "prefill_s and decode_s")
+    shares = tuple(min(max(share, 0.0), 1 + _ROUNDING) for share in p.busy_share)
+    yield Derived("predicted.busy_share", p.busy_share, shares, "shares of the latency")
+    kinds = get_args(Objective)
+    kind = plan.solver.objective_kind
+    if kind not in kinds:
+        yield Derived("solver.objective_kind", kind, kinds, "the objectives that there are")
+        return
+    problem = _problem(plan, "paper" if kind == "paper" else "pipeline")
+    latency_s = stage_times(problem, *_one_layer_each(plan)).latency_s
+    why = "micro-batches and the stages' times"
+    yield Derived("predicted.objective_latency_s", p.objective_latency_s, latency_s, why)
+
+
+def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
+    """The plan's stages as a problem whose times are all fixed."""
+    batch, sizes, stages = plan.workload.global_batch, plan.micro_batches, plan.stages
+    nothing = np.zeros((len(stages), 1))
+    return AssignmentProblem(
+        prefill_s=nothing,
+        decode_s=nothing,
+        fixed_prefill_s=np.array([stage.prefill_s for stage in stages]),
+        fixed_decode_s=np.array([stage.decode_s for stage in stages]),
+        prefill_comm_s=np.array([stage.prefill_comm_s for stage in stages]),
+        decode_comm_s=np.array([stage.decode_comm_s for stage in stages]),
+        layer_bytes=nothing,
+        memory_bytes=nothing[:, 0],
+        sensitivity=nothing,
+        theta=0.0,
+        bitwidths=(FULL_BITS,),
+        prefill_micro_batches=-(-batch // sizes.prefill),
+        decode_micro_batches=-(-batch // sizes.decode),
+        new_tokens=plan.workload.new_tokens,
+        objective=objective,
+        available=np.ones((len(stages), 1), dtype=bool),
+    )
+
+
+def _one_layer_each(plan: Plan) -> tuple[range, list[int]]:
+    """An assignment of as many layers as there are stages."""
+    return range(len(plan.stages) + 1), [0] * len(plan.stages)
+
+
+def _origin(plan: Plan, source: str) -> Iterator[Derived]:
+    """Whether the plan is of the cluster and options that it says it was made from."""
+    if plan.origin is None:
+        return
+    try:
+        cluster = plan.origin.cluster_spec()
+    except (SpecError, InfeasibleError) as error:
+        raise SpecError(f"{source}: field origin: {error}") from error
+    why = "origin.cluster without the lost devices"
+    here = sorted([*(stage.device for stage in plan.stages), *plan.unused_devices])
+    names = sorted(device.name for device in cluster.devices)
+    yield Derived("stages and unused_devices", here, names, why)
+    emulate = cluster.emulate
+    yield Derived("time_scale", plan.time_scale, emulate.time_scale if emulate else 0.0, why)
+    yield Derived("stand_in", plan.stand_in, emulate.stand_in if emulate else None, why)
+    for stage in plan.stages:
+        yield from _origin_stage(plan.origin, cluster, stage)
+    options, why = plan.origin.options, "origin.options"
+    if options.kv_bits != AUTO:
+        yield Derived("kv_bits", plan.kv_bits, options.kv_bits, why)
+    yield Derived("rounding", plan.rounding, options.rounding, why)
+    sizes = plan.micro_batches
+    prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
+    yield Derived("micro_batches.prefill", sizes.prefill, prefill or sizes.prefill, why)
+    yield Derived("micro_batches.decode", sizes.decode, decode or sizes.decode, why)
+
+
+def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) -> Iterator[Derived]:
+    """A stage's device, compute type and bitwidths."""
+    device = next(each for each in cluster.devices if each.name == stage.device)
+    field, why = f"stages.{stage.index}", "origin.cluster and its options"
+    planned = stage.memory_limit_bytes + stage.memory_margin_bytes
+    yield Derived(f"{field}.memory_limit_bytes", planned, device.memory_bytes, why)
+    for name, computed in (
+        ("emulated", device.emulated),
+        ("threads", device.threads or 1),
+        ("custom_resource", device.custom_resource),
+        ("dtype", device.compute_dtype(origin.options.dtype)),
+    ):
+        yield Derived(f"{field}.{name}", getattr(stage, name), computed, why)
+    allowed = tuple(bits for bits in stage.bitwidths if bits in origin.options.bits)
+    yield Derived(f"{field}.bitwidths", stage.bitwidths, allowed, why)

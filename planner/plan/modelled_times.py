@@ -1,0 +1,197 @@
+"""The latency model's seconds of one stage for any micro-batch, as a plan carries them to emulated
+devices.
+
+Latency models need not be linear: kernels change their ways with rows, and measured layers depart
+from every formula. So a stage's time is tabulated over requests and length, thinned to the points
+between which it is linear; of the passes of the planned batch every one is exact.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from planner.cluster.device import Device
+from planner.costs.communication import TOKEN_ID_BYTES, hidden_bytes
+from planner.costs.model import CostModel
+from planner.micro_batches import MicroBatches
+from planner.simulation.schedule import Phase
+from planner.workload import Workload
+from quant.scheme import DTYPE_BYTES
+
+FloatArray = npt.NDArray[np.float64]
+Lengths = npt.NDArray[np.int64]
+Compute = Callable[[Phase, int, int], Sequence[float]]
+"""Seconds of every stage [N] for a phase, a number of requests, and the length of each of them."""
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+_Seconds = Annotated[float, Field(ge=0, le=1e9)]
+_Count = Annotated[int, Field(ge=0)]
+
+_LINEAR = 1e-12
+"""Relative distance from a straight line below which a point is left out: rounding errors."""
+_EVERY_UP_TO = 8  # requests and lengths up to here are all tabulated,
+_GROWTH = 1.25  # from there on each is longer by this factor, and between them time is linear
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LengthCurve:
+    """Seconds of a micro-batch of `requests` by the length of each of them, linear in between."""
+
+    requests: Annotated[int, Field(ge=1)]
+    lengths: Annotated[tuple[_Count, ...], Field(min_length=1)]
+    seconds: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """ValueError, which names the field in a plan, unless lengths ascend and match."""
+        ascending = list(self.lengths) == sorted(set(self.lengths))
+        if not ascending or len(self.lengths) != len(self.seconds):
+            raise ValueError(
+                f"{len(self.seconds)} seconds at lengths {list(self.lengths)[:5]}; give one for "
+                "each of ascending lengths"
+            )
+
+    def mean_s(self, lengths: Lengths) -> float:
+        """Mean over requests of these `lengths`: exact where time is a sum over requests."""
+        return float(np.interp(lengths, self.lengths, self.seconds).mean())
+
+
+Curves = Annotated[tuple[LengthCurve, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelledTimes:
+    """One stage's seconds: all that computes there, and the transfer of its result.
+
+    `prefill` over prompt lengths and `decode` over the tokens before the new one have a curve for
+    each of ascending numbers of requests. A result takes `link_latency_s`, and so much for every
+    token and every request in it.
+    """
+
+    prefill: Curves
+    decode: Curves
+    link_latency_s: _Seconds = 0.0
+    link_s_per_token: _Seconds = 0.0
+    link_s_per_request: _Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        """ValueError, which names the field in a plan, unless the requests ascend."""
+        for curves in (self.prefill, self.decode):
+            sizes = [curve.requests for curve in curves]
+            if sizes != sorted(set(sizes)):
+                raise ValueError(f"curves of {sizes} requests; give them in ascending order")
+
+    @classmethod
+    def constant(cls, prefill_s: float, decode_s: float) -> ModelledTimes:
+        """The same for every micro-batch of a phase, and no transfers."""
+        prefill, decode = ((LengthCurve(1, (1,), (each,)),) for each in (prefill_s, decode_s))
+        return cls(prefill, decode)
+
+    def compute_s(self, is_decode: bool, lengths: Lengths) -> float:
+        """Seconds of a micro-batch whose requests have these `lengths` [requests].
+
+        They are linear between two numbers of requests, and constant beyond the last one.
+        """
+        curves = self.decode if is_decode else self.prefill
+        requests = len(lengths)
+        above = bisect_left(curves, requests, key=lambda curve: curve.requests)
+        if above == len(curves):
+            return curves[-1].mean_s(lengths)
+        high = curves[above]
+        if high.requests == requests or above == 0:
+            return high.mean_s(lengths)
+        low = curves[above - 1]
+        share = (requests - low.requests) / (high.requests - low.requests)
+        return (1 - share) * low.mean_s(lengths) + share * high.mean_s(lengths)
+
+    def transfer_s(self, tokens: int, requests: int) -> float:
+        """Seconds of the result of `requests` with `tokens` tokens to the next stage."""
+        per_part = tokens * self.link_s_per_token + requests * self.link_s_per_request
+        return self.link_latency_s + per_part
+
+
+def modelled_times(
+    costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, compute: Compute
+) -> tuple[ModelledTimes, ...]:
+    """Of every stage [N] of `devices`, which take what `compute` says."""
+    workload = costs.workload
+    prompts = range(workload.prompt_length, workload.prompt_length + 1)
+    contexts = range(
+        workload.prompt_length, workload.prompt_length + max(1, workload.new_tokens - 1)
+    )
+    prefill = _tables("prefill", sizes.prefill, prompts, workload, compute)
+    decode = _tables("decode", sizes.decode, contexts, workload, compute)
+    links = _link_terms(costs, devices)
+    stages = zip(prefill, decode, links, strict=True)
+    return tuple(ModelledTimes(first, then, *link) for first, then, link in stages)
+
+
+def _tables(
+    phase: Phase, size: int, planned: range, workload: Workload, compute: Compute
+) -> list[tuple[LengthCurve, ...]]:
+    """Curves of each stage [N]; those of the planned batch have every length in `planned`."""
+    ragged = workload.global_batch % size
+    exact = {size, ragged} - {0}
+    grid = set(_grid(workload.total_length))
+    curves = []
+    for requests in sorted({*_grid(size), *exact}):
+        lengths = sorted(grid.union(planned) if requests in exact else grid)
+        seconds = np.array([compute(phase, requests, length) for length in lengths])
+        curves.append([_thinned(requests, lengths, column) for column in seconds.T])
+    return list(zip(*curves, strict=True))
+
+
+def _grid(most: int) -> Iterator[int]:
+    """1 to `most`: all small numbers, and of greater ones ever fewer."""
+    at = 1
+    while at < most:
+        yield at
+        at = at + 1 if at < _EVERY_UP_TO else round(at * _GROWTH)
+    yield most
+
+
+def _thinned(requests: int, lengths: Sequence[int], seconds: FloatArray) -> LengthCurve:
+    """The points from which straight lines give all of them (Douglas and Peucker's way)."""
+    at = np.array(lengths, dtype=np.float64)
+    kept = {0, len(at) - 1}
+    spans = [(0, len(at) - 1)]
+    while spans:
+        first, last = spans.pop()
+        inner = slice(first + 1, last)
+        line = np.interp(at[inner], at[[first, last]], seconds[[first, last]])
+        off = np.abs(line - seconds[inner]) / np.maximum(seconds[inner], np.finfo(float).tiny)
+        if off.size and off.max() > _LINEAR:
+            middle = first + 1 + int(off.argmax())
+            kept.add(middle)
+            spans += [(first, middle), (middle, last)]
+    chosen = sorted(kept)
+    return LengthCurve(
+        requests,
+        tuple(lengths[i] for i in chosen),
+        tuple(float(seconds[i]) for i in chosen),
+    )
+
+
+def _link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float, float, float]]:
+    """Latency, seconds a token and seconds a request of `planner.costs.communication` [N]."""
+    cluster, shape = costs.cluster, costs.shape
+    terms = []
+    for j, sender in enumerate(devices):
+        receiver = devices[(j + 1) % len(devices)]
+        latency_s = cluster.link_latency_s(sender, receiver)
+        rate = cluster.link_bytes_per_s(sender, receiver)
+        dtype = costs.dtype(sender)
+        if j < len(devices) - 1:
+            terms.append((latency_s, hidden_bytes(shape, 1, dtype) / rate, 0.0))
+            continue
+        returned = TOKEN_ID_BYTES
+        if costs.head_on_first:
+            returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
+        terms.append((latency_s, 0.0, returned / rate))
+    return terms

@@ -1,0 +1,70 @@
+"""One global batch of a plan by the plan's own seconds, which its file holds; a cost model does it
+better, but is only there while planning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.micro_batches import MicroBatches
+from planner.plan.plan import Plan, StagePlan
+from planner.simulation.schedule import Pass, Phase
+from planner.simulation.simulation import PassSeconds, Simulated, simulate
+
+APPROXIMATION = (
+    "times of the plan's full micro-batches: prefills in proportion to their requests, every "
+    "decode step as at the mean context"
+)
+
+
+def planned_s(plan: Plan, stage: StagePlan, phase: Phase) -> float:
+    """Seconds that a full micro-batch should take on `stage` when run; 0 where the plan is not
+    followed, on emulated devices without a time scale.
+    """
+    seconds = stage.prefill_s if phase == "prefill" else stage.decode_s
+    return seconds * plan.time_scale if stage.emulated else seconds
+
+
+def simulate_plan(plan: Plan) -> Simulated:
+    """Simulate the batch of a plan, of one that was loaded too, at the `time_scale` of its run.
+
+    Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
+    """
+    scale, sizes = time_scale(plan), plan.micro_batches
+
+    def seconds(each: Pass) -> PassSeconds:
+        compute, transfer = zip(
+            *(_seconds(stage, each, sizes) for stage in plan.stages), strict=True
+        )
+        return PassSeconds(
+            tuple(scale * own_s for own_s in compute), tuple(scale * hop_s for hop_s in transfer)
+        )
+
+    return simulate(plan.workload, sizes, len(plan.stages), seconds)
+
+
+def is_approximate(plan: Plan) -> bool:
+    """Whether some stage's times are those of full micro-batches only."""
+    return any(stage.modelled is None for stage in plan.stages)
+
+
+def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, float]:
+    """Computing, and the transfer to the next stage."""
+    is_decode = each.phase == "decode"
+    if stage.modelled is not None:
+        length = each.context_length if is_decode else each.tokens
+        lengths = np.full(each.requests, length, dtype=np.int64)
+        hop_s = stage.modelled.transfer_s(each.requests * each.tokens, each.requests)
+        return stage.modelled.compute_s(is_decode, lengths), hop_s
+    if is_decode:
+        return stage.decode_s, stage.decode_comm_s
+    share = each.requests / sizes.prefill
+    return share * stage.prefill_s, share * stage.prefill_comm_s
+
+
+def time_scale(plan: Plan) -> float:
+    """By how much the plan's seconds are multiplied in a run: 1 but for emulated devices with a
+    time scale.
+    """
+    emulated = all(stage.emulated for stage in plan.stages)
+    return plan.time_scale if emulated and plan.time_scale else 1.0

@@ -1,0 +1,1 @@
+"""Measured times of layers, links and loading, and the fits to them."""

@@ -1,0 +1,128 @@
+"""Which workloads to measure on a device: a few, spread over all that a plan may ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.profiles.rows import Phase
+from quant.common.errors import SpecError
+
+# Lengths that are tried between the shortest and the longest: finer than points are ever spread.
+_LENGTHS = 24
+
+
+@dataclass(frozen=True)
+class LayerWorkload:
+    """`length`: prompt tokens of each request in prefill, tokens that stand before in decode."""
+
+    phase: Phase
+    batch_size: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests together: those that enter in prefill, those attended to in decode."""
+        return self.batch_size * self.length
+
+
+@dataclass(frozen=True)
+class DesignSpace:
+    """What micro-batches may be: requests, tokens of each, and tokens of all of them at most."""
+
+    batch_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    min_length: int = 16
+    max_length: int = 1024
+    prefill_tokens: int = 4096
+    decode_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        """Check ranges; SpecError names the option."""
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise SpecError(f"batch_sizes are {list(self.batch_sizes)}; give numbers of at least 1")
+        if not 1 <= self.min_length <= self.max_length:
+            raise SpecError(
+                f"max_length is {self.max_length}; at least {max(self.min_length, 1)} tokens "
+                "belong there"
+            )
+        least = min(self.batch_sizes) * self.min_length
+        if min(self.prefill_tokens, self.decode_tokens) < least:
+            raise SpecError(
+                f"at most {min(self.prefill_tokens, self.decode_tokens)} tokens at once leave no "
+                f"workload: the smallest has {least}; allow more or give smaller batch_sizes"
+            )
+
+    def most_tokens(self, phase: Phase) -> int:
+        """Of all requests together."""
+        return self.prefill_tokens if phase == "prefill" else self.decode_tokens
+
+    def holds(self, workload: LayerWorkload) -> bool:
+        """Whether `workload` lies in it, whatever its batch size is between the outer ones."""
+        return (
+            min(self.batch_sizes) <= workload.batch_size <= max(self.batch_sizes)
+            and self.min_length <= workload.length <= self.max_length
+            and workload.tokens <= self.most_tokens(workload.phase)
+        )
+
+
+def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:
+    """`points` workloads (or all, if fewer): the corners, then always what is farthest from those.
+
+    Distances are of the logarithms, of batch size against length.
+    """
+    candidates = list(_candidates(space, phase))
+    where = np.log([[each.batch_size, each.length] for each in candidates])
+    where = (where - where.min(axis=0)) / np.maximum(np.ptp(where, axis=0), 1e-9)
+    chosen = list(dict.fromkeys(_corners(where)))[:points]
+    nearest = np.min([_distances(where, i) for i in chosen], axis=0)
+    while len(chosen) < min(points, len(candidates)):
+        chosen.append(int(nearest.argmax()))
+        nearest = np.minimum(nearest, _distances(where, chosen[-1]))
+    return tuple(candidates[i] for i in chosen)
+
+
+def random_workloads(
+    space: DesignSpace, phase: Phase, count: int, seed: int
+) -> tuple[LayerWorkload, ...]:
+    """`count` different workloads, evenly drawn from the logarithms of batch size and length."""
+    generator = np.random.default_rng(seed)
+    found: dict[LayerWorkload, None] = {}
+    bounds = np.log(
+        [
+            (min(space.batch_sizes), max(space.batch_sizes) + 0.5),
+            (space.min_length, space.max_length),
+        ]
+    )
+    for _ in range(1000 * count):
+        batch, length = np.exp(generator.uniform(bounds[:, 0], bounds[:, 1]))
+        workload = LayerWorkload(phase, int(batch), int(length))
+        if space.holds(workload):
+            found[workload] = None
+        if len(found) == count:
+            break
+    return tuple(found)
+
+
+def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
+    """Every batch size with lengths in even ratios, the longest allowed among them."""
+    for batch in sorted(set(space.batch_sizes)):
+        longest = min(space.max_length, space.most_tokens(phase) // batch)
+        if longest < space.min_length:
+            continue
+        lengths = np.geomspace(space.min_length, longest, _LENGTHS)
+        for length in dict.fromkeys(math.floor(each + 1e-6) for each in lengths):
+            yield LayerWorkload(phase, batch, length)
+
+
+def _corners(where: npt.NDArray[np.float64]) -> Sequence[int]:
+    """The candidates that lie farthest in each diagonal direction, `where` [candidates, 2]."""
+    directions = ((-1, -1), (1, 1), (-1, 1), (1, -1))
+    return [int((where @ np.array(direction)).argmax()) for direction in directions]
+
+
+def _distances(where: npt.NDArray[np.float64], index: int) -> npt.NDArray[np.float64]:
+    return np.asarray(np.linalg.norm(where - where[index], axis=1))

@@ -1,0 +1,105 @@
+"""Measured hops between two stages, as a CSV beside the profile, and the links fitted to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+from scipy.optimize import nnls
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.links import MeasuredLink, Place, Way
+from planner.profiles.tables import read_table, table_beside, write_table
+from quant.common.errors import SpecError
+
+WAYS: tuple[Way, ...] = ("gloo", "ray")
+"""What takes a message from stage to stage; runs prefer the first."""
+
+
+def _known(name: str) -> str:
+    try:
+        return find_accelerator(name).name
+    except SpecError as error:
+        raise ValueError(str(error)) from error
+
+
+_Accelerator = Annotated[str, AfterValidator(_known)]
+_Positive = Annotated[float, Field(gt=0, lt=1e6)]
+_Count = Annotated[int, Field(ge=1, le=2**53)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class LinkRow:
+    """Median `seconds` of one hop of hidden states of `payload_bytes`, half of a round trip.
+
+    Packing, unpacking and copies from and to the devices are part of it. `sender` and `receiver`
+    are accelerators; the way back was taken for as long. `spread`: interquartile range over the
+    median of `repetitions`.
+    """
+
+    sender: _Accelerator
+    receiver: _Accelerator
+    place: Place
+    way: Way
+    payload_bytes: _Count
+    seconds: _Positive
+    spread: Annotated[float, Field(ge=0)]
+    repetitions: _Count
+
+    @property
+    def link(self) -> tuple[str, str, Place]:
+        """What it was measured on, whichever end sent."""
+        one, other = sorted((self.sender, self.receiver))
+        return one, other, self.place
+
+
+def links_path(profile: str | Path) -> Path:
+    """Of the hops measured with the profile of that path."""
+    return table_beside(profile, "links")
+
+
+def read_links(path: Path) -> tuple[LinkRow, ...]:
+    """Every row; SpecError names file and line of the first bad one."""
+    return read_table(path, LinkRow)
+
+
+def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
+    """Write rows so that `read_links` gives them back."""
+    write_table(path, LinkRow, rows)
+
+
+def links_beside(profile: str | Path) -> tuple[MeasuredLink, ...]:
+    """The links measured with a profile; none where there is no file of them."""
+    path = links_path(profile)
+    return fit_links(read_links(path), path.name) if path.exists() else ()
+
+
+def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
+    """Latency and rate of least squared relative error of each link, by the way that runs take.
+
+    A link that was measured with one payload only has no rate, and is left out.
+    """
+    found = []
+    for link in sorted({row.link for row in rows}):
+        own = [row for row in rows if row.link == link]
+        way = next(way for way in WAYS if any(row.way == way for row in own))
+        own = [row for row in own if row.way == way]
+        if len({row.payload_bytes for row in own}) < 2:
+            continue
+        latency_s, per_byte_s = _line(own)
+        found.append(MeasuredLink(*link, way, latency_s, 1 / max(per_byte_s, 1e-15), source))
+    return tuple(found)
+
+
+def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
+    """Seconds of a hop without bytes, and a byte's."""
+    seconds = np.array([row.seconds for row in rows])
+    payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
+    unit = float(payload.max())  # or its column would dwarf the other
+    matrix = np.stack([1 / seconds, payload / unit / seconds], axis=1)
+    (latency_s, per_unit_s), _ = nnls(matrix, np.ones(len(rows)))
+    return float(latency_s), float(per_unit_s) / unit

@@ -1,0 +1,99 @@
+"""Measured loading of decoder layers, as a CSV beside the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from planner.costs.memory import FULL_BITS
+from planner.plan.plan import Plan, StagePlan
+from planner.profiles.tables import read_table, table_beside, write_table
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
+
+Origin = Literal["checkpoint", "cache"]
+"""Where a layer comes from: 16-bit weights that are quantized, or what was packed before."""
+
+
+def _bitwidth(bits: int) -> int:
+    if bits not in BITWIDTHS:
+        raise ValueError(f"a bitwidth is one of {', '.join(map(str, BITWIDTHS))}")
+    return bits
+
+
+_Count = Annotated[int, Field(ge=1, le=2**53)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
+class LoadRow:
+    """Median `seconds` in which a layer of `checkpoint_bytes` is loaded; it then holds
+    `held_bytes`.
+
+    Files were in the system's cache. `threads` is 0 where that is no property of the device.
+    """
+
+    device: str
+    model: str
+    dtype: str
+    threads: Annotated[int, Field(ge=0)]
+    bits: Annotated[int, AfterValidator(_bitwidth)]
+    backend: str
+    origin: Origin
+    seconds: Annotated[float, Field(gt=0)]
+    checkpoint_bytes: _Count
+    held_bytes: _Count
+    repetitions: _Count
+
+
+def loading_path(profile: str | Path) -> Path:
+    """Of the loads measured with the profile of that path."""
+    return table_beside(profile, "loading")
+
+
+def loading_s(
+    rows: Sequence[LoadRow], plan: Plan, layer_bytes: int, origin: Origin
+) -> float | None:
+    """Seconds until the slowest stage has its layers, which have `layer_bytes` in 16 bits; None
+    where a stage's device or bitwidth was not measured.
+
+    Layers of another size take in proportion; 16-bit layers always come from the checkpoint. A
+    disk that is slower than that adds the difference.
+    """
+    slowest_s = 0.0
+    for stage in plan.stages:
+        seconds = [
+            _per_byte_s(rows, stage, bits, "checkpoint" if bits == FULL_BITS else origin)
+            for bits in stage.bitwidths
+        ]
+        if None in seconds:
+            return None
+        slowest_s = max(slowest_s, layer_bytes * sum(each or 0.0 for each in seconds))
+    return slowest_s
+
+
+def _per_byte_s(
+    rows: Sequence[LoadRow], stage: StagePlan, bits: int, origin: Origin
+) -> float | None:
+    """The median of what was measured on such devices."""
+    found = [
+        row.seconds / row.checkpoint_bytes
+        for row in rows
+        if (row.device, row.bits, row.origin) == (stage.accelerator, bits, origin)
+        and DTYPE_BYTES.get(row.dtype) == DTYPE_BYTES[stage.dtype]
+        and row.threads in (0, stage.threads)
+    ]
+    return median(found) if found else None
+
+
+def read_loading(path: Path) -> tuple[LoadRow, ...]:
+    """Every row; SpecError names file and line of the first bad one."""
+    return read_table(path, LoadRow)
+
+
+def write_loading(path: Path, rows: Iterable[LoadRow]) -> None:
+    """Write rows so that `read_loading` gives them back."""
+    write_table(path, LoadRow, rows)

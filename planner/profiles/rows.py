@@ -1,0 +1,277 @@
+"""Measured times of one decoder layer as versioned CSV, one row a measurement."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from planner.model.finding import ModelShape
+from quant.common.errors import InputError, SpecError
+from quant.common.whole_file import write_whole
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
+
+REQUIRED_COLUMNS = (
+    "device",
+    "model",
+    "h1",
+    "h2",
+    "prompt_length",
+    "context_length",
+    "phase",
+    "bits",
+    "batch_size",
+    "ms_per_layer",
+)
+OPTIONAL_COLUMNS = (
+    "backend",
+    "backend_version",
+    "dtype",
+    "threads",
+    "linear_parameters",
+    "query_width",
+    "kv_width",
+    "spread",
+    "repetitions",
+)
+
+Phase = Literal["prefill", "decode"]
+
+_MOST_DIGITS = 15
+"""Of a whole number: all of them are exact as floating point numbers."""
+
+
+@dataclass(frozen=True)
+class LayerTerms:
+    """The sizes of a layer that its time scales with, in elements."""
+
+    hidden_size: int
+    linear_parameters: int
+    query_width: int
+    kv_width: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> LayerTerms:
+        """Those of one decoder layer of `shape`."""
+        return cls(
+            shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
+        )
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One measured layer time.
+
+    `prompt_length` tokens a request enter (1 in decode), `context_length` stood before them; the
+    batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
+    and then hold for any. `layer` are the sizes of the model measured, `source` names the file.
+    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
+    """
+
+    device: str
+    model: str
+    layer: LayerTerms
+    intermediate_size: int
+    phase: Phase
+    bits: int
+    batch_size: int
+    prompt_length: int
+    context_length: int
+    seconds: float
+    backend: str | None = None
+    backend_version: str | None = None
+    dtype: str | None = None
+    threads: int | None = None
+    spread: float | None = None
+    repetitions: int | None = None
+    source: str = field(default="", compare=False)
+
+    @staticmethod
+    def timed_dtype(device: Device, dtype: str) -> str:
+        """The compute type of the accelerator whose time is meant, also where a CPU emulates it."""
+        return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
+
+
+def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
+    """Every row of a profile CSV; SpecError names file and line of the first bad one.
+
+    `torn_end` forgives a last row that somebody's writing was cut off in.
+    """
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            reader = csv.DictReader(stream)
+            _check_columns(reader.fieldnames or (), path)
+            lines = [_Line(values, path, reader.line_num) for values in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise SpecError(f"profile {path} cannot be read: {error}") from error
+    rows = [line.row() for line in lines[:-1]]
+    try:
+        rows += [line.row() for line in lines[-1:]]
+    except SpecError:
+        if not torn_end:
+            raise
+    return tuple(rows)
+
+
+def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
+    """Write rows so that `read_profiles` gives them back: aside first, so that none is ever torn.
+
+    InputError where the file cannot be written.
+    """
+    path = Path(path)
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
+    writer.writeheader()
+    writer.writerows(map(_values, rows))
+    try:
+        write_whole(path, stream.getvalue())
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _values(row: ProfileRow) -> dict[str, object]:
+    """A row by the names of its columns."""
+    return {
+        "device": row.device,
+        "model": row.model,
+        "h1": row.layer.hidden_size,
+        "h2": row.intermediate_size,
+        "prompt_length": row.prompt_length,
+        "context_length": row.context_length,
+        "phase": row.phase,
+        "bits": row.bits,
+        "batch_size": row.batch_size,
+        "ms_per_layer": row.seconds * 1e3,
+        "backend": row.backend,
+        "backend_version": row.backend_version,
+        "dtype": row.dtype,
+        "threads": row.threads,
+        "linear_parameters": row.layer.linear_parameters,
+        "query_width": row.layer.query_width,
+        "kv_width": row.layer.kv_width,
+        "spread": row.spread,
+        "repetitions": row.repetitions,
+    }
+
+
+def _check_columns(found: Iterable[str], path: Path) -> None:
+    missing = [name for name in REQUIRED_COLUMNS if name not in found]
+    if missing:
+        raise SpecError(f"{path}:1: profile lacks the columns {', '.join(missing)}")
+    known = {*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS}
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One row as text, and where it stands."""
+
+    values: dict[str, str | None]
+    path: Path
+    number: int
+
+    def row(self) -> ProfileRow:
+        if None in self.values or None in self.values.values():
+            raise self.error("has not as many fields as the header")
+        return ProfileRow(
+            device=self.device(),
+            model=self.text("model") or "",
+            layer=self.layer(),
+            intermediate_size=self.integer("h2"),
+            phase=self.phase(),
+            bits=self.bits(),
+            batch_size=self.integer("batch_size"),
+            prompt_length=self.integer("prompt_length"),
+            context_length=self.integer("context_length", least=0),
+            seconds=self.milliseconds() / 1e3,
+            backend=self.text("backend"),
+            backend_version=self.text("backend_version"),
+            dtype=self.dtype(),
+            threads=self.integer("threads") if self.text("threads") else None,
+            spread=self.real("spread", least=0.0) if self.text("spread") else None,
+            repetitions=self.integer("repetitions") if self.text("repetitions") else None,
+            source=self.path.name,
+        )
+
+    def error(self, problem: str) -> SpecError:
+        return SpecError(f"{self.path}:{self.number}: profile row {problem}")
+
+    def text(self, name: str) -> str | None:
+        return (self.values.get(name) or "").strip() or None
+
+    def integer(self, name: str, least: int = 1) -> int:
+        text = self.text(name) or ""
+        if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < least:
+            raise self.error(
+                f"has {name} {text!r}; a whole number of at least {least} belongs there"
+            )
+        return int(text)
+
+    def device(self) -> str:
+        try:
+            return find_accelerator(self.text("device") or "").name
+        except SpecError as error:
+            raise self.error(f"names an {error}") from error
+
+    def phase(self) -> Phase:
+        text = self.text("phase")
+        if text == "prefill":
+            return "prefill"
+        if text == "decode":
+            return "decode"
+        raise self.error(f"has phase {text!r}; prefill or decode belongs there")
+
+    def bits(self) -> int:
+        bits = self.integer("bits")
+        if bits not in BITWIDTHS:
+            raise self.error(
+                f"has bits {bits}; one of {', '.join(map(str, BITWIDTHS))} belongs there"
+            )
+        return bits
+
+    def dtype(self) -> str | None:
+        text = self.text("dtype")
+        if text is not None and text not in DTYPE_BYTES:
+            raise self.error(f"has dtype {text!r}; one of {', '.join(DTYPE_BYTES)} belongs there")
+        return text
+
+    def milliseconds(self) -> float:
+        value = self.real("ms_per_layer")
+        if value / 1e3 <= 0:  # the smallest of numbers are no seconds any more
+            raise self.error(
+                f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
+            )
+        return value
+
+    def real(self, name: str, least: float | None = None) -> float:
+        text = self.text(name) or ""
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise self.error(f"has {name} {text!r}; a number belongs there") from error
+        if not isfinite(value) or (least is not None and value < least):
+            wanted = "a positive number" if least is None else f"a number of at least {least:g}"
+            raise self.error(f"has {name} {text}; {wanted} belongs there")
+        return value
+
+    def layer(self) -> LayerTerms:
+        """Sizes not given are those of a layer without grouped heads or a gated MLP."""
+        hidden, wide = self.integer("h1"), self.integer("h2")
+        given = {
+            name: self.integer(name) if self.text(name) else default
+            for name, default in (
+                ("linear_parameters", 4 * hidden * hidden + 2 * hidden * wide),
+                ("query_width", hidden),
+                ("kv_width", hidden),
+            )
+        }
+        return LayerTerms(hidden_size=hidden, **given)

@@ -1,0 +1,1 @@
+"""What bitwidths cost in quality: sensitivities, omega files, and perplexity."""

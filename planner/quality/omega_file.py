@@ -1,0 +1,159 @@
+"""Omega files as they lie on disk: our JSON, and the plain arrays that others write.
+
+Three forms are read: `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}`, with what
+`llmpq-indicator` adds to it; a bare array [L][K], as JSON or `.npy`; and `{layer: {bits: value}}`.
+The published prototype pickles its array, and a pickle runs code when it is read: it is refused,
+with the line that converts it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from tokenize import TokenError  # of a header that numpy takes for one of Python 2
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS
+
+Matrix = npt.NDArray[np.float64]
+
+_NPY_MAGIC = b"\x93NUMPY"
+_PICKLE_MAGIC = b"\x80"
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
+_NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
+"""What numpy raises for headers that it cannot read, or of arrays that cannot be."""
+
+_MOST_DIGITS = 2  # of a bitwidth
+_MOST_BYTES = 1 << 26
+"""64 MiB: sensitivities of ten thousand layers and as many measured points take less than 10."""
+
+
+def read_content(path: Path) -> Any:
+    """What the file holds: JSON values, or an array of numbers; SpecError if it is neither."""
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise SpecError(
+                f"omega file {path} has {path.stat().st_size} bytes; sensitivities take a few "
+                "thousand"
+            )
+        with path.open("rb") as file:
+            head = file.read(len(_NPY_MAGIC))
+        if head == _NPY_MAGIC:
+            return _read_npy(path)
+        if head.startswith((_PICKLE_MAGIC, _ZIP_MAGIC)) or path.suffix in _PICKLE_NAMES:
+            raise SpecError(_refusal(path))
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"omega file {path} cannot be read as JSON: {error}") from error
+
+
+def _read_npy(path: Path) -> npt.NDArray[Any]:
+    """Mapped, so that a header that promises too much allocates nothing."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (*_NO_ARRAY, OSError) as error:
+        raise SpecError(
+            f"omega file {path} cannot be read as an array of numbers: {error}"
+        ) from error
+    if array.dtype.kind not in "fiu":
+        raise SpecError(f"omega file {path} holds {array.dtype} values; numbers are needed")
+    found: npt.NDArray[Any] = array
+    return found
+
+
+def _refusal(path: Path) -> str:
+    return (
+        f"omega file {path} is a pickle or an archive, which can run code when it is read; where "
+        'you trust it, convert it: python -c "import json, pickle, sys; '
+        "print(json.dumps(pickle.load(open(sys.argv[1], 'rb')).tolist()))\" "
+        f"{shlex.quote(path.name)} > omega.json"
+    )
+
+
+def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
+    """A bare array's columns `[layers, K]` of ascending `bitwidths`; SpecError for another shape.
+
+    As many columns as bitwidths are these; four are those of 3, 4, 8 and 16 bit, in this order or
+    in the prototype's, whose bitwidths are sorted as text: 16, 3, 4, 8. Which one it is shows, as a
+    layer loses nothing or next to nothing at 16 bit.
+    """
+    matrix = as_matrix(rows, path)
+    columns: Sequence[int] = bitwidths
+    if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
+        columns = BITWIDTHS
+        by_text = sorted(BITWIDTHS, key=str)
+        if not falls(matrix) and falls(matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]):
+            columns = by_text
+    check_shape(matrix, path, (layers, len(columns)))
+    return matrix[:, [columns.index(bits) for bits in bitwidths]]
+
+
+def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
+    """Bitwidths and matrix of `{layer: {bits: value}}`; SpecError for layers or bits that lack."""
+    wanted = [str(layer) for layer in range(layers)]
+    if sorted(content) != sorted(wanted):
+        raise SpecError(
+            f"omega file {path} names {len(content)} layers; 0 to {layers - 1} are needed"
+        )
+    first = content["0"]
+    if not isinstance(first, Mapping) or not all(map(_is_bitwidth, first)):
+        raise SpecError(f"omega file {path}: layer 0 is no mapping of bitwidths to numbers")
+    rows = []
+    for layer in wanted:
+        row = content[layer]
+        if not isinstance(row, Mapping) or set(row) != set(first):
+            raise SpecError(f"omega file {path}: layer {layer} has other bitwidths than layer 0")
+        rows.append([row[key] for key in first])
+    return [int(key) for key in first], as_matrix(rows, path)
+
+
+def _is_bitwidth(key: str) -> bool:
+    """Whether it is a number, and not of so many digits that Python refuses it."""
+    return key.isdecimal() and len(key) <= _MOST_DIGITS
+
+
+def as_matrix(rows: object, path: Path) -> Matrix:
+    """The numbers as float64; SpecError where they are none."""
+    try:
+        return np.array(rows, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SpecError(f"omega file {path} holds no matrix of numbers: {error}") from error
+
+
+def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
+    """Whether the matrix is layers by bitwidths of finite sensitivities; raises SpecError."""
+    if matrix.shape != expected:
+        raise SpecError(
+            f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
+            f"{expected[1]} bitwidths are needed"
+        )
+    if not np.isfinite(matrix).all() or (matrix < 0).any():
+        layer, column = np.argwhere(~np.isfinite(matrix) | (matrix < 0))[0]
+        raise SpecError(
+            f"omega file {path}: layer {layer}, column {column} is {matrix[layer, column]}; "
+            "sensitivities are finite and not negative"
+        )
+
+
+def falls(matrix: Matrix) -> bool:
+    """Whether no layer loses more at a later column."""
+    return bool((np.diff(matrix, axis=1) <= 0).all())
+
+
+def check_falls(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
+    """SpecError where a layer loses more at a higher bitwidth."""
+    for column, (low, high) in enumerate(pairwise(bitwidths)):
+        rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
+        if rising.size:
+            raise SpecError(
+                f"omega file {path}: layer {rising[0]} loses more at {high} than at {low} bits; "
+                "sensitivity cannot rise with the bitwidth"
+            )

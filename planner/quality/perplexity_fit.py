@@ -1,0 +1,144 @@
+"""What a summed sensitivity costs in perplexity, from a few measured points.
+
+Noise that is small moves the loss in proportion to its variance, and sensitivities are such
+variances up to what the indicator gets wrong: perplexity above 16 bit is fitted as a power of the
+summed sensitivity, by least squares of logarithms over the points that lie above their error. The
+bound for a promised increase is conservative: from the curve moved up by the prediction interval,
+and at least until no measured point lies above it, and never beyond the largest sensitivity
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from planner.plan.plan import PerplexityForecast
+from planner.quality.sensitivity import Omega, WeighedPoint
+from quant.common.errors import SpecError
+
+CONFIDENCE = 0.95
+"""One-sided: one plan in twenty may cost more than the upper end says."""
+
+LEAST_POINTS = 3
+_STANDARD_ERRORS = 2.0
+"""An increase of less than two of its standard errors has no logarithm worth fitting."""
+
+_EXPONENTS = (0.5, 2.0)
+"""Around 1, the exponent of small noise: few points close together shall not bend the curve."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Expected increase of perplexity over 16 bit, and the ends of its interval."""
+
+    increase: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PerplexityFit:
+    """increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way, and below
+    `envelope` times it at every measured point.
+
+    `baseline`: perplexity at 16 bit; `largest_omega`: the largest sensitivity measured.
+    """
+
+    baseline: float
+    coefficient: float
+    exponent: float
+    spread: float
+    envelope: float
+    largest_omega: float
+    points: int
+
+    def forecast(self, omega: float) -> Forecast:
+        """The increase at a summed sensitivity."""
+        increase = self.coefficient * omega**self.exponent
+        return Forecast(increase, increase / self.spread, increase * self._upper)
+
+    def omega_within(self, max_increase: float) -> float:
+        """The largest summed sensitivity whose increase stays, by the upper end, within that."""
+        ratio = max_increase / (self.coefficient * self._upper)
+        return float(min(ratio ** (1 / self.exponent), self.largest_omega))
+
+    @property
+    def _upper(self) -> float:
+        return max(self.spread, self.envelope)
+
+
+def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit:
+    """The curve through `points`, of which one is at 16 bit, and at least three others lie above it
+    by more than their error.
+
+    Raises `SpecError` naming `source` where they do not.
+    """
+    full = [point.perplexity for point in points if point.omega == 0]
+    if not full:
+        raise SpecError(
+            f"{source} holds no perplexities measured at 16 bit and below, so an increase of "
+            "perplexity cannot be bounded; make it with: llmpq-indicator --perplexity TEXT"
+        )
+    baseline = full[0]
+    above = [
+        (point.omega, point.perplexity - baseline)
+        for point in points
+        if point.omega > 0
+        and point.perplexity - baseline > max(_STANDARD_ERRORS * point.error, 0.0)
+    ]
+    if len({omega for omega, _ in above}) < LEAST_POINTS:
+        raise SpecError(
+            f"{source}: {len(above)} of {len(points)} measured perplexities lie above that at 16 "
+            f"bit by more than their error, {LEAST_POINTS} are needed; measure on a longer text or "
+            "with lower bitwidths"
+        )
+    x, y = np.log(np.array(above)).T
+    slope = float(((x - x.mean()) * y).sum() / np.square(x - x.mean()).sum())
+    exponent = float(np.clip(slope, *_EXPONENTS))
+    intercept = float(y.mean() - exponent * x.mean())
+    residuals = y - intercept - exponent * x
+    freedom = len(x) - 2
+    deviation = math.sqrt(float(np.square(residuals).sum()) / freedom)
+    margin = float(stdtrit(freedom, CONFIDENCE)) * deviation * math.sqrt(1 + 1 / len(x))
+    return PerplexityFit(
+        baseline=baseline,
+        coefficient=math.exp(intercept),
+        exponent=exponent,
+        spread=math.exp(margin),
+        envelope=math.exp(float(residuals.max())),
+        largest_omega=max(omega for omega, _ in above),
+        points=len(x),
+    )
+
+
+def omega_bound(omega: Omega, max_increase: float) -> float:
+    """The summed sensitivity that keeps the increase of perplexity within `max_increase`.
+
+    Raises `SpecError` where too little was measured to say.
+    """
+    return fit_perplexity(omega.points, f"sensitivity {omega.source}").omega_within(max_increase)
+
+
+def perplexity_forecast(
+    omega: Omega, summed: float, max_increase: float | None
+) -> PerplexityForecast | None:
+    """What a plan of this summed sensitivity should cost; None where too little was measured."""
+    try:
+        fit = fit_perplexity(omega.points, omega.source)
+    except SpecError:
+        return None
+    expected = fit.forecast(summed)
+    return PerplexityForecast(
+        baseline=fit.baseline,
+        increase=expected.increase,
+        low=expected.low,
+        high=expected.high,
+        points=fit.points,
+        max_increase=max_increase,
+        max_omega=None if max_increase is None else fit.omega_within(max_increase),
+    )

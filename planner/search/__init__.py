@@ -1,0 +1,1 @@
+"""The search around the optimiser: device orders, micro-batches, remedies and baselines."""

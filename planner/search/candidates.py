@@ -1,0 +1,94 @@
+"""The candidates of a search (LLM-PQ Alg. 1, line 1): device orders by pairs of micro-batch sizes.
+
+They come by their lower bounds, the most promising first, and are made as they are asked for: there
+may be more orders than can be listed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel, grouped
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import AssignmentProblem
+from planner.search.fitting import fitting_problems, heads_of, misfit
+from planner.search.orders.by_ends import OrdersByEnds, SizedOrders
+from planner.search.orders.enumeration import canonical_devices, order_tree
+
+
+@dataclass(frozen=True, eq=False)
+class SearchCandidate:
+    """One device order with one pair of micro-batch sizes and a place for the LM head.
+
+    The bound is in seconds.
+    """
+
+    devices: tuple[Device, ...]
+    sizes: MicroBatches
+    problem: AssignmentProblem
+    bound: float
+    head_on_first: bool = False
+
+
+class Candidates:
+    """All feasible candidates, most promising first.
+
+    Raises `DoesNotFitError` if there is none, and `SpecError` for sizes that cannot be searched.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self.count = 0
+        self._serial = itertools.count()
+        self._heap: list[tuple[float, int, OrdersByEnds]] = []
+        self._fill(costs)
+        if not self._heap:
+            raise misfit(costs)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no candidate still to come has a plan below; infinite when none is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> SearchCandidate:
+        """The most promising candidate that is left; IndexError when none is."""
+        while True:
+            _, _, ends = heapq.heappop(self._heap)
+            if ends.is_rough:
+                ends.refine()
+                self._push(ends)
+                continue
+            bound, devices = ends.pop()
+            if ends.bound < math.inf:
+                self._push(ends)
+            costs, sizes = ends.sized.costs, ends.sized.sizes
+            problem = grouped(costs.problem(devices, sizes), costs.options.group)
+            return SearchCandidate(devices, sizes, problem, bound, costs.head_on_first)
+
+    def __iter__(self) -> Iterator[SearchCandidate]:
+        """All that are left."""
+        while self._heap:
+            yield self.pop()
+
+    def _fill(self, costs: CostModel) -> None:
+        """Sizes that fit depend on the devices at the ends, not on how others are ordered."""
+        devices = canonical_devices(costs.cluster.devices)
+        tree = order_tree(devices, costs.options.all_orders)
+        parts = [(kinds, part, part.count()) for kinds, part in tree.by_ends().items()]
+        for placed in heads_of(costs):
+            known: dict[MicroBatches, SizedOrders] = {}
+            for kinds, part, count in parts:
+                example = next(part.orders())
+                order = tuple(devices[index] for index in example)
+                for each in fitting_problems(placed, order):
+                    if each.sizes not in known:
+                        known[each.sizes] = SizedOrders(placed, each.sizes, devices, tree)
+                    self.count += count
+                    self._push(OrdersByEnds(known[each.sizes], part, kinds, example, each.problem))
+
+    def _push(self, ends: OrdersByEnds) -> None:
+        heapq.heappush(self._heap, (ends.bound, next(self._serial), ends))

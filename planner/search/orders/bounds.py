@@ -1,0 +1,194 @@
+"""Lower bounds on all orders of devices that begin alike, for orders to be tried best first.
+
+Any prices for what couples the stages (`planner.optimiser.boxes.multipliers`) prove a bound on
+every order. What the stages still to be placed cost at those prices, at least, is found backwards
+from the last stage, once for each way in which devices may be left: so the most promising order is
+found without going through the others.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.optimiser.boxes.multipliers import StageCosts, boundary
+from planner.optimiser.problem import FloatArray
+from planner.search.orders.enumeration import Beginning, OrderTree, Placement, whole_orders
+
+MOST_STATES = 2_000
+"""Ways in which some devices may be left, nodes that look alike counted once; up to so many, what
+follows is worked out for each (a tenth of a second a thousand)."""
+
+
+@dataclass(frozen=True, eq=False)
+class PricedOrders:
+    """All orders of `tree`, whose `ends` are of these kinds of device, at some prices.
+
+    `first`, `last` and by kind of device `between` are rows of `costs`. `hop_s` [K, K, 2] are the
+    transfers' prices in seconds by the kinds of sender and receiver and whether they share a node;
+    `return_s` [2] is that of the way back from the last stage to the first.
+    """
+
+    tree: OrderTree
+    ends: tuple[int, int]
+    costs: StageCosts
+    first: int
+    last: int
+    between: dict[int, int]
+    hop_s: FloatArray
+    return_s: FloatArray
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return int(self.costs.running.shape[1]) - 1
+
+    def rows(self, placement: Placement, begins: bool, ends: bool) -> list[tuple[int, bool]]:
+        """The row of each stage of a placement, and whether it is the first or the last stage."""
+        if begins and ends and placement.count == 1:
+            return [(self.first, True)]
+        begun = [(self.first, True)] if begins else []
+        ended = [(self.last, True)] if ends else []
+        inner = placement.count - len(begun) - len(ended)
+        return begun + [(self.between[placement.kind], False) for _ in range(inner)] + ended
+
+    def transfers_s(self, latest: int | None, placement: Placement) -> float:
+        """The price of the transfers to the stages of a placement."""
+        within = (placement.count - 1) * float(self.hop_s[placement.kind, placement.kind, 1])
+        if latest is None:
+            return within
+        return within + float(self.hop_s[latest, placement.kind, int(placement.joined)])
+
+    def rough_after(self, beginning: Beginning) -> FloatArray:
+        """A bound on the price [L+1] of what follows a beginning, without making any order.
+
+        Each layer is on the kind where it is cheapest, wherever that lies, as in the linear
+        programme; each transfer is the cheapest from its stage.
+        """
+        each = np.diff(self.costs.running[self.costs.able], axis=1).min(axis=0)
+        layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
+        rows = list(self._rows_after(beginning))
+        return layers + float(self.costs.fixed[rows].sum()) + self._least_transfers_s(beginning)
+
+    def _rows_after(self, beginning: Beginning) -> Iterator[int]:
+        """The rows of the stages that are still to come."""
+        kinds = beginning.kinds_left()
+        if not beginning.placed:
+            yield self.first
+            kinds[self.ends[0]] -= 1
+        if kinds.total():
+            yield self.last
+            kinds[self.ends[1]] -= 1
+        for kind, count in kinds.items():
+            yield from itertools.repeat(self.between[kind], count) if count else ()
+
+    def _least_transfers_s(self, beginning: Beginning) -> float:
+        senders = beginning.kinds_left()
+        senders[self.ends[1]] -= 1
+        if (latest := beginning.latest_kind) is not None:
+            senders[latest] += 1
+        cheapest = self.hop_s.min(axis=(1, 2))
+        onward_s = sum(count * float(cheapest[kind]) for kind, count in senders.items())
+        return onward_s + float(self.return_s.min())
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """Beginnings that look the same, and the least price [L+1] of their stages by boundary."""
+
+    beginnings: tuple[Beginning, ...]
+    before: FloatArray
+
+
+class OrderQueue:
+    """The orders of a tree, the most promising first."""
+
+    def __init__(self, orders: PricedOrders) -> None:
+        self._orders = orders
+        self._least_after = _LeastAfter(orders)
+        self._serial = itertools.count()
+        self._heap: list[tuple[float, int, _Begun]] = []
+        self._push(_Begun((orders.tree.root,), boundary(orders.layers, 0)))
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no order still to come is below; infinite when none is left."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def pop(self) -> tuple[float, tuple[int, ...]]:
+        """An order with its own bound, as indices of the devices; none that is left is better.
+
+        Where the tree is too large to work out what is left, a better one may still follow.
+        """
+        bound, _, begun = heapq.heappop(self._heap)
+        while not begun.beginnings[0].is_whole:
+            following = sorted(
+                (self._bound(each), next(self._serial), each) for each in self._following(begun)
+            )
+            bound, _, begun = following[0]
+            for entry in following[1:]:
+                heapq.heappush(self._heap, entry)
+        return bound, self._orders.tree.indices(begun.beginnings[0])
+
+    def _following(self, begun: _Begun) -> Iterator[_Begun]:
+        """Each way on; whole orders one by one, since the way back tells them apart."""
+        for placement, beginnings in self._orders.tree.ways_on(begun.beginnings).items():
+            before = self._before(begun, placement, beginnings[0].is_whole)
+            if beginnings[0].is_whole:
+                yield from (_Begun((whole,), before) for whole in whole_orders(beginnings))
+            else:
+                yield _Begun(beginnings, before)
+
+    def _before(self, begun: _Begun, placement: Placement, ends: bool) -> FloatArray:
+        orders, latest = self._orders, begun.beginnings[0].latest_kind
+        before = begun.before + orders.transfers_s(latest, placement)
+        for row, is_end in orders.rows(placement, latest is None, ends):
+            before = orders.costs.onward(before, row, is_end)
+        return before
+
+    def _bound(self, begun: _Begun) -> float:
+        return min(
+            float((begun.before + self._least_after(beginning)).min())
+            for beginning in begun.beginnings
+        )
+
+    def _push(self, begun: _Begun) -> None:
+        heapq.heappush(self._heap, (self._bound(begun), next(self._serial), begun))
+
+
+class _LeastAfter:
+    """The least price [L+1] of all that may follow a beginning, by the boundary where it ends."""
+
+    def __init__(self, orders: PricedOrders) -> None:
+        self._orders = orders
+        self._exact = orders.tree.most_states() <= MOST_STATES
+        self._known: dict[Hashable, FloatArray] = {}
+
+    def __call__(self, beginning: Beginning) -> FloatArray:
+        """Infinite where nothing can follow."""
+        key = beginning.look, beginning.latest_kind
+        if key not in self._known:
+            self._known[key] = self._found(beginning)
+        return self._known[key]
+
+    def _found(self, beginning: Beginning) -> FloatArray:
+        orders = self._orders
+        if beginning.is_whole:
+            back_s = float(orders.return_s[int(beginning.returns_within_node)])
+            return boundary(orders.layers, orders.layers) + back_s
+        if not self._exact:
+            return orders.rough_after(beginning)
+        latest = beginning.latest_kind
+        found = np.full(orders.layers + 1, np.inf)
+        for placement, following in orders.tree.steps(beginning):
+            after = self(following)
+            rows = orders.rows(placement, latest is None, following.is_whole)
+            for row, is_end in reversed(rows):
+                after = orders.costs.back(after, row, is_end)
+            found = np.minimum(found, after + orders.transfers_s(latest, placement))
+        return found

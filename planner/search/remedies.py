@@ -1,0 +1,209 @@
+"""What would make a plan possible that was refused: each remedy is tried before it is named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import KV_BITWIDTHS
+from planner.model.finding import ModelShape
+from planner.options import PlanOptions
+from planner.workload import Workload
+from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
+from quant.scheme import BITWIDTHS
+
+MOST_MORE_DEVICES = 32
+DIGITS = 4  # of a bound that is named
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """All that a plan is asked for with."""
+
+    cluster: ClusterSpec
+    shape: ModelShape
+    workload: Workload
+    options: PlanOptions
+
+    def with_options(self, **changed: Any) -> PlanningRequest:
+        """The same with other options."""
+        return replace(self, options=replace(self.options, **changed))
+
+
+@dataclass(frozen=True)
+class Planner:
+    """How remedies are tried: `fits` looks at memory alone, `plans` really plans."""
+
+    fits: Callable[[PlanningRequest], bool]
+    plans: Callable[[PlanningRequest], bool]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change as the user would make it, and the request with it."""
+
+    text: str
+    request: PlanningRequest
+
+
+@contextmanager
+def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None]:
+    """Add what would help to a refusal of `request`."""
+    try:
+        yield
+    except BoundNotMetError as error:
+        remedies = remedies_of_bound(request, error, planner)
+        text = _sentence(error, "A plan is found with", remedies)
+        raise BoundNotMetError(text, error.option, error.reachable) from error
+    except DoesNotFitError as error:
+        remedies = remedies_of_memory(request, planner)
+        raise DoesNotFitError(_sentence(error, "It would fit with", remedies)) from error
+
+
+def remedies_of_memory(request: PlanningRequest, planner: Planner) -> list[Remedy]:
+    """What makes a request fit, each alone; those that then miss a bound are left out."""
+    found = (remedy for kind in _KINDS for remedy in kind(request, planner.fits))
+    return [remedy for remedy in found if planner.plans(remedy.request)]
+
+
+def remedies_of_bound(
+    request: PlanningRequest, error: BoundNotMetError, planner: Planner
+) -> list[Remedy]:
+    """The bound that is reachable, and the objective that follows the prediction closest."""
+    reachable = _rounded_up(error.reachable)
+    bounds: dict[str, float | None] = {"max_ppl_delta": None, error.option: reachable}
+    tried = [Remedy(f"--{error.option} {reachable:g}", request.with_options(**bounds))]
+    default = PlanOptions().objective
+    if error.option == "max_latency_s" and request.options.objective != default:
+        other = request.with_options(objective=default)
+        tried.append(Remedy(f"--objective {default}", other))
+    return [remedy for remedy in tried if planner.plans(remedy.request)]
+
+
+def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str:
+    if not remedies:
+        return f"{error}. Nothing simple helps: use a smaller model or more GPUs with more memory"
+    return f"{error}. {start} {', or '.join(remedy.text for remedy in remedies)}"
+
+
+def _rounded_up(value: float) -> float:
+    """To few digits, and never below."""
+    if value <= 0:
+        return 0.0
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
+    return float(f"{math.ceil(value / step * (1 + 1e-9)) * step:.{DIGITS}g}")
+
+
+Fits = Callable[[PlanningRequest], bool]
+
+
+def _other_method(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """The default method, which mixes bitwidths and leaves devices out."""
+    default = PlanOptions().method
+    changed = request.with_options(method=default)
+    if request.options.method != default and fits(changed):
+        yield Remedy(f"--method {default}", changed)
+
+
+def _free_sizes(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Micro-batch sizes that are searched instead of fixed."""
+    names = ("prefill_micro_batch", "decode_micro_batch")
+    fixed = [name for name in names if getattr(request.options, name) is not None]
+    changed = request.with_options(**dict.fromkeys(fixed))
+    if fixed and fits(changed):
+        yield Remedy(" and ".join(f"no --{name}" for name in fixed), changed)
+
+
+def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Devices that may be left out."""
+    changed = request.with_options(keep_all_devices=False)
+    if request.options.keep_all_devices and fits(changed):
+        yield Remedy("no --keep_all_devices", changed)
+
+
+def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """All of the devices' memory."""
+    changed = request.with_options(memory_margin=0.0)
+    if request.options.memory_margin and fits(changed):
+        yield Remedy("nothing kept free (--memory_margin 0)", changed)
+
+
+def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Keys and values in the fewest bits; `auto` has tried them."""
+    present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
+    changed = request.with_options(kv_bits=fewest)
+    if isinstance(present, int) and present > fewest and fits(changed):
+        yield Remedy(f"keys and values in {fewest} bit (--kv_bits {fewest})", changed)
+
+
+def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """The largest batch that fits, not below the micro-batches that were fixed."""
+    batch, options = request.workload.global_batch, request.options
+
+    def of(size: int) -> PlanningRequest:
+        return replace(request, workload=replace(request.workload, global_batch=size))
+
+    low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
+    if low >= batch or not fits(of(low)):
+        return
+    high = batch
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(of(middle)) else (low, middle)
+    yield Remedy(f"--global_bz {low} instead of {batch}", of(low))
+
+
+def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """The highest bitwidth below those allowed that makes it fit."""
+    present = request.options.bits
+    for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
+        changed = request.with_options(bits=(bits, *present))
+        if fits(changed):
+            listed = " ".join(map(str, changed.options.bits))
+            yield Remedy(f"{bits} bit allowed (--bits {listed})", changed)
+            return
+
+
+def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """How many more of the kind of which the fewest are needed."""
+    devices = request.cluster.devices
+    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
+    nodes_of_type = {name: {n for n, a, _ in kinds if a == name} for _, name, _ in kinds}
+    best: Remedy | None = None
+    most = MOST_MORE_DEVICES
+    for kind in kinds.values():
+        for count in range(1, most + 1):
+            changed = replace(request, cluster=_grown(request.cluster, kind, count))
+            if fits(changed):
+                name, most = kind.accelerator.name, count - 1
+                where = f" on {kind.node}" if len(nodes_of_type[name]) > 1 else ""
+                best = Remedy(f"{count} more {name}{where}", changed)
+                break
+    if best is not None:
+        yield best
+
+
+def _grown(cluster: ClusterSpec, kind: Device, count: int) -> ClusterSpec:
+    """The cluster with `count` more devices like one of its own, on the same node."""
+    of_type = [
+        d.index for d in cluster.devices if (d.node, d.accelerator) == (kind.node, kind.accelerator)
+    ]
+    added = (replace(kind, index=max(of_type) + step) for step in range(1, count + 1))
+    return replace(cluster, devices=(*cluster.devices, *added))
+
+
+_KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
+    _other_method,
+    _free_sizes,
+    _fewer_devices,
+    _smaller_cache,
+    _smaller_batch,
+    _fewer_bits,
+    _no_margin,
+    _more_devices,
+)

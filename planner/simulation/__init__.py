@@ -1,0 +1,1 @@
+"""Discrete-event simulation of one batch, its schedule and its trace."""

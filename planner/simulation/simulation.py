@@ -1,0 +1,247 @@
+"""Discrete-event simulation of one global batch: what every stage and link does, and when.
+
+Stages and links serve first come, first served; a transfer keeps its link busy but not its stages.
+Since the order of passes is known (`planner.simulation.schedule`), a recurrence over it gives every
+event exactly: ragged last micro-batches, growing context, the turn from prefill to decode, and
+waiting for links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import FloatArray
+from planner.simulation.schedule import Pass, Phase, static_schedule
+from planner.workload import Workload
+from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of one pass: `compute` on each stage [N], `transfer` [N] to the next stage.
+
+    The last transfer takes the tokens back to the first stage.
+    """
+
+    compute: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """When M passes, in the order of submission, were on N stages and links; seconds from 0.
+
+    The four arrays are [M, N]: stage j computes from `stage_start_s` to `stage_end_s`, the link
+    from stage j to the next one (from the last to the first) is busy from `link_start_s` to
+    `link_end_s`.
+    """
+
+    workload: Workload
+    passes: tuple[Pass, ...]
+    stage_start_s: FloatArray
+    stage_end_s: FloatArray
+    link_start_s: FloatArray
+    link_end_s: FloatArray
+
+    @property
+    def stages(self) -> int:
+        """N."""
+        return int(self.stage_end_s.shape[1])
+
+    @property
+    def latency_s(self) -> float:
+        """Until the last token is back on the first stage."""
+        return float(self.link_end_s[-1, -1])
+
+    @property
+    def prefill_s(self) -> float:
+        """Until every request has its first token; decoding may have begun before."""
+        return float(self.link_end_s[self._of("prefill"), -1][-1])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second."""
+        return self.workload.global_batch * self.workload.new_tokens / self.latency_s
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        """Share of the latency that each stage computes [N]."""
+        busy_s = (self.stage_end_s - self.stage_start_s).sum(axis=0)
+        return tuple(float(share) for share in busy_s / self.latency_s)
+
+    def busy_s(self, phase: Phase) -> FloatArray:
+        """Seconds that each stage computes in `phase` [N]."""
+        rows = self._of(phase)
+        busy: FloatArray = (self.stage_end_s[rows] - self.stage_start_s[rows]).sum(axis=0)
+        return busy
+
+    def _of(self, phase: Phase) -> list[int]:
+        return [row for row, each in enumerate(self.passes) if each.phase == phase]
+
+
+def simulate(
+    workload: Workload,
+    sizes: MicroBatches,
+    stages: int,
+    seconds_of: Callable[[Pass], PassSeconds],
+) -> Simulated:
+    """Run one global batch over `stages` stages; `seconds_of` a pass gives `stages` entries each.
+
+    Raises SpecError where micro-batches are empty or `seconds_of` has another number of stages.
+    """
+    if min(sizes.prefill, sizes.decode, stages) < 1:
+        raise SpecError(
+            f"micro-batches of {sizes.prefill} and {sizes.decode} on {stages} stages cannot be "
+            "simulated; give at least 1 of each"
+        )
+    passes = static_schedule(workload, sizes, stages)
+    seconds = [seconds_of(each) for each in passes]
+    for each in seconds:
+        if len(each.compute) != stages or len(each.transfer) != stages:
+            raise SpecError(
+                f"a pass takes {len(each.compute)} computations and {len(each.transfer)} transfers "
+                f"on {stages} stages; give one of both for each"
+            )
+    return _events(workload, passes, seconds)
+
+
+def _events(
+    workload: Workload, passes: tuple[Pass, ...], seconds: Sequence[PassSeconds]
+) -> Simulated:
+    """A computation or transfer starts when its input is there and whoever does it is free."""
+    stages = len(seconds[0].compute)
+    stage_free_s, link_free_s = [0.0] * stages, [0.0] * stages
+    starts, returned_s = [], [0.0]
+    for each, taken in zip(passes, seconds, strict=True):
+        at_s = returned_s[each.results_before]
+        for j in range(stages):
+            computes_s = max(at_s, stage_free_s[j])
+            stage_free_s[j] = computes_s + taken.compute[j]
+            sends_s = max(stage_free_s[j], link_free_s[j])
+            link_free_s[j] = at_s = sends_s + taken.transfer[j]
+            starts.append((computes_s, sends_s))
+        returned_s.append(at_s)
+    start_s = np.array(starts).reshape(len(passes), stages, 2)
+    return Simulated(
+        workload=workload,
+        passes=passes,
+        stage_start_s=start_s[:, :, 0],
+        stage_end_s=start_s[:, :, 0] + np.array([each.compute for each in seconds]),
+        link_start_s=start_s[:, :, 1],
+        link_end_s=start_s[:, :, 1] + np.array([each.transfer for each in seconds]),
+    )
+
+
+@dataclass(frozen=True)
+class OccupiedStages:
+    """The devices that hold layers, and `first_layer` [N+1] of the stages that they form."""
+
+    devices: tuple[Device, ...]
+    first_layer: tuple[int, ...]
+
+
+def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> OccupiedStages:
+    """Without the stages that hold no layer, which are not run."""
+    kept = [j for j in range(len(devices)) if first_layer[j] < first_layer[j + 1]]
+    bounds = (*(int(first_layer[j]) for j in kept), int(first_layer[-1]))
+    return OccupiedStages(tuple(devices[j] for j in kept), bounds)
+
+
+def simulate_assignment(
+    costs: CostModel,
+    devices: Sequence[Device],
+    sizes: MicroBatches,
+    first_layer: Sequence[int],
+    bitwidth: Sequence[int],
+) -> Simulated:
+    """The batch of `costs.workload` on `devices` in stage order, as the runtime would run it.
+
+    `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer, not by
+    group; stages without layers are left out. Every pass takes the latency model's time for its own
+    size and context. Raises SpecError where the two do not cover the model's layers.
+    """
+    layers = costs.shape.layers
+    if len(first_layer) != len(devices) + 1 or len(bitwidth) != layers or first_layer[-1] != layers:
+        raise SpecError(
+            f"{layers} layers on {len(devices)} devices need {len(devices) + 1} boundaries up to "
+            f"{layers} and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
+        )
+    stages = occupied_stages(devices, first_layer)
+    timing = assignment_timing(costs, stages, bitwidth)
+    return simulate(costs.workload, sizes, len(stages.devices), timing.seconds)
+
+
+def assignment_timing(
+    costs: CostModel, stages: OccupiedStages, bitwidth: Sequence[int]
+) -> AssignmentTiming:
+    """The latency model's seconds on these stages; `bitwidth` [L] as in `simulate_assignment`."""
+    bits = [costs.options.bits[choice] for choice in bitwidth]
+    bounds = stages.first_layer
+    counts = tuple(Counter(bits[bounds[j] : bounds[j + 1]]) for j in range(len(stages.devices)))
+    return AssignmentTiming(costs, stages.devices, counts)
+
+
+@dataclass(frozen=True)
+class AssignmentTiming:
+    """Seconds of passes from a latency model; `counts`: layers of each bitwidth, per stage [N]."""
+
+    costs: CostModel
+    devices: tuple[Device, ...]
+    counts: tuple[Counter[int], ...]
+    _passes: dict[tuple[Phase, int, int, int], PassSeconds] = field(default_factory=dict)
+    _layers: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def seconds(self, each: Pass) -> PassSeconds:
+        """Of one pass; equal passes are asked once."""
+        key = (each.phase, each.requests, each.tokens, each.context_length)
+        if key not in self._passes:
+            self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
+        return self._passes[key]
+
+    def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
+        """Every stage [N], of a micro-batch with prompts, or in decoding a context, of `length`."""
+        tokens, context = (length, 0) if phase == "prefill" else (1, length)
+        return self._compute(Pass(phase, 0, 0, requests, tokens, context, 0))
+
+    def _compute(self, each: Pass) -> tuple[float, ...]:
+        latency, first = self.costs.latency, self.devices[0]
+        head = self.devices[self.costs.head_stage(len(self.devices))]
+        stage_s = [
+            sum(count * self._layer_s(device, bits, each) for bits, count in counts.items())
+            for device, counts in zip(self.devices, self.counts, strict=True)
+        ]
+        tokens = each.requests * each.tokens
+        stage_s[0] += latency.embedding_s(first, tokens, self.costs.dtype(first))
+        stage_s[self.costs.head_stage(len(self.devices))] += latency.final_s(
+            head, each.requests, self.costs.dtype(head)
+        )
+        return tuple(stage_s)
+
+    def _layer_s(self, device: Device, bits: int, each: Pass) -> float:
+        """One layer; equal devices are asked once."""
+        kind = (device.accelerator.name, device.threads, device.emulated)
+        key = (*kind, bits, each.phase, each.requests, each.tokens, each.context_length)
+        if key not in self._layers:
+            latency, dtype = self.costs.latency, self.costs.dtype(device)
+            if each.phase == "prefill":
+                time_s = latency.layer_prefill_s(device, bits, each.requests, each.tokens, dtype)
+            else:
+                time_s = latency.layer_decode_s(
+                    device, bits, each.requests, each.context_length, dtype
+                )
+            self._layers[key] = time_s
+        return self._layers[key]
+
+    def _transfer(self, each: Pass) -> tuple[float, ...]:
+        costs = self.costs
+        sizes = MicroBatches(each.requests, each.requests)
+        dtypes = [costs.dtype(device) for device in self.devices]
+        prefill, decode = costs.transfers(sizes).of_order(self.devices, dtypes)
+        return tuple((prefill if each.phase == "prefill" else decode).tolist())

@@ -1,0 +1,1 @@
+"""Kernel backends for CPUs."""

@@ -1,0 +1,191 @@
+"""3 bit on CPUs with torch's int4 kernel: 3.25 bits a weight, restored to 4 as they are read.
+
+A 3-bit code takes three of a nibble's four bits in the kernel's layout. So three quarters of a
+block of rows carry the last quarter in the bits they leave free, each of them one of its three,
+and a few operations on whole words restore the block. A few blocks at a time go through scratch
+memory that stays in the core's cache, so that main memory sees 3 bits a weight.
+
+Codes are held doubled, which leaves the lowest bit free and turns the kernel's convention into the
+canonical one: `(2 * code - 8) * (scale / 2) + zero = (code - 4) * scale + zero`, exactly.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.cpu.int4_blob import (
+    BLOCK_ROWS,
+    is_many,
+    multiply_few,
+    multiply_many,
+    pack_codes,
+    pack_scale_zero,
+    product_rows,
+    stretches,
+    whole_blocks,
+)
+from quant.canonical import CanonicalWeight, row_blocks
+
+_FREE_BITS = 0x11111111
+"""The lowest bit of each nibble of a 32-bit word, which doubled codes leave free."""
+
+_SCRATCH_BYTES = 1 << 20
+"""Restored at once, unless 64 rows are more. On a core with 1 MB of L2 cache, half as much takes a
+quarter longer (calls), and twice as much gains nothing."""
+
+
+@dataclass(frozen=True)
+class Int3Pack(CanonicalPacked):
+    """`packed` `[out, 3 * in / 8]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group`: size.
+
+    Each 64 rows of `packed`, and the rest that is left, are one piece of memory: three quarters of
+    these rows in the int4 kernel's layout, which carry the fourth.
+    """
+
+    bits: ClassVar[int] = 3
+
+    packed: torch.Tensor
+    scale_zero: torch.Tensor
+    group: int
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Pack 3-bit codes."""
+        assert canonical.zero is not None, "3-bit codes are affine"
+        codes = canonical.codes
+        rows, columns = codes.shape
+        packed = torch.empty(rows, 3 * columns // 8, dtype=torch.uint8)
+        step = next(row_blocks(rows, columns, codes.device, multiple=BLOCK_ROWS)).stop
+        for block in stretches(rows, whole_blocks(step)):
+            _fold(_parts(pack_codes(codes[block] << 1), 4), _parts(packed[block], 3))
+        scale_zero = pack_scale_zero(canonical.scale / 2, canonical.zero)
+        return cls(packed, scale_zero, canonical.group)
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.packed, self.scale_zero)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        multiply = self._multiply_many if is_many(tokens) else self._multiply_few
+        return multiply(tokens).view(*x.shape[:-1], len(self.packed))
+
+    def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` `[tokens, in]` to `[tokens, out]`, as many rows at a time as a cache holds."""
+        rows, columns = len(self.packed), x.shape[1]
+        step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
+        scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
+        out = x.new_empty(x.shape[0], rows)
+        for block in stretches(rows, step):
+            blob = scratch.restore(self.packed[block])
+            scale_zero = self.scale_zero[:, block].contiguous()
+            out[:, block] = multiply_few(x, blob, self.group, scale_zero)
+        return out
+
+    def _multiply_many(self, x: torch.Tensor) -> torch.Tensor:
+        columns = x.shape[1]
+        words = _Scratch.words(product_rows(columns), columns)
+        scratch = _Scratch(columns, torch.empty(words, dtype=torch.int32))
+        return multiply_many(
+            x, lambda block: scratch.restore(self.packed[block]), self.group, self.scale_zero
+        )
+
+
+class _Memory(threading.local):
+    """Scratch memory of one thread, kept: mapping fresh pages would cost as much as restoring.
+
+    At most 1.75 times the greater of 1 MiB and 64 rows of codes.
+    """
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.int32)
+
+    def words(self, count: int) -> torch.Tensor:
+        """At least `count` 32-bit words of undefined content."""
+        if self._held.numel() < count:
+            with torch.inference_mode(mode=False):  # else only inference mode could write to it
+                self._held = torch.empty(count, dtype=torch.int32)
+        return self._held
+
+
+_MEMORY = _Memory()
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """Views of scratch memory for one number of rows.
+
+    `blob`: uint8 `[rows, in / 2]`; `quarters` and `carried`: int32 `[blocks, 4 or 3, words]`.
+    """
+
+    blob: torch.Tensor
+    quarters: torch.Tensor
+    carried: torch.Tensor
+
+
+class _Scratch:
+    """Where rows of `columns` weights are restored time after time."""
+
+    def __init__(self, columns: int, memory: torch.Tensor) -> None:
+        self.columns, self.memory = columns, memory
+        self._restored: dict[int, _Restored] = {}
+
+    @staticmethod
+    def words(rows: int, columns: int) -> int:
+        """32-bit words of memory for so many rows."""
+        return 7 * rows * columns // 32
+
+    def restore(self, packed: torch.Tensor) -> torch.Tensor:
+        """The kernel's layout `[rows, in / 2]` of packed rows: whole blocks, or less than one.
+
+        The next call overwrites it.
+        """
+        rows = len(packed)
+        if rows not in self._restored:  # views cost as much as the operations
+            self._restored[rows] = self._divide(rows)
+        restored = self._restored[rows]
+        _unfold(_parts(packed, 3), restored.quarters, restored.carried)
+        return restored.blob
+
+    def _divide(self, rows: int) -> _Restored:
+        count = rows * self.columns // 8
+        blob = self.memory[:count].view(torch.uint8).view(rows, -1)
+        quarters = _parts(blob, 4)
+        carried = self.memory[count:][: 3 * count // 4].view(len(quarters), 3, -1)
+        return _Restored(blob, quarters, carried)
+
+
+def _parts(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Words `[blocks, count, words]` of each block's `count` equal parts; a view of `rows`."""
+    return rows.view(torch.int32).view(max(1, len(rows) // BLOCK_ROWS), count, -1)
+
+
+def _fold(quarters: torch.Tensor, packed: torch.Tensor) -> None:
+    """Fill `packed` `[blocks, 3, words]` from `quarters` `[blocks, 4, words]` of doubled codes.
+
+    Part 0 carries the highest of the last quarter's three bits, part 2 the lowest.
+    """
+    shifts = torch.tensor([3, 2, 1], dtype=torch.int32).view(3, 1)
+    carried = quarters[:, 3:].bitwise_right_shift(shifts).bitwise_and_(_FREE_BITS)
+    torch.bitwise_or(quarters[:, :3], carried, out=packed)
+
+
+def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor) -> None:
+    """The inverse of `_fold`, in five passes over 32-bit words (faster here than 64-bit ones).
+
+    `carried` is scratch memory `[blocks, 3, words]`.
+    """
+    torch.bitwise_and(packed, ~_FREE_BITS, out=quarters[:, :3])
+    torch.bitwise_and(packed, _FREE_BITS, out=carried)
+    high, middle, low = carried.unbind(1)
+    last = quarters[:, 3]
+    torch.add(low, middle, alpha=2, out=last)
+    last.add_(high, alpha=4)
+    last.add_(last)

@@ -1,0 +1,56 @@
+"""8 bit on CPUs with torch's own int8 kernel: bfloat16 activations are multiplied as they are.
+
+For CPUs whose 8-bit products saturate, and where activations must not be rounded to 8 bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.canonical import CanonicalWeight
+from quant.common.errors import SpecError
+from quant.scheme import INT8PACK_COLUMNS
+
+_MANY_TOKENS = 24
+"""From here on a product in bfloat16 pays for the conversion of the codes, as measured."""
+
+
+@dataclass(frozen=True)
+class Int8Pack(CanonicalPacked):
+    """`codes` `[out, in]` int8; `scale` `[out]` float32."""
+
+    bits: ClassVar[int] = 8
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Hold 8-bit codes as they are; SpecError for rows that the kernel would read beyond."""
+        columns = canonical.codes.shape[1]
+        if columns % INT8PACK_COLUMNS:
+            raise SpecError(
+                f"backend int8pack takes multiples of {INT8PACK_COLUMNS} input features, not "
+                f"{columns}; torch_8bit takes any"
+            )
+        return cls(canonical.codes, canonical.scale.view(-1))
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`."""
+        return tensor_bytes(self.codes, self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        tokens = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = len(self.codes)
+        if len(tokens) >= _MANY_TOKENS:
+            return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale)
+        # The kernel wants scales in bfloat16, which would not be the weight's: they follow.
+        sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
+        out: torch.Tensor = sums.mul_(self.scale)
+        return out.view(*x.shape[:-1], rows)

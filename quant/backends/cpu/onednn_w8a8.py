@@ -1,0 +1,102 @@
+"""8 bit on CPUs with VNNI: oneDNN multiplies int8 weights with activations rounded per token.
+
+Activations become uint8 around 128 with a scale per token: all tokens then share a zero, which is
+what oneDNN takes, and the scale of a token is multiplied in afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+from weakref import WeakValueDictionary
+
+import torch
+
+from quant.backends.base import CanonicalPacked, tensor_bytes
+from quant.backends.cpu.token_codes import MIDDLE, token_codes
+from quant.canonical import CanonicalWeight
+from quant.scheme import LinearShape
+
+_ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
+"""The last weight of each shape that came back from a file, as long as somebody holds it."""
+
+
+@dataclass(frozen=True)
+class OneDnnW8A8(CanonicalPacked):
+    """`packed`: oneDNN's own layout of `[in, out]`; `scale` `[out]` float32; `zero` `[1]` int32."""
+
+    bits: ClassVar[int] = 8
+
+    packed: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    @classmethod
+    def from_canonical(cls, canonical: CanonicalWeight) -> Self:
+        """Pack 8-bit codes."""
+        packed = torch.ops.onednn.qlinear_prepack(canonical.codes, None)
+        return cls(packed, canonical.scale.view(-1), torch.zeros(1, dtype=torch.int32))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """See `PackedWeight`: the packed bytes, and oneDNN's description of their layout."""
+        content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
+        return content | {"scale": self.scale}
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
+    ) -> Self:
+        """See `PackedWeight`; RuntimeError for bytes that oneDNN lays out otherwise here."""
+        packed = _packed_of_any_content(shape.out_features, shape.in_features)
+        content = _content_of(packed)
+        if not torch.equal(_layout_of(packed), state["layout"]) or len(content) != len(
+            state["content"]
+        ):
+            raise RuntimeError("oneDNN packs this weight in another layout here")
+        content.copy_(state["content"])
+        return cls(packed, state["scale"], torch.zeros(1, dtype=torch.int32))
+
+    @property
+    def nbytes(self) -> int:
+        """See `PackedWeight`; the packed layout has padding and compensation that torch counts."""
+        packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
+        return packed_bytes + tensor_bytes(self.scale, self.zero)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `PackedWeight`."""
+        codes, scale = token_codes(x.reshape(-1, x.shape[-1]))
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
+            1.0, 0, torch.float32, "none", [], "",
+        )  # fmt: skip
+        return out.mul_(scale).to(x.dtype).view(*x.shape[:-1], self.scale.numel())
+
+
+def _content_of(packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of a packed weight, not a copy: they are gone when it is."""
+    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _layout_of(packed: torch.Tensor) -> torch.Tensor:
+    """oneDNN's description of a packed weight's shape and layout, in bytes."""
+    layout: torch.Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+    return layout
+
+
+def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
+    """A packed weight to be written into.
+
+    Packing takes 8 times as long as copying one of this shape (measured), of which a stage has as
+    many as layers.
+    """
+    alike = _ALIKE.get((rows, columns))
+    if alike is None:
+        codes = torch.zeros(rows, columns, dtype=torch.int8)
+        packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(codes, None)
+    else:
+        packed = alike.clone()
+    _ALIKE[rows, columns] = packed
+    return packed

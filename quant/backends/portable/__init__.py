@@ -1,0 +1,1 @@
+"""Kernel backends in pure torch, for every device."""

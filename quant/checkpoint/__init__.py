@@ -1,0 +1,1 @@
+"""Checkpoints on disk: finding, reading, checking and writing their tensors."""

@@ -1,0 +1,189 @@
+"""Turning PyTorch `.bin` checkpoints into safetensors, one shard in memory at a time.
+
+The target appears only when it is complete: it is written aside, in the same folder, and renamed.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError  # what torch.load raises for anything but tensors
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from quant.checkpoint.model_folder import copy_settings, new_folder, overlap, write_index
+from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
+from quant.common.errors import CheckpointError
+from quant.common.settings_file import read_settings
+
+_BIN_FILE = "pytorch_model.bin"
+_BIN_INDEX = "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True)
+class ConvertSummary:
+    """What `convert` wrote: `tensors` of `tensor_bytes` in `shards` files, into `target`.
+
+    `aliases` are (left out, kept) pairs of tensors that share memory, such as a head tied to the
+    embedding; `copied` are the configuration and tokenizer files.
+    """
+
+    target: Path
+    shards: int
+    tensors: int
+    tensor_bytes: int
+    aliases: tuple[tuple[str, str], ...]
+    copied: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """Names and bytes of one written file, and the aliases left out of it."""
+
+    file: str
+    tensor_bytes: dict[str, int]
+    aliases: tuple[tuple[str, str], ...]
+
+
+def convert(source: Path, target: Path) -> ConvertSummary:
+    """Write the `.bin` checkpoint in folder `source` as safetensors into the new folder `target`.
+
+    Tensors that share memory are written once, with the names left out in the file's metadata,
+    unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, if
+    `source` has no `.bin` weights or configuration, or if a file is missing, damaged, or holds
+    anything but tensors, or if `target` is in `source` or cannot be written; nothing of it is left
+    then.
+    """
+    try:
+        if target.exists():
+            raise CheckpointError(f"{target} exists already; name a new folder or remove it first")
+        if overlap(source, target):
+            raise CheckpointError(
+                f"cannot convert {source} into {target}, which lies in it; name another folder"
+            )
+        files = _bin_files(source)
+        tied = _ties_embeddings(source)
+        with new_folder(target) as staging:
+            shards = _convert_files(source, files, staging, tied)
+            copied = copy_settings(source, staging)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot convert {source} into {target} ({error}); "
+            "choose folders that can be read and written, with space for the weights"
+        ) from error
+    return ConvertSummary(
+        target=target,
+        shards=len(shards),
+        tensors=sum(len(shard.tensor_bytes) for shard in shards),
+        tensor_bytes=sum(sum(shard.tensor_bytes.values()) for shard in shards),
+        aliases=tuple(alias for shard in shards for alias in shard.aliases),
+        copied=copied,
+    )
+
+
+def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> list[_Shard]:
+    """Every weight file as a shard in `target`, with an index where there are several."""
+    shards = [
+        _convert_file(source / file, target / _shard_name(number, len(files)), tied)
+        for number, file in enumerate(files, start=1)
+    ]
+    if len(files) > 1:
+        _write_index(target / INDEX_FILE, shards)
+    return shards
+
+
+def _bin_files(source: Path) -> list[str]:
+    """The weight files of `source`, each checked to exist."""
+    if not source.is_dir():
+        raise CheckpointError(
+            f"there is no folder {source}; give the one that holds the .bin files"
+        )
+    if (source / _BIN_INDEX).is_file():
+        files = sorted(set(read_index(source / _BIN_INDEX).values()))
+    elif (source / _BIN_FILE).is_file():
+        files = [_BIN_FILE]
+    elif (source / INDEX_FILE).is_file() or (source / SINGLE_FILE).is_file():
+        raise CheckpointError(f"{source} holds safetensors already; use it as it is")
+    else:
+        raise CheckpointError(f"{source} has neither {_BIN_FILE} nor {_BIN_INDEX}")
+    missing = [file for file in files if not (source / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {len(missing)} of {len(files)} shards, {missing[0]} first; "
+            "download them"
+        )
+    return files
+
+
+def _ties_embeddings(source: Path) -> bool:
+    """Whether the head may share the embedding's memory; transformers' default is yes."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
+    values = read_settings(path, "download it again", CheckpointError)
+    return bool(values.get("tie_word_embeddings", True))
+
+
+def _shard_name(number: int, count: int) -> str:
+    return SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _convert_file(source: Path, target: Path, tied: bool) -> _Shard:
+    tensors = _load_tensors(source)
+    aliases = _aliases(tensors)
+    kept: dict[str, torch.Tensor] = {}
+    owned: set[int] = set()
+    for name, tensor in tensors.items():
+        if tied and name in aliases:
+            continue
+        # safetensors refuses tensors that share a storage, as parts of a fused one do.
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in owned or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        kept[name] = tensor
+        owned.add(storage)
+    left_out = aliases if tied else {}
+    save_file(kept, target, metadata={"format": "pt", **left_out})
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in kept.items()}
+    return _Shard(target.name, sizes, tuple(left_out.items()))
+
+
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in `path`, mapped where its format allows; only tensors are accepted."""
+    try:
+        mappable = zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is damaged or holds more than tensors "
+            f"({reason}); download it again"
+        ) from error
+    if not isinstance(state, dict) or not state:
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a dictionary of tensors")
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise CheckpointError(
+            f"{path} holds {len(others)} entries that are no tensors, {others[0]!r} first; "
+            "save model.state_dict() alone"
+        )
+    return dict(state)
+
+
+def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Each later name of a tensor that occupies the very memory of an earlier one."""
+    first_name: dict[tuple[object, ...], str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and first_name.setdefault(place, name) != name:
+            aliases[name] = first_name[place]
+    return aliases
+
+
+def _write_index(path: Path, shards: list[_Shard]) -> None:
+    total = sum(sum(shard.tensor_bytes.values()) for shard in shards)
+    write_index(path, {n: shard.file for shard in shards for n in shard.tensor_bytes}, total)

@@ -1,0 +1,120 @@
+"""What a checkpoint's configuration says of its quantization; GPTQ formats are read, without torch.
+
+GPTQModel writes it into `config.json` (`quantization_config`), auto-gptq into a file of its own,
+`quantize_config.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quant.common.errors import SpecError
+from quant.common.settings_file import read_settings
+
+CONFIG_FILE = "config.json"
+GPTQ_CONFIG_FILE = "quantize_config.json"
+CONFIG_KEY = "quantization_config"
+
+STORED_BITS = (3, 4, 8)
+"""Bitwidths of GPTQ checkpoints that there are kernels for."""
+
+WHOLE_ROW = -1
+"""GPTQ's group size for one scale per output row."""
+
+_FORMATS = {"gptq": 1, "gptq_v2": 0}
+"""What is missing from the stored zeros: the first format stores them less one."""
+
+_REMEDY = (
+    "give the original 16-bit checkpoint, or one in GPTQ format, such as llmpq-quantize makes of it"
+)
+
+
+@dataclass(frozen=True)
+class GptqConfig:
+    """How the linears of a GPTQ checkpoint are stored.
+
+    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed` says that rules of
+    its own give some modules other bits, or leave them in 16. `desc_act`: columns were quantized in
+    an order of their own, so that the columns of a group may lie apart. `zero_offset` is to be
+    added to stored zeros.
+    """
+
+    bits: int
+    group_size: int
+    desc_act: bool
+    zero_offset: int
+    mixed: bool
+
+
+def read_gptq_config(folder: Path) -> GptqConfig | None:
+    """The quantization of the checkpoint in `folder`, None where it holds plain weights.
+
+    SpecError for one that is not GPTQ, or of a kind that cannot be read, and for a damaged file.
+    """
+    values = _read_json(folder / CONFIG_FILE).get(CONFIG_KEY)
+    own_file = folder / GPTQ_CONFIG_FILE
+    if values is None and own_file.is_file():
+        values = {"quant_method": "gptq", **_read_json(own_file)}
+    return None if values is None else parse_gptq_config(values, str(folder))
+
+
+def parse_gptq_config(values: Any, place: str) -> GptqConfig:
+    """The entries of a `quantization_config` of the checkpoint at `place`; errors as above."""
+    if not isinstance(values, Mapping):
+        raise SpecError(f"{place}: {CONFIG_KEY} is {values!r:.40}; it must be an object")
+    method = str(values.get("quant_method", "unnamed")).lower()
+    if method != "gptq":
+        raise SpecError(
+            f"{place}: its weights are quantized by the method {method}, which llmpq does not "
+            f"read; {_REMEDY}"
+        )
+    layout = str(values.get("format") or values.get("checkpoint_format") or "gptq").lower()
+    if values.get("is_marlin_format") is True:
+        layout = "marlin"
+    words = str(values.get("pack_dtype") or "int32").removeprefix("torch.")
+    if layout not in _FORMATS or words != "int32":
+        raise SpecError(
+            f"{place}: its GPTQ weights are in format {layout} of {words} words; "
+            f"{' and '.join(_FORMATS)} of int32 words can be read: {_REMEDY}"
+        )
+    if values.get("lm_head") is True:
+        raise SpecError(f"{place}: its LM head is quantized, which llmpq does not read; {_REMEDY}")
+    bits, group_size = values.get("bits"), values.get("group_size", WHOLE_ROW)
+    if type(bits) is not int or bits not in STORED_BITS:
+        raise SpecError(
+            f"{place}: its GPTQ weights have {bits!r:.40} bits; there are kernels for "
+            f"{', '.join(map(str, STORED_BITS))}: {_REMEDY}"
+        )
+    if type(group_size) is not int or group_size == 0 or group_size < WHOLE_ROW:
+        raise SpecError(f"{place}: group_size is {group_size!r:.40}; it must be -1 or positive")
+    return GptqConfig(
+        bits=bits,
+        group_size=group_size,
+        desc_act=bool(values.get("desc_act", False)),
+        zero_offset=_FORMATS[layout],
+        mixed=_is_mixed(values.get("dynamic"), bits, place),
+    )
+
+
+def _is_mixed(rules: Any, bits: int, place: str) -> bool:
+    """Whether rules by module name leave out modules or give them other bits than `bits`."""
+    if not rules:
+        return False
+    if not isinstance(rules, Mapping):
+        raise SpecError(f"{place}: dynamic is {rules!r:.40}; it must be an object")
+    return any(
+        pattern.startswith("-:") or _bits_of(change, bits) != bits
+        for pattern, change in rules.items()
+        if "lm_head" not in pattern
+    )
+
+
+def _bits_of(change: Any, default: int) -> Any:
+    return change.get("bits", default) if isinstance(change, Mapping) else default
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    return read_settings(path, "download it again", SpecError) if path.exists() else {}

@@ -1,0 +1,65 @@
+"""Where a model lies: a folder, or the hub's snapshot of an id; without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quant.common.errors import CheckpointError, LlmpqError
+from quant.common.foreign_words import path_reason
+
+_HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
+
+
+def local_path(
+    reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
+) -> Path | None:
+    """The folder or file that `reference` names on this machine, `~` written out; None where there
+    is none. `refuse` with `remedy` for a name that cannot be looked at.
+    """
+    try:
+        path = Path(reference).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
+        raise refuse(f"model {reference!s:.200}: {path_reason(error)}; {remedy}") from error
+
+
+def resolve(path: str | Path, weights: bool = True) -> Path:
+    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
+
+    Without `weights` a hub id brings only configuration and tokenizer.
+
+    CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
+    """
+    here = local_path(path, "give the folder that holds the weights")
+    if here is not None and here.is_dir():
+        return here
+    if here is not None:
+        raise CheckpointError(f"{here} is a file; give the folder that holds it")
+    name, folder = str(path), Path(path).expanduser()
+    patterns = _HUB_PATTERNS if weights else _HUB_PATTERNS[1:]
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise CheckpointError(
+            f"there is no folder {folder}; give one, or a hub id such as facebook/opt-125m"
+        )
+    import huggingface_hub
+    from huggingface_hub import errors as hub_errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (
+        hub_errors.HfHubHTTPError,
+        hub_errors.LocalEntryNotFoundError,
+        hub_errors.HFValidationError,
+        hub_errors.OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        raise CheckpointError(
+            f"{name} is no folder here, and the hub did not give a model of that name "
+            f"({type(error).__name__}: {_first_line(error)}); check the name, the network and the "
+            "access rights, or download it elsewhere and give its folder"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no details")

@@ -1,0 +1,1 @@
+"""What all packages share: errors, printable text, whole files, JSON settings."""

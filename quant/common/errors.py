@@ -1,0 +1,75 @@
+"""The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
+
+from quant.common.foreign_words import without_foreign_advice
+from quant.common.printable import printable
+
+MESSAGE_CHARACTERS = 1500
+"""At most: messages quote what others wrote."""
+
+
+class LlmpqError(Exception):
+    """Something the user can mend: the message names the problem, the number and the remedy."""
+
+    def __str__(self) -> str:
+        return printable(without_foreign_advice(super().__str__()), MESSAGE_CHARACTERS)
+
+
+class SpecError(LlmpqError):
+    """A cluster, model, workload or command-line option that cannot be used as written."""
+
+
+class InfeasibleError(LlmpqError):
+    """No plan fits; the message says which resource is short by how much, and what would fit."""
+
+
+class DoesNotFitError(InfeasibleError):
+    """Memory is short for every plan that was allowed."""
+
+
+class BoundNotMetError(InfeasibleError):
+    """Plans fit, but none was found within a bound of quality or latency.
+
+    `option` is the bound's name, `reachable` the least value of it that a plan was found for.
+    """
+
+    def __init__(self, message: str, option: str, reachable: float) -> None:
+        super().__init__(message)
+        self.option = option
+        self.reachable = reachable
+
+
+class CheckpointError(LlmpqError):
+    """Model weights that are missing, truncated or of another model."""
+
+
+class PlanMismatchError(LlmpqError):
+    """A plan that belongs to another model or cluster than the one it is run on."""
+
+
+class InputError(LlmpqError):
+    """A batch file that cannot be read as a whole, or an output that cannot be written."""
+
+
+class DeviceError(LlmpqError):
+    """A device that is missing, or offers less than the plan needs."""
+
+
+class StageLostError(Exception):
+    """A stage's process died while it was needed: no mistake of the user's, and the run is over."""
+
+
+class HeadLostError(Exception):
+    """A process of the Ray that this process started has ended: no mistake of the user's, and since
+    a local Ray does not come back, the run is over.
+    """
+
+
+class DeviceLostError(StageLostError):
+    """Devices are gone and did not come back in time: `stages` of the plan have none, `devices` are
+    their names. What is left may still hold the model with another plan.
+    """
+
+    def __init__(self, message: str, stages: tuple[int, ...], devices: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.stages = stages
+        self.devices = devices

@@ -1,0 +1,1 @@
+"""Filling the modules of a stage with quantized weights."""

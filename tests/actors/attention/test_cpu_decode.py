@@ -1,0 +1,128 @@
+"""Compiled decode attention on the CPU against float64, for every type, length, bias and window."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
+from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.messages import MicroBatch
+from quant import compiled
+
+CPU = torch.device("cpu")
+SCALE = 0.21
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Twice the spacing of the type at the values' size, and float32 summation."""
+
+
+def asked(
+    query: Tensor, lengths: list[int], window: int | None, slopes: Tensor | None
+) -> DecodeQuery:
+    """Requests in slots from the last one down, the newest token of each already stored."""
+    slots = np.arange(len(lengths))[::-1].copy()
+    starts = np.array(lengths) - 1
+    batch = MicroBatch(slots, starts, np.ones_like(starts))
+    return DecodeQuery(query, SlotRows.of(batch, CPU), SCALE, window, slopes)
+
+
+def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
+    """PyTorch's product with an explicit mask, in float64."""
+    where, positions = question.where, torch.arange(keys.shape[2])
+    visible = positions < where.lengths[:, None]
+    if question.window is not None:
+        visible &= positions >= where.lengths[:, None] - question.window
+    heads = question.query.shape[1]
+    slopes = torch.zeros(heads) if question.alibi_slopes is None else question.alibi_slopes
+    bias = (slopes[:, None] * positions).double().expand(len(visible), -1, -1)
+    out = functional.scaled_dot_product_attention(
+        question.query.double()[:, :, None],
+        keys[where.slots].double(),
+        values[where.slots].double(),
+        attn_mask=bias.masked_fill(~visible[:, None], -torch.inf)[:, :, None],
+        scale=SCALE,
+        enable_gqa=True,
+    )
+    return out[:, :, 0]
+
+
+@pytest.mark.parametrize(("dtype", "kv_bits"), [*((d, 16) for d in ROUNDING), (torch.float32, 8)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 20), (8, 1, 128)])
+@pytest.mark.parametrize("lengths", [[33] * 5, [1, 70, 2, 33, 17], [1]])
+@pytest.mark.parametrize("window", [None, 1, 8])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_against_float64(
+    dtype: torch.dtype,
+    kv_bits: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    lengths: list[int],
+    window: int | None,
+    alibi: bool,
+) -> None:
+    torch.manual_seed(0)
+    shape = (len(lengths), kv_heads, 80, head_dim)
+    keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    query = torch.randn(len(lengths), heads, head_dim).to(dtype)
+    question = asked(query, lengths, window, torch.rand(heads) if alibi else None)
+    stored = [Stored(numbers) for numbers in (keys, values)]
+    if kv_bits == 8:
+        stored = [Stored(*quantized(numbers)) for numbers in (keys, values)]
+    out = attend_in_place(question, *stored)
+    assert out.dtype == dtype
+    exact = in_double(question, *(each.read(lambda t: t, torch.float64) for each in stored))
+    torch.testing.assert_close(out.double(), exact, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
+
+
+def test_scores_far_apart_leave_one_token() -> None:
+    """Powers of e that no float32 holds become nothing, not NaN."""
+    keys = torch.zeros(1, 1, 3, 8)
+    keys[0, 0, 1] = 1e4
+    values = torch.arange(24.0).view(1, 1, 3, 8)
+    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), Stored(keys), Stored(values))
+    torch.testing.assert_close(out[0, 0], values[0, 0, 1])
+
+
+def test_what_lies_beyond_a_request_is_not_read() -> None:
+    stored = torch.full((1, 1, 4, 8), torch.nan)
+    stored[:, :, :2] = 1.0
+    out = attend_in_place(
+        asked(torch.ones(1, 1, 8), [2], None, None), Stored(stored), Stored(stored)
+    )
+    torch.testing.assert_close(out, torch.ones(1, 1, 8))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
+    """An overflow must reach the sampler, which reports it."""
+    numbers = torch.ones(1, 1, 4, 8)
+    numbers[0, 0, 1, 1 if kv_bits == 8 else slice(None)] = bad
+    stored = Stored(*quantized(numbers)) if kv_bits == 8 else Stored(numbers)
+    out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), stored, stored)
+    assert not out.isfinite().any()
+
+
+def test_without_numba_one_message_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled.has_numba.cache_clear()
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        warm_up(torch.float32)
+        assert not can_attend(torch.zeros(1))
+    assert [record.message for record in caplog.records] == [
+        "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
+    ]
+    compiled.has_numba.cache_clear()
+
+
+def test_kinds_of_caches_that_it_leaves_to_pytorch() -> None:
+    assert not can_attend(torch.zeros(1, dtype=torch.float64))
+    assert not can_attend(torch.zeros(1, device="meta"))

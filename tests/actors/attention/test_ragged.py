@@ -1,0 +1,126 @@
+"""Ragged attention against a per-request softmax written out in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.attention.kv_cache import KVCache, SlotRows, Stored, quantized
+from actors.attention.ragged import RaggedContext, attend
+from actors.messages import MicroBatch
+
+HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
+CPU = torch.device("cpu")
+
+
+def context(
+    cache: KVCache, slots: list[int], starts: list[int], counts: list[int]
+) -> RaggedContext:
+    batch = MicroBatch(np.array(slots), np.array(starts), np.array(counts))
+    return RaggedContext(cache, batch, SlotRows.of(batch, CPU))
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """Attention of a whole request `[tokens, heads, dim]` on itself, one position at a time."""
+    out = torch.empty_like(query, dtype=torch.float64)
+    for i in range(len(query)):
+        first = 0 if window is None else max(0, i + 1 - window)
+        for head in range(HEADS):
+            keys = key[first : i + 1, head * KV_HEADS // HEADS].double()
+            scores = keys @ query[i, head].double() * scale
+            if slopes is not None:
+                scores = scores + slopes[head].double() * torch.arange(first, i + 1)
+            weights = scores.softmax(0)
+            out[i, head] = weights @ value[first : i + 1, head * KV_HEADS // HEADS].double()
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize(("kv_bits", "compiled"), [(16, True), (8, True), (8, False)])
+def test_chunks_decodes_and_joins_equal_whole_requests(
+    window: int | None,
+    alibi: bool,
+    kv_bits: int,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests come in as prefill, chunks and single tokens, in slots out of order. At 8 bits every
+    token sees what the codes stand for, also of its own keys, whatever it came in with.
+    """
+    if not compiled:
+        monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
+    torch.manual_seed(0)
+    slopes = torch.rand(HEADS) if alibi else None
+    lengths = {3: 13, 0: 9, 4: 11}
+    whole = {
+        slot: (
+            torch.randn(n, HEADS, DIM),
+            torch.randn(n, KV_HEADS, DIM),
+            torch.randn(n, KV_HEADS, DIM),
+        )
+        for slot, n in lengths.items()
+    }
+    cache = KVCache(range(2, 3), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU, kv_bits)
+    done = dict.fromkeys(lengths, 0)
+    got: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
+    steps = [
+        {3: 5},
+        {0: 4, 4: 4},
+        {3: 3, 0: 1},
+        {3: 1, 0: 1, 4: 1},
+        {0: 1, 4: 1},
+        {4: 5, 3: 4, 0: 2},
+    ]
+    for step in steps:
+        slots = list(step)
+        parts = [tuple(t[done[s] : done[s] + step[s]] for t in whole[s]) for s in slots]
+        query, key, value = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        made = context(cache, slots, [done[s] for s in slots], [step[s] for s in slots])
+        out = attend(made, 2, query, key, value, 0.3, window, slopes)
+        for slot, piece in zip(slots, out.split([step[s] for s in slots]), strict=True):
+            got[slot].append(piece)
+            done[slot] += step[slot]
+    assert done == lengths
+    for slot, (query, *stored) in whole.items():
+        if kv_bits == 8:
+            codes = [Stored(*quantized(numbers)) for numbers in stored]
+            stored = [each.read(lambda t: t, torch.float32) for each in codes]
+        expected = written_out(query, *stored, 0.3, window, slopes)
+        torch.testing.assert_close(torch.cat(got[slot]).double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
+    torch.manual_seed(1)
+    cache = KVCache(range(1), 1, LENGTH, KV_HEADS, DIM, torch.float32, CPU)
+    for length in (20, 6):
+        query = torch.randn(length, HEADS, DIM)
+        key, value = torch.randn(2, length, KV_HEADS, DIM)
+        out = attend(context(cache, [0], [0], [length]), 0, query, key, value, 0.3)
+        expected = written_out(query, key, value, 0.3, None, None)
+        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_slots_in_a_row_are_read_without_a_copy() -> None:
+    cache = KVCache(range(1), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU)
+    stored, _ = cache.append(
+        0,
+        context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where,
+        torch.ones(3, KV_HEADS, DIM),
+        torch.ones(3, KV_HEADS, DIM),
+    )
+    in_a_row = context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where.gather(stored.numbers)
+    apart = context(cache, [1, 3], [2, 2], [1, 1]).where.gather(stored.numbers)
+    assert in_a_row.untyped_storage().data_ptr() == stored.numbers.untyped_storage().data_ptr()
+    assert apart.untyped_storage().data_ptr() != stored.numbers.untyped_storage().data_ptr()
+    assert in_a_row.shape == (3, KV_HEADS, 3, DIM)
+    assert cache.nbytes == 2 * SLOTS * KV_HEADS * LENGTH * DIM * 4

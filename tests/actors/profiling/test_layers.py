@@ -1,0 +1,129 @@
+"""Timed layers: what runs is a stage's layer, and times are put right by the machine's pace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from actors.profiling.layers import TimedLayers
+from actors.profiling.machine_speed import Pace
+from actors.profiling.task import ProfileTask, _Passes, measure
+from actors.stage.library_config import library_config
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import layer_weight_bytes
+from planner.model.families import shape_from_config
+from planner.profiles.design import LayerWorkload
+from quant.cache.layer import LayerForm
+from quant.processor import local_processor
+from quant.scheme import BITWIDTHS
+from tests.actors.models import CONFIGS
+
+CPU = torch.device("cpu")
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+}
+DECODE = LayerWorkload("decode", 3, 20)
+
+
+def timed(config: PretrainedConfig, bits: int = 16) -> TimedLayers:
+    return TimedLayers(config, LayerForm(bits, local_processor(CPU), torch.bfloat16, CPU))
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-sliding", "qwen3", "mistral-sliding", "gpt_neox", "opt", "bloom"]
+)
+def test_every_architecture_passes_through_all_its_copies(name: str) -> None:
+    layers = timed(CONFIGS[name])
+    called: list[int] = []
+    for index, layer in enumerate(layers._layers):
+        layer.register_forward_hook(lambda *_, index=index: called.append(index))
+    for workload in (LayerWorkload("prefill", 2, 9), DECODE):
+        prepared = layers.prepare(workload)
+        called.clear()
+        layers.pass_through(prepared)
+        assert called == list(range(prepared.copies))
+    assert prepared.copies > 1
+
+
+def test_what_stands_before_is_filled() -> None:
+    """Zeros would be read from one page of memory, and faster than any request's."""
+    prepared = timed(CONFIGS["llama"]).prepare(DECODE)
+    cache = prepared.cache
+    for stored in (each.numbers for each in (*cache._keys.values(), *cache._values.values())):
+        assert stored.shape[0] == 3
+        assert bool((stored[:, :, :20] != 0).any(dim=-1).all())
+    assert cache.nbytes == pytest.approx(timed(CONFIGS["llama"]).kv_bytes(DECODE), rel=0.1)
+
+
+@pytest.mark.parametrize("bits", BITWIDTHS)
+def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
+    node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
+    device = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
+    layers = timed(library_config(TINY), bits)
+    planned = layer_weight_bytes(shape_from_config("tiny", TINY), bits, device, "bfloat16")
+    assert layers.weight_bytes == planned
+
+
+def test_a_slow_moment_is_taken_out() -> None:
+    """Half of the passes at half the pace: the same times, no spread."""
+    passes = _Passes(16, DECODE, seconds=[2e-3, 4e-3] * 4, paces=[1e-3, 2e-3] * 4)
+    measured = passes.measured(usual_pace_s=1e-3)
+    assert measured.seconds == pytest.approx(2e-3)
+    assert measured.raw_s == pytest.approx(3e-3)
+    assert measured.spread == pytest.approx(0.0, abs=1e-9)
+    assert measured.repetitions == 8
+    assert passes.measured(2e-3).seconds == pytest.approx(4e-3)
+
+
+def test_a_task_measures_every_workload_or_says_what_is_left() -> None:
+    todo = {bits: (DECODE, LayerWorkload("prefill", 1, 16)) for bits in (4, 16)}
+    task = ProfileTask(TINY, "bfloat16", todo, threads=1, rounds=2)
+    states = list(measure(task))
+    assert [(len(s.measured), s.left) for s in states] == [(2, 2), (4, 0), (4, 0)]
+    assert {(m.bits, m.workload) for m in states[-1].measured} == {
+        (bits, workload) for bits, workloads in todo.items() for workload in workloads
+    }
+    assert all(m.seconds > 0 and m.repetitions == 2 for m in states[-1].measured)
+    assert states[-1].backends[16] == "plain"
+    (state,) = measure(ProfileTask(TINY, "bfloat16", todo, budget_s=-1.0))
+    assert (state.measured, state.left) == ((), 4)
+
+
+def test_the_pace_is_some_time() -> None:
+    pace = Pace(CPU)
+    first = pace.now()
+    probed = pace.probe()
+    took_s = pace.now() - first
+    assert 0 < probed.seconds("decode") == probed.memory_s < took_s
+    assert probed.seconds("prefill") ** 2 == pytest.approx(probed.compute_s * probed.memory_s)
+
+
+def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 prompts of 9 tokens, 20 at once: two, two and one; the same results as all at once."""
+    layers = timed(CONFIGS["llama"])
+    prepared = layers.prepare(LayerWorkload("prefill", 5, 9))
+    passed: list[int] = []
+    layers._layers[0].register_forward_hook(lambda _, given, __: passed.append(given[0].shape[1]))
+    layers.pass_through(prepared)
+    monkeypatch.setattr("actors.stage.stage.CPU_TOKENS_AT_ONCE", 20)
+    layers.pass_through(prepared)
+    assert passed == [45, 18, 18, 9]
+
+
+def test_a_workload_is_known_by_its_noise_or_its_length() -> None:
+    quiet = _Passes(16, DECODE, seconds=[1e-3, 1.001e-3] * 8, paces=[1e-3] * 16)
+    assert quiet.is_known(copies=4)
+    noisy = _Passes(16, DECODE, seconds=[1e-3, 2e-3] * 8, paces=[1e-3] * 16)
+    assert not noisy.is_known(copies=4)
+    slow = _Passes(16, DECODE, seconds=[0.1, 0.2] * 8, paces=[1e-3] * 16)
+    assert slow.is_known(copies=4)

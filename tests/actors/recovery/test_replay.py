@@ -1,0 +1,132 @@
+"""A request that goes on from the tokens it had gets the rest of the tokens it would have had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampling
+from actors.processes.health import Health
+from actors.schedule.pipeline import LocalPipeline, PipelineDriver, drive
+from actors.schedule.static import QueueScheduler
+from actors.stage.sampler import Sampler
+from actors.stage.stage import Stage
+from actors.transport.wire import decode, encode
+from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
+
+NEW_TOKENS = 12
+LENGTHS = (5, 11, 1, 8, 17, 2, 11)
+
+
+def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
+    scheduler = QueueScheduler(4, 2, 3, len(stages))
+    scheduler.add(requests, last=True)
+    batches = list(drive(scheduler, LocalPipeline(stages)))
+    return {f.custom_id: f for batch in batches for f in batch}
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "opt", "mistral-sliding"])
+def test_tokens_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> None:
+    """Greedy and sampled, cut after any number of tokens; some end at EOS, some at a length."""
+    save_tiny(tmp_path, CONFIGS[name])
+    stages = stages_of(tmp_path, (0, 2, LAYERS), 4, max(LENGTHS) + NEW_TOKENS)
+    warm = Sampling(temperature=0.9, seed=5)
+    requests = [
+        Request(str(i), prompt, NEW_TOKENS - i % 3, warm if i % 2 else Sampling())
+        for i, prompt in enumerate(random_prompts(LENGTHS))
+    ]
+    whole = run(stages, requests)
+    for shift in range(4):
+        cut = {i: (shift + 3 * int(i)) % len(f.token_ids) for i, f in whole.items()}
+        again = [
+            replace(r, generated=whole[r.custom_id].token_ids[: cut[r.custom_id]]) for r in requests
+        ]
+        assert run(stages, again) == whole
+
+
+def test_tokens_so_far_are_told_while_requests_run() -> None:
+    request = Request("a", (3, 4), 5, Sampling(), generated=(7,))
+    scheduler = QueueScheduler(2, 2, 2, 1)
+    scheduler.add([request], last=True)
+
+    class Nine:
+        stages = 1
+
+        def submit(self, batch: MicroBatch, token_ids: object) -> MicroBatch:
+            return batch
+
+        def result(self, handle: MicroBatch) -> object:
+            told.append({i: tokens.tolist() for i, tokens in driver.so_far().values()})
+            return sampler.sample(handle, torch.eye(10)[[9] * len(handle.slots)])
+
+    told: list[dict[str, list[int]]] = []
+    sampler = Sampler(())
+    driver = PipelineDriver(scheduler, Nine())  # type: ignore[arg-type]
+    (finished,) = [f for batch in driver.run() for f in batch]
+    assert finished.token_ids == (7, 9, 9, 9, 9)
+    assert told == [{"a": [7]}, {"a": [7, 9]}, {"a": [7, 9, 9]}, {"a": [7, 9, 9, 9]}]
+    assert driver.so_far() == {}
+
+
+class Letters:
+    """Tokens are letters."""
+
+    def decode(self, token_ids: list[int], **options: object) -> str:
+        return "".join(chr(97 + i) for i in token_ids)
+
+
+@pytest.mark.parametrize(("generated", "ends"), [((0,), True), ((1,), False)])
+def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], ends: bool) -> None:
+    sampler = Sampler((), tokenizer=Letters())
+    sampling = Sampling(stop=("ac",))
+    admission = Admission(0, "x", 9, sampling, generated)
+    slots = np.zeros(1, dtype=np.int64)
+    batch = MicroBatch(slots, slots, slots + 3, (admission,))
+    sent = decode(encode(batch, torch.zeros(3, 2)))
+    assert isinstance(sent, tuple)
+    assert sent[0].admitted == (admission,)
+    sampled = sampler.sample(sent[0], torch.eye(5)[[2]])
+    assert sampled.finish_reasons == ("stop" if ends else None,)
+
+
+@pytest.mark.parametrize(
+    ("error", "short", "asked", "broken"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB."),
+            True,
+            3 * 2**29,
+            False,
+        ),
+        (MemoryError(), True, 0, False),
+        (
+            RuntimeError(
+                "DefaultCPUAllocator: can't allocate memory: you tried to allocate 640 bytes."
+            ),
+            True,
+            640,
+            False,
+        ),
+        (RuntimeError("CUDA error: device-side assert triggered"), False, 0, True),
+        (ValueError("a shape"), False, 0, False),
+    ],
+)
+def test_why_a_micro_batch_failed_is_told(
+    error: Exception, short: bool, asked: int, broken: bool
+) -> None:
+    health = Health()
+    slots = np.array([3, 5])
+    with pytest.raises(type(error)), health.computing(MicroBatch(slots, slots, slots * 0 + 1)):
+        raise error
+    failure = health.take_failure()
+    assert failure is not None
+    assert (failure.phase, failure.slots) == ("decode", (3, 5))
+    assert (failure.short_of_memory, failure.asked_bytes) == (short, asked)
+    assert failure.is_broken is broken
+    assert (failure.held_bytes > 2**20) is short
+    assert health.take_failure() is None
+    assert health.pulse(None).done == 0

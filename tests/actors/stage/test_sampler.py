@@ -1,0 +1,220 @@
+"""Sampling against transformers' own logits warpers, and the endings of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from actors.messages import Admission, MicroBatch, Sampling
+from actors.stage.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
+from quant.common.errors import SpecError
+
+VOCABULARY = 50
+
+
+def logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def batch(slots: Sequence[int], admitted: Sequence[Admission] = ()) -> MicroBatch:
+    ones = np.ones(len(slots), dtype=np.int64)
+    return MicroBatch(np.array(slots, dtype=np.int64), ones, ones, tuple(admitted))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 7, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (0.7, 12, 0.6, 0.0),
+        (1.3, 1, 0.1, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.5, 0, 0.9, 0.3),
+        (1.7, 9, 0.8, 0.05),
+        (0.8, 0, 1.0, 1.0),
+    ],
+)
+def test_probabilities_equal_transformers_warpers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """In the order in which transformers' `generate` lists them."""
+    raw = logits(6)
+    warped = TemperatureLogitsWarper(temperature)(None, raw)
+    warped = TopKLogitsWarper(top_k)(None, warped) if top_k else warped
+    warped = TopPLogitsWarper(top_p)(None, warped) if top_p < 1 else warped
+    warped = MinPLogitsWarper(min_p)(None, warped)
+    sampling = [Sampling(temperature, top_k, top_p, min_p=min_p)] * len(raw)
+    probabilities, order = filtered_probabilities(raw, sampling)
+    by_token = torch.zeros_like(probabilities).scatter(1, order, probabilities)
+    torch.testing.assert_close(by_token.float(), warped.softmax(-1), atol=1e-6, rtol=1e-4)
+
+
+def test_draws_follow_the_distribution() -> None:
+    raw = logits(1)
+    draws = 20_000
+    sampling = [Sampling(temperature=1.0, top_k=5)] * draws
+    positions = [uniform_draw(3, "a", i) for i in range(draws)]
+    tokens = choose_tokens(raw.expand(draws, -1), sampling, positions)
+    expected = TopKLogitsWarper(5)(None, raw).softmax(-1)[0].numpy()
+    seen = np.bincount(tokens, minlength=VOCABULARY) / draws
+    assert np.abs(seen - expected).max() < 4 * np.sqrt(0.25 / draws)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    raw = logits(4)
+    sampling = [
+        Sampling(),
+        Sampling(temperature=0.9, top_p=0.9),
+        Sampling(temperature=1.5, top_k=9),
+        Sampling(temperature=0.2),
+    ]
+    draws = [0.0, 0.3, 0.99, 0.5]
+    together = choose_tokens(raw, sampling, draws)
+    alone = [
+        choose_tokens(raw[i : i + 1], [sampling[i]], [draws[i]])[0] for i in range(len(sampling))
+    ]
+    assert together.tolist() == alone
+    assert together[0] == raw[0].argmax()
+
+
+def test_extreme_draws_stay_within_what_is_kept() -> None:
+    raw = logits(2)
+    sampling = [Sampling(temperature=1.0, top_k=3)] * 2
+    tokens = choose_tokens(raw, sampling, [0.0, 1 - 2**-53])
+    for row, token in zip(raw, tokens, strict=True):
+        assert token in row.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e-8, 1e8])
+def test_extreme_temperatures_and_top_k(temperature: float) -> None:
+    raw = logits(3)
+    sampling = [Sampling(temperature=temperature, top_k=2**53)] * 3
+    tokens = choose_tokens(raw, sampling, [0.5] * 3)
+    if temperature < 1:
+        assert tokens.tolist() == raw.argmax(-1).tolist()
+    assert all(0 <= token < VOCABULARY for token in tokens)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_only_their_request(
+    value: float, temperature: float
+) -> None:
+    raw = logits(2)
+    raw[0, 7] = value
+    admitted = [Admission(i, str(i), 9, Sampling(temperature=temperature)) for i in range(2)]
+    sampled = Sampler([]).sample(batch([0, 1], admitted), raw)
+    assert sampled.finish_reasons == ("error", None)
+
+
+def test_draw_is_uniform_and_keyed_by_seed_id_and_position() -> None:
+    draws = [uniform_draw(0, f"row-{i}", i % 7) for i in range(5000)]
+    assert min(draws) >= 0
+    assert max(draws) < 1
+    assert abs(np.mean(draws) - 0.5) < 0.02
+    keys = {uniform_draw(*k) for k in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
+    assert len(keys) == 4
+    assert uniform_draw(5, "a", 2) == uniform_draw(5, "a", 2)
+
+
+class Letters:
+    """A tokenizer whose token i is the i-th letter."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + t) for t in token_ids)
+
+
+def run(sampler: Sampler, tokens: Sequence[int], sampling: Sampling, most: int) -> list[Any]:
+    """Feed one request logits that make greedy sampling choose `tokens`."""
+    admission = Admission(0, "x", most, sampling)
+    reasons = []
+    for i, token in enumerate(tokens):
+        one_hot = torch.nn.functional.one_hot(torch.tensor([token]), 26).float()
+        admitted = [admission] if i == 0 else []
+        reasons.append(sampler.sample(batch([0], admitted), one_hot).finish_reasons[0])
+        if reasons[-1]:
+            break
+    return reasons
+
+
+def test_end_of_sequence_stops_unless_ignored() -> None:
+    assert run(Sampler([4]), [1, 2, 4, 1], Sampling(), 9) == [None, None, "stop"]
+    ignoring = Sampling(ignore_eos=True)
+    assert run(Sampler([4]), [1, 2, 4, 1], ignoring, 4) == [None, None, None, "length"]
+
+
+def test_stop_string_across_tokens() -> None:
+    sampling = Sampling(stop=("bc", "zz"))
+    assert run(Sampler([], Letters()), [1, 1, 2, 2], sampling, 9) == [None, None, "stop"]
+    assert run(Sampler([], Letters()), [1, 0, 2], sampling, 3) == [None, None, "length"]
+
+
+class Panics:
+    """A tokenizer whose native code gives up, which is no `Exception`."""
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        raise BaseException("PanicException")
+
+
+def test_text_that_cannot_be_made_ends_no_stage() -> None:
+    sampling = Sampling(stop=("b",))
+    assert run(Sampler([], Panics()), [1, 1, 1], sampling, 3) == [None, None, "length"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"stop": ("",)},
+        {"stop": ("a", "b" * 1001)},
+        {"stop": ("a",) * 1001},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": 101.0},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"logit_bias": {3: 100.5}},
+        {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: True}},
+        {"logit_bias": {3: "1"}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {10**18: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {"03": 1.0}},
+        {"logit_bias": {"³": 1.0}},
+        {"logit_bias": {"9" * 5000: 1.0}},
+        {"logit_bias": {1.0: 1.0}},
+        {"logit_bias": [3]},
+    ],
+)
+def test_sampling_refuses_values_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def test_bias_by_text_and_by_number_is_the_same() -> None:
+    assert Sampling(logit_bias={"12": -1, "3": 2.5}) == Sampling(logit_bias={3: 2.5, 12: -1.0})
+    assert list(Sampling(logit_bias={12: 1.0, 3: 1.0}).logit_bias) == [3, 12]

@@ -1,0 +1,120 @@
+"""What a stage notes of itself, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from actors.messages import MicroBatch
+from actors.telemetry.meter import SpanLog, StageMeter, TelemetryOptions
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def prefill(*lengths: int) -> MicroBatch:
+    counts = np.array(lengths, dtype=np.int64)
+    return MicroBatch(np.arange(len(lengths)), np.zeros_like(counts), counts)
+
+
+def decode(*contexts: int) -> MicroBatch:
+    starts = np.array(contexts, dtype=np.int64)
+    return MicroBatch(np.arange(len(contexts)), starts, np.ones_like(starts))
+
+
+def computed(meter: StageMeter, clock: Clock, batch: MicroBatch, seconds: float) -> None:
+    with meter.computing(batch):
+        clock.now_s += seconds
+
+
+def test_work_is_counted_by_phase_and_full_micro_batches_apart() -> None:
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(prefill_tokens=20, decode_requests=4), clock)
+    computed(meter, clock, prefill(10, 9), 1.9)  # 95 % of a planned one
+    computed(meter, clock, prefill(3), 0.7)
+    clock.now_s += 5.0
+    computed(meter, clock, decode(10, 9, 3, 4), 0.25)
+    computed(meter, clock, decode(10, 9, 3), 0.125)
+    work = meter.work("prefill")
+    assert (work.micro_batches, work.requests, work.tokens) == (2, 3, 22)
+    assert work.seconds == pytest.approx(2.6)
+    assert work.full_micro_batches == 1
+    assert work.full_s / work.full_sizes == pytest.approx(2.0)  # 1.9 s for 95 %
+    work = meter.work("decode")
+    assert (work.micro_batches, work.requests, work.full_micro_batches) == (2, 7, 1)
+    assert work.full_s / work.full_sizes == pytest.approx(0.25)
+    assert meter.busy_s() == pytest.approx(2.975)
+    assert meter.busy_s("decode") == pytest.approx(0.375)
+    phases = [phase for phase, _ in meter.new_seconds()]
+    assert phases == ["prefill", "prefill", "decode", "decode"]
+    assert meter.new_seconds() == []
+
+
+def test_the_micro_batch_under_way_is_busy_time() -> None:
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(), clock)
+    computed(meter, clock, prefill(5), 1.0)
+    with meter.computing(decode(5)):
+        clock.now_s += 0.5
+        assert meter.busy_s() == pytest.approx(1.5)
+        assert meter.busy_s("prefill") == pytest.approx(1.0)
+        assert meter.busy_s("decode") == pytest.approx(0.5)
+        assert meter.work("decode").micro_batches == 0
+    assert meter.busy_s() == pytest.approx(1.5)
+    with meter.sampling():
+        clock.now_s += 0.25
+    assert meter.busy_s() == pytest.approx(1.75)
+
+
+def test_a_micro_batch_that_fails_is_neither_counted_nor_under_way() -> None:
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(trace=True), clock)
+
+    def broken() -> None:
+        with meter.computing(prefill(5)):
+            clock.now_s += 1.0
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
+    clock.now_s += 1.0
+    assert meter.busy_s() == 0
+    spans = meter.spans(0)
+    assert spans is not None
+    assert len(spans.rows) == 0
+
+
+def test_spans_hold_times_and_sizes_of_each_micro_batch() -> None:
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(trace=True), clock)
+    computed(meter, clock, prefill(5, 7), 1.0)
+    clock.now_s += 0.125
+    meter.sent()
+    clock.now_s += 2.0
+    computed(meter, clock, decode(5, 7), 0.5)
+    spans = meter.spans(3)
+    assert spans is not None
+    assert (spans.stage, spans.dropped) == (3, 0)
+    assert spans.rows.tolist() == [
+        (100.0, 101.0, 101.125, 2, 12, 0, False),
+        (103.125, 103.625, 103.625, 2, 2, 7, True),
+    ]
+    assert StageMeter(TelemetryOptions()).spans(0) is None
+
+
+def test_a_full_log_keeps_the_first_ones_and_counts_the_others() -> None:
+    log = SpanLog(limit=2)
+    for at_s in range(5):
+        log.add(decode(at_s), True, at_s, at_s + 0.5)
+        log.sent(at_s + 0.75)
+    spans = log.spans(0)
+    assert spans.rows["began_s"].tolist() == [0, 1]
+    assert spans.rows["sent_s"].tolist() == [0.75, 1.75]
+    assert spans.dropped == 3

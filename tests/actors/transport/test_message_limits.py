@@ -1,0 +1,213 @@
+"""What a message says of itself is held against the plan before memory is taken for it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.processes.stage_actor import QueueSizes
+from actors.sampling import MOST_STOPS, STOP_CHARACTERS
+from actors.transport import wire
+from actors.transport.chains import LinkChain, serve
+from actors.transport.wire import Limits, decode, encode, message_bytes
+from llmpq.rows.row import MAX_ID_CHARACTERS
+from quant.common.errors import SpecError, StageLostError
+from tests.actors.linking import meet
+
+LIMITS = QueueSizes(slots=8, prefill_micro_batch=2, decode_micro_batch=4).limits(16, columns=6)
+FIELDS = {"message": 0, "kind": 1, "requests": 2, "text": 3, "dtype": 4, "rows": 5, "columns": 6}
+HUGE = (2**31, 2**62, 2**63, 2**64 - 1)
+
+
+def a_batch() -> MicroBatch:
+    """Two requests of three tokens, one of them admitted."""
+    admitted = (Admission(5, "a", 9, Sampling()),)
+    return MicroBatch(np.array([5, 2]), np.array([0, 4]), np.array([3, 3]), admitted)
+
+
+def a_message(batch: MicroBatch | None = None, rows: int = 6, columns: int = 6) -> Tensor:
+    return encode(batch or a_batch(), torch.ones(rows, columns))
+
+
+def with_field(message: Tensor, field: str, value: int) -> Tensor:
+    changed = message.clone()
+    struct.pack_into("<Q", changed.numpy().data, 8 * FIELDS[field], value)
+    return changed
+
+
+def test_a_planned_message_is_within_the_limits() -> None:
+    assert Limits(requests=4, rows=32, columns=6, slots=8, max_tokens=16) == LIMITS
+    message = a_message()
+    assert message_bytes(message, LIMITS) == len(message)
+    found = decode(message, LIMITS)
+    assert not isinstance(found, Sampled)
+    assert found[1].shape == (6, 6)
+    assert found[0].admitted == a_batch().admitted
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", HUGE)
+def test_sizes_beyond_the_plan_take_no_memory(
+    field: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = with_field(a_message(), field, value)
+    monkeypatch.setattr(torch, "empty", None)
+    with pytest.raises(StageLostError, match=r"--transport ray"):
+        message_bytes(message, LIMITS)
+    with pytest.raises(StageLostError):
+        decode(message, LIMITS)
+    with pytest.raises(StageLostError):
+        decode(message)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rows", 2**40), ("columns", 2**40), ("text", 2**40)])
+def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
+    field: str, value: int
+) -> None:
+    message = with_field(a_message(), field, value)
+    prefix = wire._Prefix(*wire._PREFIX.unpack_from(message.numpy().data))
+    message = with_field(message, "message", prefix.planned_bytes)
+    assert message_bytes(message) == prefix.planned_bytes
+    with pytest.raises(StageLostError, match=rf"says {value} .*at most \d+ were planned"):
+        message_bytes(message, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"slots": [5, 8]}, "none of 8"),
+        ({"slots": [5, -1]}, "none of 8"),
+        ({"slots": [5, 5]}, "one twice"),
+        ({"starts": [0, -1]}, "positions"),
+        ({"starts": [0, 14]}, "outside the 16"),
+        ({"starts": [0, 2**63 - 1]}, "positions"),
+        ({"counts": [3, 0]}, "positions"),
+        ({"counts": [3, -(2**63)]}, "positions"),
+        ({"counts": [3, 4]}, "6 rows for 7 tokens"),
+    ],
+)
+def test_requests_that_there_are_not(changed: dict[str, list[int]], said: str) -> None:
+    arrays: Any = {name: np.array(values) for name, values in changed.items()}
+    with pytest.raises(StageLostError, match=said):
+        decode(a_message(replace(a_batch(), **arrays)), LIMITS)
+
+
+ADMITTED = asdict(a_batch().admitted[0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "7",
+        "[7]",
+        "[{}]",
+        "[" * 100_000,
+        json.dumps([ADMITTED] * 3),
+        *(
+            json.dumps([ADMITTED | changed])
+            for changed in (
+                {"slot": 8},
+                {"slot": -1},
+                {"slot": True},
+                {"slot": "5"},
+                {"custom_id": None},
+                {"max_new_tokens": 1.5},
+                {"generated": "ab"},
+                {"generated": 3},
+                {"prompt_tokens": [[]]},
+                {"sampling": None},
+                {"sampling": {"stop": ["x"], "temperature": "hot"}},
+                {"__class__": "x"},
+            )
+        ),
+    ],
+)
+def test_admissions_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire.json, "dumps", lambda _: text)
+    message = a_message()
+    with pytest.raises(StageLostError, match="admits"):
+        decode(message, LIMITS)
+
+
+@pytest.mark.parametrize(("array", "value"), [(0, -1), (1, -1), (1, 4), (1, 2**62)])
+def test_answers_that_are_none(array: int, value: int) -> None:
+    message = encode(a_batch(), Sampled(np.array([1, 2]), (None, "stop")))
+    struct.pack_into("<q", message.numpy().data, wire._PREFIX.size + 16 * array, value)
+    with pytest.raises(StageLostError, match="tokens or reasons"):
+        decode(message, LIMITS)
+
+
+@pytest.mark.parametrize("length", [64, 100])
+def test_a_message_that_ends_too_early(length: int) -> None:
+    with pytest.raises(StageLostError):
+        decode(a_message()[:length], LIMITS)
+
+
+class Echo:
+    """A stage that gives back what it gets."""
+
+    ready_at_s = 0.0
+
+    def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        return torch.ones(len(inputs), 6)
+
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        raise AssertionError("nothing to sample")
+
+    def wait_for(self, ready_at_s: float) -> None: ...
+
+    def sent(self) -> None: ...
+
+
+def test_a_stage_refuses_what_no_stage_before_it_sends() -> None:
+    """By the links themselves: without taking the memory, and by rows that do not fit."""
+    for hostile, said in (
+        (with_field(a_message(), "message", 2**62), r"says 4611686018427387904 bytes"),
+        (with_field(a_message(), "rows", 2**40), "have a place"),
+        (a_message(rows=2), "2 rows for 6 tokens"),
+        (encode(a_batch(), Sampled(np.array([1, 2]), (None, None))), "sampled"),
+    ):
+        first, second = meet(2)
+        first.sender(1).send(hostile)
+        with pytest.raises(StageLostError, match=said):
+            serve(Echo(), second, LIMITS)
+
+
+def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
+    for answer in (
+        encode(a_batch(), torch.ones(6, 6)),
+        encode(a_batch(), Sampled(np.array([1]), (None,))),
+    ):
+        first, second = meet(2)
+        chain = LinkChain(Echo(), first, LIMITS)
+        asked = chain.submit(a_batch(), np.arange(6))
+        second.sender(0).send(answer)
+        with pytest.raises(StageLostError, match=r"answered for \d requests, asked were 2"):
+            chain.result(asked)
+
+
+def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
+    """Every token of a large vocabulary in its prompt and biased, ids and stop strings in
+    characters that JSON spells with twelve; what is longer is no sampling.
+    """
+    vocabulary = range(256_000)
+    stop = ("\U0001f600" * STOP_CHARACTERS,) * MOST_STOPS
+    bias = {token: -99.12345678901234 for token in vocabulary}
+    sampling = Sampling(repetition_penalty=1.5, stop=stop, logit_bias=bias)
+    name = "\U0001f600" * MAX_ID_CHARACTERS
+    asked = Admission(0, name, 9, sampling, tuple(range(128_000)), tuple(vocabulary))
+    batch = MicroBatch(np.array([0]), np.array([0]), np.array([3]), (asked,))
+    found = decode(encode(batch, torch.ones(3, 6)), replace(LIMITS, requests=1))
+    assert not isinstance(found, Sampled)
+    assert found[0].admitted == (asked,)
+    with pytest.raises(SpecError, match=r"sampling\.stop .{,200} at most 64 texts of 1 to 1000"):
+        replace(sampling, stop=(*stop, "x"))

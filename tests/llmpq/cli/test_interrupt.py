@@ -1,0 +1,104 @@
+"""A run that is interrupted, killed or loses its Ray: what is finished is kept, nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from llmpq import Cluster, Workload
+from tests.llmpq.processes import children_of, name_of, wait_until_gone
+from tests.paths import ROOT
+
+MODEL = ROOT / "examples" / "demo_model"
+ROWS = 200
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command without its output; every other row is a long one."""
+    folder = tmp_path_factory.mktemp("job")
+    plan_file, prompts = folder / "plan.json", folder / "prompts.jsonl"
+    cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "demo_mixed_cpu.yaml")
+    cluster.plan(MODEL, Workload(8, 16, 200)).save(plan_file)
+    rows = [
+        {"custom_id": f"q{i}", "prompt": [5 + i] * 8, "max_new_tokens": 2 + 198 * (i % 2)}
+        for i in range(ROWS)
+    ]
+    prompts.write_text("".join(json.dumps(row | {"ignore_eos": True}) + "\n" for row in rows))
+    command = [sys.executable, "-m", "llmpq.cli.dist", "--plan", str(plan_file)]
+    return [*command, "--input", str(prompts), "--shard-rows", "1"]
+
+
+@contextmanager
+def running(job: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The job once it has committed something."""
+    process = subprocess.Popen(
+        [*job, "--output", str(folder / "results.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while not kept_in(folder):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kept_in(folder: Path) -> list[Path]:
+    return list(folder.glob("results.jsonl.job/part-*-1-*.jsonl"))
+
+
+def test_an_interrupt_keeps_results_and_frees_everything(job: list[str], tmp_path: Path) -> None:
+    """SIGTERM does the same; `test_batch_job` stops a job by it."""
+    with running(job, tmp_path) as process:
+        started = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert b"what was finished is kept" in error
+    assert b"Traceback" not in error
+    assert not (tmp_path / "results.jsonl").exists()
+    assert 0 < len(kept_in(tmp_path)) < ROWS
+    wait_until_gone(started)
+
+
+@pytest.mark.parametrize(
+    ("victim", "named"), [("raylet", "raylet"), ("gcs_server", "control service (GCS)")]
+)
+def test_a_local_run_that_loses_its_ray_says_so_and_ends(
+    job: list[str], tmp_path: Path, victim: str, named: str
+) -> None:
+    with running(job, tmp_path) as process:
+        started = children_of(process.pid)
+        (lost,) = (pid for pid in started if name_of(pid) == victim)
+        os.kill(lost, signal.SIGKILL)
+        told, error = process.communicate(timeout=50)  # Ray ends a process without GCS after 60 s
+    rows = len(kept_in(tmp_path))
+    message = (
+        f"llmpq-dist: failed: Ray's {named} (process {lost}) has ended with signal 9; the Ray of a "
+        f"local run does not come back, so this run cannot go on; {rows} rows are committed in "
+        f"{tmp_path}/results.jsonl.job; the same command goes on from there\n"
+    )
+    assert (process.returncode, told) == (1, b"")
+    assert error.decode().endswith(message), error
+    assert b"Traceback" not in error
+    assert b"terminated" not in error, "Ray's own words"
+    assert 0 < rows < ROWS
+    assert not (tmp_path / "results.jsonl.job" / "lock").exists()
+    wait_until_gone(started)

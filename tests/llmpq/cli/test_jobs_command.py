@@ -1,0 +1,106 @@
+"""`llmpq-dist` killed and started again: the results are those of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.data
+
+from llmpq import Plan
+from llmpq.cli import dist
+from tests.actors.models import random_prompts, reference
+from tests.llmpq.conftest import NEW_TOKENS
+from tests.llmpq.fake_jobs import results_in, write_prompts
+from tests.llmpq.processes import AGENTS, children_of, name_of, wait_until_gone
+
+ROWS = 400
+
+
+def command(plan: Plan, folder: Path, *more: str) -> list[str]:
+    plan.save(folder / "plan.json")
+    arguments = ["--plan", str(folder / "plan.json"), "--input", str(folder / "in.jsonl")]
+    return [*arguments, "--output", str(folder / "out.jsonl"), *more]
+
+
+def test_killed_at_once_and_resumed(
+    tiny: tuple[Path, Any],
+    plan: Plan,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = random_prompts(tuple(1 + i % 16 for i in range(16)))
+    rows = [{"custom_id": f"q{i}", "prompt": list(drawn[i % 16])} for i in range(ROWS)]
+    write_prompts(tmp_path / "in.jsonl", *rows)
+    arguments = command(plan, tmp_path, "--shard-rows", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "llmpq.cli.dist", *arguments],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("out.jsonl.job/part-*")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    started = {pid: name_of(pid) for pid in children_of(process.pid)}
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert {"raylet", "gcs_server", "StageActor"} < set(started.values())
+    wait_until_gone({pid for pid, name in started.items() if name not in AGENTS})
+    kept = len(list(tmp_path.glob("out.jsonl.job/part-*.jsonl")))
+    assert 0 < kept < ROWS
+    assert dist.main([*arguments, "--resume"]) == 0
+    assert f"{kept} of {ROWS} rows are done" in capsys.readouterr().err
+    found = results_in(tmp_path / "out.jsonl")
+    expected = [reference(tiny[1], prompt, NEW_TOKENS) for prompt in drawn]
+    assert len(found) == ROWS
+    for i in range(ROWS):
+        assert found[f"q{i}"]["token_ids"] == expected[i % 16]
+
+    def no_ray(*_: object) -> None:
+        pytest.fail("Ray is started for a job that is done")
+
+    monkeypatch.setattr("llmpq.run.run.ray_session", no_ray)
+    assert dist.main(arguments) == 0
+    assert f"all {ROWS} rows are done" in capsys.readouterr().err
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write(json.dumps({"custom_id": "long", "prompt": [3] * 40}) + "\n")
+    assert dist.main(arguments) == 2
+    assert "1 is new ('long'); pass --extend" in capsys.readouterr().err
+    assert dist.main([*arguments, "--on-error", "fail", "--extend"]) == 1
+    assert "stopped at row 'long'" in capsys.readouterr().err
+    assert dist.main([*arguments, "--extend"]) == 3
+    assert dist.main(arguments) == 3
+    assert dist.main([*arguments, "--temperature", "1"]) == 2
+    assert "temperature 0.0, this job has 1.0" in capsys.readouterr().err
+    assert dist.main([*arguments, "--shard-rows", "0"]) == 2
+
+
+def test_streams_of_results(plan: Plan, tiny: tuple[Path, Any], local_ray: None) -> None:
+    """Rows are taken in as they are needed; `async for`, context manager, a Ray Dataset."""
+    expected = reference(tiny[1], (5, 6, 7), NEW_TOKENS)
+    with plan.run([5, 6, 7] for _ in range(9)) as results:
+        first = next(results)
+        assert list(first.token_ids) == expected
+    assert next(results, None) is None
+
+    async def collect() -> list[str]:
+        async with plan.run(iter([[5, 6, 7], [5], "text"])) as results:
+            return [result.custom_id async for result in results]
+
+    assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
+    rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
+    made = plan.run_dataset(ray.data.from_items(rows)).take_all()
+    assert sorted(len(row["token_ids"]) for row in made) == [2, len(expected)]
+    assert expected in [list(row["token_ids"]) for row in made]
+    assert all(row["custom_id"].startswith("p-") and row["error"] is None for row in made)

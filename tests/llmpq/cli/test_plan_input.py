@@ -1,0 +1,153 @@
+"""What is read for a plan and with one, through the commands: exit codes and messages, no Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmpq import Plan
+from llmpq.cli import algo, dist
+from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
+from quant.common.errors import SpecError
+from tests.paths import ROOT
+from tests.planner.edits import Edit, change
+
+MODEL = str(ROOT / "examples/demo_model")
+SIZES = ["--global_bz", "4", "--s", "16", "--n", "8"]
+BOMB = "b0: &b0 {a: 1}\n" + "\n".join(
+    f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}'] * 10)}]}}" for i in range(1, 9)
+)
+ONE_T4 = "name: c\nnodes:\n  - accelerators: {T4: 1}\n    usable_memory_gib: SIZE\n"
+FOREIGN = (
+    "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer\n"
+    "T4,opt-125m,768,3072,64,0,prefill,16,2,1.5\n"
+)
+
+
+def run(main: Callable[[list[str]], int], *arguments: str) -> int:
+    """The exit code, also of what the options' parser refuses."""
+    try:
+        return main(list(arguments))
+    except SystemExit as error:
+        return int(error.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "more", "message"),
+    [
+        (BOMB, [], "cluster.yaml:6: with its aliases and merge keys (<<) written out"),
+        (ONE_T4.replace("SIZE", "60"), [], "usable_memory_gib: 60 GiB, but a T4-16GB has 16"),
+        (
+            ONE_T4.replace("SIZE", "8") + "emulate: {time_scale: 1.0e+9}\n",
+            [],
+            "emulate.time_scale: Input should be less than or equal to 1000",
+        ),
+        (
+            ONE_T4.replace("SIZE", "0.6"),
+            ["--dtype", "float32"],
+            "0.02 of each GPU's memory is kept free (memory_margin)",
+        ),
+        (ONE_T4.replace("SIZE", "8"), ["--memory_margin", "1"], "memory_margin is 1.0; it must"),
+        (
+            "name: c\nnodes: [{accelerators: CPU, memory_gib: 4, threads: 2}]\n",
+            ["--profiles", "PROFILE", "--strict_profiles"],
+            "has not all times of node0/CPU:0: bits 3, 4, 8, 16: taken on T4-16GB",
+        ),
+        (
+            ONE_T4.replace("SIZE", "8"),
+            ["--strict-profiles"],
+            "--strict-profiles has no effect without --profiles",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_with(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cluster: str,
+    more: list[str],
+    message: str,
+) -> None:
+    path, profile, plan = (tmp_path / name for name in ("cluster.yaml", "times.csv", "plan.json"))
+    path.write_text(cluster)
+    profile.write_text(FOREIGN)
+    more = [str(profile) if each == "PROFILE" else each for each in more]
+    given = ["--model", "opt-125m", *SIZES, "--cluster", str(path), "-o", str(plan), *more]
+    assert run(algo.main, *given) == EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not plan.exists()
+
+
+def test_what_is_assumed_is_noted_once_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model", "opt-125m", *SIZES, "--device_names", "V100", "--device_numbers", "2"]
+    assert run(algo.main, *given, "--json") == EXIT_DONE
+    shown = capsys.readouterr()
+    assert shown.err.count("note: V100 is taken for V100-SXM2-16GB (16 GB); if it is") == 1
+    stage = json.loads(shown.out)["stages"][0]
+    offered = stage["memory_limit_bytes"] + stage["memory_margin_bytes"]
+    assert stage["memory_margin_bytes"] == pytest.approx(0.02 * offered, abs=1)
+
+
+def test_the_table_says_where_times_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "times.csv").write_text(FOREIGN)
+    given = ["--model", "opt-125m", *SIZES, "--device_names", "T4", "--device_numbers", "1"]
+    assert run(algo.main, *given, "--profiles", str(tmp_path / "times.csv")) == EXIT_DONE
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "times: T4-16GB fitted to 1 profile rows of times.csv (bits 16); estimated: " in shown
+    assert "(bits 3, 4, 8: no rows; decode of bits 16: no rows); embedding and LM head" in shown
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's plan."""
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    cluster = str(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
+    given = ["--model", MODEL, *SIZES, "--cluster", cluster, "--keep_all_devices"]
+    assert run(algo.main, *given, "-o", str(path)) == EXIT_DONE
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change("workload", "global_batch", to=2**20), "field stages.0.memory.kv_cache: "),
+        (change("micro_batches", "prefill", to="4"), "field micro_batches.prefill: "),
+        (change("stages", 0, "emulated", to=1), "field stages.0.emulated: "),
+        (change("stages", 0, "memory", "weights", to=4.0), "field stages.0.memory.weights: "),
+        (change("stages", 1, "device", to="old/T4-16GB:0"), "stands in stages.0.device already"),
+        (change("stages", 0, "custom_resource", to="moon"), "field stages.0.custom_resource: "),
+        (change("time_scale", to=1e9), "field time_scale: "),
+        (change("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:6: with"),
+    ],
+)
+def test_an_edited_plan_is_not_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plan_file: Path,
+    edit: Edit,
+    message: str,
+) -> None:
+    content = json.loads(plan_file.read_text())
+    edit(content)
+    plan, prompts, output = (tmp_path / name for name in ("p.json", "in.jsonl", "out.jsonl"))
+    plan.write_text(json.dumps(content))
+    prompts.write_text('{"prompt": [1]}\n')
+    given = ["--plan", str(plan), "--input", str(prompts), "--output", str(output)]
+    assert run(dist.main, *given) == EXIT_BAD_INPUT
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert f"llmpq-dist: error: {plan}: field " in shown
+    assert not output.exists()
+
+
+def test_python_names_the_file_too(tmp_path: Path, plan_file: Path) -> None:
+    content = json.loads(plan_file.read_text())
+    change("micro_batches", "decode", to=1)(content)
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq-algo"):
+        Plan.load(path).run([[1]])

@@ -1,0 +1,160 @@
+"""`llmpq-profile`: a file that the planner reads, gone on with where it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.cli import algo, profile
+from llmpq.profile.layers import workload_of
+from planner.profiles.links import links_beside, links_path
+from planner.profiles.loading import loading_path, read_loading
+from planner.profiles.rows import read_profiles
+from tests.actors.profiling.test_layers import TINY
+
+CPU_CLUSTER = """
+name: one-cpu
+nodes:
+  - {name: a, accelerators: {CPU: 1}, memory_gib: 1, threads: 1}
+"""
+EMULATED = """
+name: played
+nodes:
+  - {name: a, accelerators: {T4: 1}}
+emulate: {time_scale: 0}
+"""
+pytestmark = pytest.mark.usefixtures("local_ray")
+FEW = ("--bits", "4", "16", "--points", "5", "--rounds", "1", "--max_length", "40")
+SMALL = (*FEW, "--layers_only")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny-profiled")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def times(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "times.csv"
+    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
+    return path
+
+
+def test_the_file_has_the_design_and_is_planned_with(
+    model: str, times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = read_profiles(times)
+    assert len({(r.bits, workload_of(r)) for r in rows}) == len(rows) == 20
+    assert {r.backend for r in rows} == {"int4pack", "plain"}
+    assert all(r.spread is not None and r.repetitions == 1 and r.threads == 1 for r in rows)
+    (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
+    assert algo.main(
+        ["--model", model, "--cluster", str(tmp_path / "cluster.yaml"), "--profiles", str(times),
+         "--bits", "4", "16", "--s", "16", "--n", "8", "--global_bz", "4"]
+    ) == 0  # fmt: skip
+    told = " ".join(capsys.readouterr().out.split())
+    assert "fitted to 20 profile rows of times.csv" in told
+    assert "of layers from the checkpoint" in told
+    assert "(times.loading.csv)" in told
+    loads = read_loading(loading_path(times))
+    assert {(r.bits, r.origin) for r in loads} == {
+        (4, "checkpoint"),
+        (4, "cache"),
+        (16, "checkpoint"),
+    }
+    assert {link.way for link in links_beside(times)} == {"gloo"}
+
+
+def test_loading_is_measured_for_the_bitwidths_that_lack_it(
+    model: str, times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "times.csv"
+    for source in (times, loading_path(times), links_path(times)):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    before = loading_path(path).read_bytes()
+    command = ["--model", model, "-o", str(path), "--threads", "1", *FEW]
+    assert profile.main([*command, "--bits", "4", "8"]) == 0
+    told = capsys.readouterr()
+    assert "CPU: loading at 8 bit" in told.err
+    assert "hops between" not in told.err
+    assert "hops between stages" in told.out
+    assert loading_path(path).read_bytes().startswith(before)
+    assert len(read_loading(loading_path(path))) == 5
+
+
+def test_what_is_measured_is_kept_and_the_rest_added(
+    model: str, times: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy cut off in its last row, with another model's row in front."""
+    lines = times.read_text().splitlines()
+    foreign = lines[1].replace(",64,128,", ",4096,11008,", 1)
+    assert foreign != lines[1]
+    torn = [lines[0], foreign, *lines[1:-3], lines[-3][:40]]
+    path = tmp_path / "torn.csv"
+    path.write_text("\n".join(torn))
+    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
+    told = capsys.readouterr()
+    assert "CPU: 3 points to measure" in told.err
+    kept = path.read_text().splitlines()
+    assert kept[1 : len(torn) - 1] == torn[1:-1]
+    assert len(kept) == len(lines) + 1
+    again = path.read_bytes()
+    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *SMALL]) == 0
+    assert path.read_bytes() == again
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_spent_budget_says_how_many_points_remain(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.csv"
+    options = ["--model", model, "-o", str(path), "--budget_s", "1e-9", *SMALL]
+    assert profile.main(options) == 0
+    assert "20 points remain" in capsys.readouterr().out
+    assert read_profiles(path) == ()
+
+
+def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(CPU_CLUSTER)
+    path = tmp_path / "p.csv"
+    command = ["--model", model, "-o", str(path), "--cluster", str(tmp_path / "cluster.yaml")]
+    assert profile.main([*command, *SMALL]) == 0
+    assert len(read_profiles(path)) == 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--points", "2"], "points is 2"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--budget_s", "-1"], "budget_s is -1"),
+        (["--batch_sizes", "0"], "batch_sizes are [0]"),
+        (["--max_length", "0"], "max_length is 0"),
+        (["--dtype", "int8"], "compute type 'int8'"),
+        (["--threads", "0"], "threads"),
+        (["--model", "no-such-model"], "unknown model 'no-such-model'"),
+        (["-o", "no/such/folder/p.csv"], "cannot write"),
+        (["--cluster", "played.yaml"], "is emulated"),
+        (["--cluster", "missing.yaml"], "missing.yaml"),
+        (["-o", "other.csv"], "other.csv:1: profile lacks the columns"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    options: list[str],
+    message: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("played.yaml").write_text(EMULATED)
+    Path("other.csv").write_text("a,b\n1,2\n")
+    assert profile.main(["--model", model, "-o", "p.csv", *SMALL, *options]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told

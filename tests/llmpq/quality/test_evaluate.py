@@ -1,0 +1,371 @@
+"""Perplexities against transformers' own loss on the same windows, and the command around them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from llmpq import Cluster, Plan, Workload
+from llmpq.cli import evaluate as command
+from llmpq.quality.evaluate import bits_subject
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.scoring import evaluate
+from llmpq.quality.text import Windows, token_windows
+from quant.canonical import dequantize, quantize
+from quant.common.errors import DeviceError, PlanMismatchError, SpecError
+from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
+from tests.paths import DEMO_MODEL
+
+CPU = torch.device("cpu")
+MIXED_BITS = (4, 16, 3, 3, 4)
+HAS_BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+WIDE = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+)
+
+
+def token_text(count: int = 131) -> list[int]:
+    """Random token ids; 131 make 5 windows of 24 and a rest of 11."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def by_transformers(model: Any, windows: Windows) -> float:
+    """Mean loss per token, from the library's forward with labels, window by window."""
+    nats = 0.0
+    for row, count in zip(windows.token_ids, windows.counts, strict=True):
+        ids = torch.from_numpy(row[:count])[None]
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        nats += float(loss) * (len(ids[0]) - 1)
+    return nats / windows.scored
+
+
+def rounded(model: Any, bitwidths: tuple[int, ...]) -> Any:
+    """`model` with the linears of each decoder layer as their codes stand for them."""
+    for layer, bits in zip(model.model.layers, bitwidths, strict=True):
+        for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
+            if bits < 16:
+                linear.weight.data = dequantize(quantize(linear.weight.data, bits))
+    return model
+
+
+def measure(folder: Path, windows: Windows, *bitwidths: tuple[int, ...]) -> list[Perplexity]:
+    subjects = [bits_subject(bits, LAYERS, CPU, "float32") for bits in bitwidths]
+    return evaluate(folder, windows, subjects, CPU)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "opt-post-norm", "bloom", "qwen2-sliding"])
+def test_full_precision_is_transformers_loss(name: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS[name])
+    windows = token_windows([token_text()], None, 24)
+    (result,) = measure(tmp_path, windows, (16,))
+    expected = by_transformers(model, windows)
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+    assert (result.tokens, result.windows) == (131 - 6, 6)
+    assert result.dtypes == ("float32",)
+    assert not result.represented
+
+
+@pytest.mark.parametrize("bits", [(4,) * LAYERS, MIXED_BITS])
+def test_quantized_is_transformers_with_rounded_weights(
+    bits: tuple[int, ...], tiny: tuple[Path, Any], tmp_path: Path
+) -> None:
+    model = rounded(save_tiny(tmp_path, CONFIGS["llama"]), bits)
+    windows = token_windows([token_text()], None, 24)
+    (result,) = measure(tmp_path, windows, bits)
+    assert result.perplexity == pytest.approx(math.exp(by_transformers(model, windows)), rel=1e-5)
+    assert result.bitwidths == bits
+
+
+def test_subjects_measured_together_are_as_measured_alone(tiny: tuple[Path, Any]) -> None:
+    windows = token_windows([token_text()], None, 24)
+    several = [(16,), (4, 4, 3, 8, 16), (4, 4, 3, 3, 3), MIXED_BITS, (16,)]
+    together = measure(tiny[0], windows, *several)
+    alone = [measure(tiny[0], windows, bits)[0] for bits in several]
+    assert together == alone
+    assert len({result.nll for result in together}) == 4
+
+
+def test_many_logits_are_worked_off_in_parts(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = token_windows([token_text()], None, 24)
+    (whole,) = measure(tiny[0], windows, (16,))
+    monkeypatch.setattr("llmpq.quality.scoring._LOGITS_AT_ONCE", 7 * VOCABULARY)
+    (in_parts,) = measure(tiny[0], windows, (16,))
+    np.testing.assert_allclose(in_parts.window_nll, whole.window_nll, rtol=1e-6)
+
+
+def test_standard_errors_are_those_of_a_mean() -> None:
+    generator = np.random.default_rng(5)
+    nats = generator.normal(60.0, 4.0, size=(2, 40))
+    own, other = (
+        Perplexity("x", (16,), tuple(row.tolist()), (20,) * 40, ("float32",)) for row in nats
+    )
+    of_mean = nats[0].std(ddof=1) / math.sqrt(40) / 20
+    assert own.standard_error == pytest.approx(own.perplexity * of_mean)
+    difference, error = own.above(other)
+    assert difference == pytest.approx(own.perplexity - other.perplexity)
+    weighed = own.perplexity * nats[0] - other.perplexity * nats[1]
+    assert error == pytest.approx(weighed.std(ddof=1) / math.sqrt(40) / 20)
+    single = replace(own, window_nll=(60.0,), window_tokens=(20,))
+    assert single.standard_error is None
+    with pytest.raises(ValueError, match="different windows"):
+        own.above(single)
+
+
+@pytest.mark.parametrize("loss", [0.05, 1.0])
+def test_the_error_of_a_difference_by_other_ways(loss: float) -> None:
+    """The delta method with its gradient and covariances written out, and a bootstrap.
+
+    Windows of different lengths, a text that is harder in some, a model that loses little or much.
+    """
+    generator = np.random.default_rng(3)
+    counts = generator.integers(20, 60, 400)
+    hardness = generator.normal(3.0, 0.4, 400)
+    base = counts * (hardness + generator.normal(0, 0.1, 400))
+    worse = counts * (hardness + loss + generator.normal(0, 0.1, 400))
+    own, other = (
+        Perplexity("x", (16,), tuple(nats.tolist()), tuple(counts.tolist()), ("float32",))
+        for nats in (worse, base)
+    )
+    error = own.above(other)[1]
+    residuals = [nats - counts * nats.sum() / counts.sum() for nats in (worse, base)]
+    covariance = np.cov(residuals) * 400 / counts.sum() ** 2
+    gradient = np.array([own.perplexity, -other.perplexity])
+    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=1e-6)
+    draws = generator.integers(0, 400, (4000, 400))
+    tokens = counts[draws].sum(1)
+    differences = np.exp(worse[draws].sum(1) / tokens) - np.exp(base[draws].sum(1) / tokens)
+    assert error == pytest.approx(differences.std(), rel=0.05)
+
+
+# ----------------------------------------------------------------------------------------- plans
+
+
+def plan_on(cluster: Cluster, model: Path, **options: Any) -> Plan:
+    return cluster.plan(model, Workload(2, 16, 8), **options)
+
+
+def test_a_plan_of_several_stages(plan: Plan, tiny: tuple[Path, Any]) -> None:
+    text = token_text()
+    expected = by_transformers(tiny[1], token_windows([text], None, 24))
+    result = plan.evaluate(text, sequence_length=24)
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+    assert result.bitwidths == tuple(b for stage in plan.stages for b in stage.bitwidths)
+
+
+def test_a_plan_with_keys_and_values_in_8_bit_is_measured_with_them(
+    plan: Plan, tiny: tuple[Path, Any]
+) -> None:
+    text = token_text()
+    full = plan.evaluate(text, sequence_length=24)
+    coded = Plan(replace(plan.data, kv_bits=8)).evaluate(text, sequence_length=24)
+    assert coded.perplexity != full.perplexity
+    assert coded.perplexity == pytest.approx(full.perplexity, rel=0.01)
+
+
+def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
+    model = rounded(save_tiny(tmp_path, WIDE), (4,) * LAYERS)
+    cluster_file = tmp_path / "cpu.yaml"
+    cluster_file.write_text(
+        "name: cpu\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 1, memory_gib: 1}]\n"
+    )
+    plan = plan_on(Cluster.from_yaml(cluster_file), tmp_path, bits=[4], dtype="bfloat16")
+    assert plan.stages[0].backends == {4: "int4pack"}
+    text = token_text()
+    expected = by_transformers(model, token_windows([text], None, 24))
+    result = plan.evaluate(text, sequence_length=24, dtype="float32")
+    assert result.represented == {"int4pack": tuple(range(LAYERS))}
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+    as_run = plan.evaluate(text, sequence_length=24)
+    assert as_run.dtypes == ("bfloat16",)
+    assert not as_run.represented
+    assert as_run.nll == pytest.approx(expected, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def nf4_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    folder = tmp_path_factory.mktemp("nf4")
+    save_tiny(folder, WIDE)
+    plan = plan_on(Cluster.from_counts(["T4"], [1]), folder, bits=[4])
+    assert plan.stages[0].backends == {4: "bnb_nf4"}
+    return plan, folder
+
+
+@pytest.mark.skipif(HAS_BITSANDBYTES, reason="bitsandbytes is here")
+def test_without_bitsandbytes_nf4_names_the_extra(nf4_plan: tuple[Plan, Path]) -> None:
+    with pytest.raises(DeviceError, match=r"llmpq\[bitsandbytes\]"):
+        nf4_plan[0].evaluate(token_text(), sequence_length=24)
+
+
+@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="bitsandbytes is not here")
+def test_nf4_is_the_published_table_by_blocks_of_64(nf4_plan: tuple[Plan, Path]) -> None:
+    plan, folder = nf4_plan
+    model = save_tiny(folder, WIDE)
+    for linear in (m for m in model.model.layers.modules() if isinstance(m, nn.Linear)):
+        linear.weight.data = nf4_rounded(linear.weight.data)
+    text = token_text()
+    expected = by_transformers(model, token_windows([text], None, 24))
+    result = plan.evaluate(text, sequence_length=24)
+    assert result.represented == {"bnb_nf4": tuple(range(LAYERS))}
+    assert result.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
+
+
+def nf4_rounded(weight: torch.Tensor) -> torch.Tensor:
+    """QLoRA (Dettmers et al. 2023), appendix E: its 16 values, scaled to each block's maximum."""
+    table = torch.tensor(
+        [
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+            -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+            0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+            0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        ]
+    )  # fmt: skip
+    blocks = weight.view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    nearest = (blocks / largest).unsqueeze(-1).sub(table).abs().argmin(-1)
+    return (table[nearest] * largest).view(weight.shape)
+
+
+def test_plan_of_another_model_is_refused(plan: Plan, tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["opt"])
+    with pytest.raises(PlanMismatchError, match="plan again"):
+        plan.evaluate(token_text(), model=str(tmp_path))
+
+
+def test_logits_that_are_not_finite(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e38)
+        model.model.norm.weight.mul_(1e4)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match="not finite"):
+        measure(tmp_path, token_windows([token_text()], None, 24), (16,))
+
+
+# ------------------------------------------------------------------------------------ llmpq-eval
+
+
+def ids_file(folder: Path) -> Path:
+    path = folder / "text.jsonl"
+    path.write_text(json.dumps({"prompt": token_text()}) + "\n")
+    return path
+
+
+def test_command_prints_a_table_and_writes_json(
+    tiny: tuple[Path, Any], plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    target = tmp_path / "out.json"
+    bits = ["--bits", "16", "4", "3,3,4,16,16"]
+    arguments = ["--strat-file-name", str(tmp_path / "plan.json"), *bits, "--json", str(target)]
+    code = command.main([*arguments, "--text", str(ids_file(tmp_path)), "--sequence-length", "24"])
+    printed = capsys.readouterr().out
+    assert code == 0
+    found = json.loads(target.read_text())
+    expected = by_transformers(tiny[1], token_windows([token_text()], None, 24))
+    assert found[0]["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+    assert found[1]["perplexity"] == pytest.approx(found[0]["perplexity"], rel=1e-6)
+    assert [entry["bitwidths"] for entry in found[1:]] == [[16] * 5, [4] * 5, [3, 3, 4, 16, 16]]
+    for part in ("125 tokens", "6 windows", "3x2 4x1 16x2", f"{found[3]['perplexity']:.3f}"):
+        assert part in printed
+
+
+def test_text_from_standard_input_by_the_models_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = b"A list is a mutable sequence. Lists may be sorted in place. " * 3
+    stream = io.TextIOWrapper(io.BytesIO(words))
+    monkeypatch.setattr("sys.stdin", stream)
+    target = tmp_path / "out.json"
+    arguments = ["--model", str(DEMO_MODEL), "--bits", "16", "--text", "-", "--max_tokens", "40"]
+    assert command.main([*arguments, "--json", str(target)]) == 0
+    (found,) = json.loads(target.read_text())
+    assert found["tokens"] == 39
+    assert found["standard_error"] is None
+    assert 1 < found["perplexity"] < 2000
+    assert "39 tokens" in capsys.readouterr().out
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "nothing to evaluate": (["--model", "{model}", "--text", "{text}"], "--strat_file_name"),
+    "no text": (["--model", "{model}", "--bits", "4"], "--text"),
+    "no model": (["--bits", "4", "--text", "{text}"], "--model"),
+    "no such model": (["--model", "{folder}/no", "--bits", "4", "--text", "{text}"], "no folder"),
+    "no such plan": (["--plan", "{folder}/no.json", "--text", "{text}"], "no.json"),
+    "no such text": (["--model", "{model}", "--bits", "4", "--text", "{folder}/no"], "cannot read"),
+    "empty text": (["--model", "{model}", "--bits", "4", "--text", "{empty}"], "no tokenizer"),
+    "no ids": (["--model", "{model}", "--bits", "4", "--text", "{no_ids}"], "0 tokens"),
+    "bitwidth": (["--model", "{model}", "--bits", "5", "--text", "{text}"], "bitwidth 5"),
+    "no number": (["--model", "{model}", "--bits", "4;4", "--text", "{text}"], "4;4"),
+    "layers": (["--model", "{model}", "--bits", "4,4", "--text", "{text}"], "5 layers"),
+    "device": (["--model", "{model}", "--bits", "4", "--text", "{text}", "--device", "tpu"], "tpu"),
+    "dtype": (["--model", "{model}", "--bits", "4", "--text", "{text}", "--dtype", "int"], "'int'"),
+    "vocabulary": (["--model", "{model}", "--bits", "4", "--text", "{foreign}"], "vocabulary"),
+    "positions": (
+        ["--model", "{model}", "--bits", "4", "--text", "{long}", "--sequence_length", "150"],
+        "128 positions",
+    ),
+    "output": (
+        ["--model", "{model}", "--bits", "4", "--text", "{text}", "--json", "{folder}/no/x.json"],
+        "cannot write",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_exits_2_with_one_message(
+    name: str, tiny: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = REFUSED[name]
+    places = {"model": tiny[0], "folder": tmp_path, "text": ids_file(tmp_path)}
+    for file, ids in (("no_ids", []), ("foreign", [7] * 4 + [VOCABULARY]), ("long", [5] * 200)):
+        places[file] = tmp_path / f"{file}.jsonl"
+        places[file].write_text(json.dumps({"prompt": ids}))
+    places["empty"] = tmp_path / "empty.txt"
+    places["empty"].write_text("")
+    code = command.main([argument.format(**places) for argument in arguments])
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(
+    tiny: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(tiny[0]), "--bits", "4", "--device", "cuda"]
+    assert command.main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
+    assert "finds no GPU" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model", CONFIGS["opt"])
+    with torch.no_grad():
+        model.model.decoder.layers[1].fc1.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["--model", str(tmp_path / "model"), "--bits", "3"]
+    assert command.main([*arguments, "--text", str(ids_file(tmp_path))]) == 2
+    assert "layers.1.fc1.weight" in capsys.readouterr().err

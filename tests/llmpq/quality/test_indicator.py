@@ -1,0 +1,291 @@
+"""Indicators of whole models against transformers' own inputs, and the command around them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from actors.stage.layer_stream import compute_on
+from llmpq import Cluster, Workload
+from llmpq.cli import algo, indicator
+from llmpq.quality.indicator import Calibration, measure_indicators
+from llmpq.quality.indicator_options import IndicatorOptions
+from llmpq.quality.measured_points import assignments_to_measure
+from llmpq.quality.omega import measure_omega
+from llmpq.quality.text import Windows, token_windows
+from planner.model.finding import model_shape
+from planner.quality.sensitivity import load_omega
+from quant.common.errors import CheckpointError, InputError
+from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.gram import squared_rounding_error
+from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
+from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
+
+BITS = (3, 4, 8, 16)
+OUTLIERS = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=512,
+    intermediate_size=512,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
+IN_FLOAT32 = compute_on(torch.device("cpu"), torch.float32)
+FORM = VarianceForm("stochastic", "symmetric")
+
+
+def tokens(sequences: int = 4, length: int = 12, seed: int = 5) -> Any:
+    return np.random.default_rng(seed).integers(3, VOCABULARY, (sequences, length))
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    decoder = model.get_decoder()
+    return list(decoder.h if hasattr(decoder, "h") else decoder.layers)
+
+
+def by_hand(model: Any, token_ids: Any) -> tuple[Any, Any]:
+    """Both indicators from what every linear sees in transformers' forward of the whole model."""
+    seen: dict[nn.Module, Tensor] = {}
+    linears = [
+        [m for m in layer.modules() if isinstance(m, nn.Linear)] for layer in layers_of(model)
+    ]
+    for linear in (each for layer in linears for each in layer):
+        linear.register_forward_pre_hook(
+            lambda module, inputs: seen.__setitem__(module, inputs[0].flatten(0, -2).double())
+        )
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(token_ids), use_cache=False)
+    variance, hessian = np.zeros((LAYERS, 4)), np.zeros((LAYERS, 4))
+    for index, layer in enumerate(linears):
+        for linear in layer:
+            x, w = seen[linear], linear.weight.detach()
+            gain = float(x.mean() ** 2 + x.var(correction=0)) / 6
+            top = float(torch.linalg.eigvalsh(2 * x.T @ x)[-1])
+            for column, bits in enumerate(BITS[:-1]):
+                step = float(w.abs().max()) / (2 ** (bits - 1) - 1)
+                variance[index, column] += w.numel() * step**2 * gain
+                hessian[index, column] += top * squared_rounding_error(w, bits)
+    return variance, hessian
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_indicators_of_every_architecture(name: str, tmp_path: Path) -> None:
+    model, token_ids = save_tiny(tmp_path, CONFIGS[name]), tokens()
+    indicators = {"variance": partial(VarianceStatistics, FORM), "hessian": HessianStatistics}
+    done: list[tuple[int, int]] = []
+    found = measure_indicators(
+        tmp_path, token_ids, indicators, BITS, IN_FLOAT32, lambda *at: done.append(at)
+    )
+    variance, hessian = by_hand(model, token_ids)
+    np.testing.assert_allclose(found["variance"], variance, rtol=1e-4)
+    np.testing.assert_allclose(found["hessian"], hessian, rtol=1e-3)
+    assert done == [(layer + 1, LAYERS) for layer in range(LAYERS)]
+
+
+class Counting(VarianceStatistics):
+    """Notes whose inputs it was given."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def observe(self, source: str, inputs: Tensor) -> None:
+        self.seen.append(source)
+        super().observe(source, inputs)
+
+
+def test_linears_that_share_an_input_are_looked_at_once(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    seen: list[str] = []
+    measure_indicators(tmp_path, tokens(), {"x": lambda: Counting(seen)}, BITS, IN_FLOAT32)
+    names = ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
+    assert seen == names * LAYERS
+
+
+def test_damaged_weights_name_their_layer(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    with torch.no_grad():
+        model.model.layers[2].input_layernorm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layer 2: .*not finite"):
+        measure_indicators(tmp_path, tokens(), {"x": VarianceStatistics}, BITS, IN_FLOAT32)
+
+
+def test_calibration_draws_whole_windows() -> None:
+    windows = token_windows([list(range(95))], None, 10)  # the last has 5 tokens and padding
+    sample = Calibration.sample(windows, 4, seed=1)
+    assert sample.token_ids.shape == (4, 10)
+    assert (np.diff(sample.token_ids[:, 0]) > 0).all()
+    assert not (sample.token_ids == 0)[:, 1:].any()
+    other = Calibration.sample(windows, 4, seed=2)
+    assert other.fingerprint != sample.fingerprint
+    assert Calibration.sample(windows, 4, seed=1).fingerprint == sample.fingerprint
+    assert len(Calibration.sample(windows, 99, seed=1).token_ids) == 9
+    with pytest.raises(InputError, match="at least 1"):
+        Calibration.sample(windows, 0, seed=1)
+    assert isinstance(windows, Windows)
+
+
+def test_assignments_to_measure_descend_by_least_sensitivity() -> None:
+    random = np.random.default_rng(0)
+    matrix = random.uniform(1, 9, (8, 1)) * np.array([1, 0.2, 0.01, 0])
+    chosen = assignments_to_measure(matrix, BITS)
+    assert chosen[:4] == [(bits,) * 8 for bits in (16, 8, 4, 3)]
+    assert len(set(chosen)) == len(chosen) >= 9
+    sums = [sum(matrix[i, BITS.index(b)] for i, b in enumerate(bits)) for bits in chosen[4:]]
+    assert sums == sorted(sums, reverse=True)
+    assert sums[0] <= 0.7 * matrix[:, 0].sum()
+    order = np.argsort(-matrix[:, 0])
+    for bits in chosen[4:]:  # a layer that loses more never has fewer bits
+        assert list(np.array(bits)[order]) == sorted(bits, reverse=True)
+    assert assignments_to_measure(matrix[:, -1:], (16,)) == [(16,) * 8]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny(folder, CONFIGS["llama"])
+    return folder
+
+
+def text_file(path: Path, count: int, seed: int) -> Path:
+    ids = np.random.default_rng(seed).integers(3, VOCABULARY, count).tolist()
+    path.write_text(json.dumps({"prompt": ids}) + "\n")
+    return path
+
+
+def run(*arguments: object) -> int:
+    return indicator.main([str(argument) for argument in arguments])
+
+
+def test_command_writes_what_the_planner_takes(
+    model: Path, cluster_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, held_out = (
+        text_file(tmp_path / "a.jsonl", 130, 1),
+        text_file(tmp_path / "b.jsonl", 400, 2),
+    )
+    omega = tmp_path / "omega.json"
+    arguments = ["--model", model, "--calibration", text, "-o", omega, "--sequence-length", 16]
+    assert run(*arguments, "--perplexity", held_out, "--bits", 3, 4, 8, "--rounding", "stochastic",
+               "--sequences", 5) == 0  # fmt: skip
+    content = json.loads(omega.read_text())
+    windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
+    sample = Calibration.sample(windows, 5, seed=0)
+    form = VarianceForm("stochastic")
+    expected = measure_indicators(
+        model, sample.token_ids, {"x": partial(VarianceStatistics, form)}, BITS, IN_FLOAT32
+    )
+    assert content["bits"] == list(BITS)
+    assert np.array(content["matrix"]) == pytest.approx(expected["x"])
+    told = content["provenance"]
+    assert (told["method"], told["rounding"], told["calibration_tokens"]) == (
+        "variance", "stochastic", 80,
+    )  # fmt: skip
+    assert told["calibration"] == sample.fingerprint
+    assert content["points"][0]["bitwidths"] == [16] * LAYERS
+    assert len(content["points"]) >= 8
+    assert "perplexity, 384 tokens" not in (printed := capsys.readouterr().out)
+    assert f"perplexity, {400 - 25} tokens" in printed
+    loaded = load_omega(omega, model_shape(str(model)), BITS)
+    assert len(loaded.points) == len(content["points"])
+    plan = Cluster.from_yaml(cluster_file).plan(
+        model, Workload(2, 16, 4), omega_file=omega, dtype="float32", bits=[3, 4, 8, 16]
+    )
+    assert "variance, stochastic" in plan.data.sensitivity_source
+
+
+def test_bound_of_perplexity_from_the_command_line(
+    model: Path, cluster_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    omega = tmp_path / "omega.json"
+    assert run("--model", model, "--method", "random", "--seed", 4, "-o", omega) == 0
+    content = json.loads(omega.read_text())
+    shape = model_shape(str(model))
+    total = np.array(content["matrix"]).sum(axis=0)
+    content["points"] = [
+        {"bitwidths": [bits] * shape.layers, "perplexity": 30 + sum_, "error": 0.0}
+        for bits, sum_ in zip(BITS, total, strict=True)
+    ]
+    command = ["--model", str(model), "--cluster", str(cluster_file), "--global_bz", "2", "--s",
+               "16", "--n", "4", "--omega_file", str(omega), "--max-ppl-delta"]  # fmt: skip
+    assert algo.main([*command, "0.5"]) == 2
+    assert "llmpq-indicator --perplexity" in capsys.readouterr().err
+    omega.write_text(json.dumps(content))
+    assert algo.main([*command, str(total[0])]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "over 30 at 16 bit expected" in printed
+    assert "from 3 measured points); at most" in printed
+
+
+def test_outliers_make_no_higher_bitwidth_worse(tmp_path: Path) -> None:
+    """One weight of a row sets its scale at 8 bit, but only its group's at 4."""
+    weights = save_tiny(tmp_path, OUTLIERS)
+    with torch.no_grad():
+        for linear in (m for m in weights.model.layers[1].modules() if isinstance(m, nn.Linear)):
+            linear.weight.abs_()
+            linear.weight[:, 0] = 30  # 15 steps of 2: at 4 bit the others of its group become 0
+    weights.save_pretrained(tmp_path)
+    options = IndicatorOptions(method="hessian", sequence_length=12)
+    ids = tokens(1, 60)[0].tolist()
+    raw = measure_indicators(
+        tmp_path, np.array(ids).reshape(5, 12), {"x": HessianStatistics}, BITS, IN_FLOAT32
+    )["x"]
+    assert raw[1, 2] > raw[1, 1]
+    matrix = measure_omega(tmp_path, [ids], options).matrix
+    assert (np.diff(matrix, axis=1) <= 0).all()
+    assert matrix[0] == pytest.approx(raw[0])
+
+
+def test_bad_input_of_the_command(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = text_file(tmp_path / "text.jsonl", 40, 3)
+    short = text_file(tmp_path / "short.jsonl", 1, 3)
+    long = text_file(tmp_path / "long.jsonl", 500, 3)
+    omega = tmp_path / "omega.json"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
+    complete = ["--model", model, "--calibration", text, "-o", omega]
+    cases: list[tuple[list[object], str]] = [
+        (["--model", model, "-o", omega], "give a text to calibrate on: --calibration"),
+        ([*complete, "-o", tmp_path], "name a file in a folder that exists"),
+        ([*complete, "-o", tmp_path / "no" / "omega.json"], "name a file in a folder that exists"),
+        ([*complete, "--sequences", 0], "sequences is 0"),
+        ([*complete, "--seed", -1], "seed -1"),
+        ([*complete, "--calibration", long, "--sequence_length", 200], "128 positions"),
+        ([*complete, "--device", "tpu"], "not one of auto, cpu, cuda"),
+        ([*complete, "--dtype", "int4"], "compute type 'int4'"),
+        (["--model", model, "--calibration", short, "-o", omega], "at least 2 are needed"),
+        (["--model", tmp_path, "--calibration", text, "-o", omega], "holds no config.json"),
+        (["--model", bare, "--calibration", text, "-o", omega], "model.safetensors"),
+    ]
+    for arguments, message in cases:
+        assert run(*arguments) == 2, arguments
+        assert message in capsys.readouterr().err
+        assert not omega.exists()
+    assert run(*complete, "--perplexity", text) == 2  # one window of 40 tokens
+    assert "one window, which tells no error" in capsys.readouterr().err
+    assert load_omega(omega, model_shape(str(model)), BITS).points == ()  # what was done is kept
+    with pytest.raises(SystemExit, match="2"):
+        run(*complete, "--bits", 5)
+
+
+def test_help_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, llmpq.cli.indicator; "
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,387 @@
+"""Checkpoints written with GPTQ: what is in them, and that stages compute what they stand for."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
+
+from actors.stage.layer_stream import LayerStream, stream_layers
+from actors.stage.planned import stage_spec
+from actors.stage.stage import Stage
+from llmpq import Cluster, Plan, Workload
+from llmpq.cli import algo
+from llmpq.cli import quantize as command
+from llmpq.quality.quantize import quantize_checkpoint, shared_inputs
+from quant.canonical import dequantize, quantize
+from quant.checkpoint.reader import Checkpoint
+from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
+from quant.gptq import writer as gptq_writer
+from quant.gptq.format import read_gptq
+from quant.gptq.rounding import GptqOptions, gptq
+from quant.loading.representation import Compute, LayerScheme
+from quant.scheme import Processor
+from tests.actors.models import (
+    VOCABULARY,
+    generate,
+    random_prompts,
+    reference,
+    save_tiny,
+    stages_of,
+)
+
+PLAIN_CPU = Processor(instruction_sets=frozenset())
+"""Without kernels that round activations."""
+
+IN_FLOAT32 = Compute(torch.device("cpu"), torch.float32, PLAIN_CPU)
+BITS = (3, 16, 4, 8, 4)
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
+_ROPE = _SIZES | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": len(BITS),
+    "num_attention_heads": 4,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_ROPE, num_key_value_heads=2, attention_bias=True),
+    "gpt_neox": GPTNeoXConfig(**_ROPE),
+    "opt": OPTConfig(
+        **_SIZES, hidden_size=64, ffn_dim=96, num_hidden_layers=len(BITS), num_attention_heads=4,
+        word_embed_proj_dim=32,
+    ),
+    "bloom": BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=len(BITS), n_head=4),
+}  # fmt: skip
+
+
+def tokens(sequences: int = 6, length: int = 40) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, VOCABULARY, (sequences, length), generator=generator)
+
+
+def make(
+    source: Path, target: Path, bits: tuple[int, ...] = BITS, symmetric: bool = False
+) -> Checkpoint:
+    quantize_checkpoint(
+        source, target, bits, tokens(), IN_FLOAT32, GptqOptions(symmetric=symmetric)
+    )
+    return Checkpoint(target)
+
+
+def patch(model: Any, made: Checkpoint, bits: tuple[int, ...]) -> None:
+    """Give transformers' model the weights that `made` stands for."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and made.has(f"{name}.qweight"):
+            weight = read_gptq(made, name, tuple(module.weight.shape)).dequantize()
+            number = int(next(part for part in name.split(".") if part.isdigit()))
+            if bits[number] == 8:  # as the kernels' own 8 bit holds it
+                weight = dequantize(quantize(weight, 8))
+            with torch.no_grad():
+                module.weight.copy_(weight)
+
+
+def stored_bits(made: Checkpoint, layers_name: str) -> list[int]:
+    """Of each layer, by the shapes of its words; 16 where plain weights are stored."""
+    found = []
+    for index in range(len(BITS)):
+        names = made.names_below(f"{layers_name}.{index}")
+        widths = {
+            32 * made.shape_of(name)[0] // made.shape_of(name.replace("qweight", "g_idx"))[0]
+            for name in names
+            if name.endswith(".qweight")
+        }
+        found.append(widths.pop() if widths else 16)
+        assert not widths, "one bitwidth in a layer"
+    return found
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_stages_compute_what_the_checkpoint_stands_for(
+    family: str, symmetric: bool, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path / "model", CONFIGS[family])
+    made = make(tmp_path / "model", tmp_path / "made", symmetric=symmetric)
+    layers_name = LayerStream(tmp_path / "model", IN_FLOAT32).layers_name
+    assert stored_bits(made, layers_name) == list(BITS)
+    patch(model, made, BITS)
+    token_ids = tokens(2, 30)
+    stream = LayerStream(tmp_path / "made", IN_FLOAT32)
+    *_, last = stream_layers(stream, token_ids, [LayerScheme(bits) for bits in BITS])
+    tail = stream.tail()
+    logits = tail.logits(tail.normed(last.hidden))
+    with torch.no_grad():
+        expected = model(input_ids=token_ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_those_of_the_library(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", CONFIGS["llama"])
+    made = make(tmp_path / "model", tmp_path / "made")
+    patch(model, made, BITS)
+    prompts = random_prompts((5, 9, 14))
+    stages = stages_of(tmp_path / "made", (0, 2, 5), 3, 24, bits=BITS, processor=PLAIN_CPU)
+    assert generate(stages, prompts, 8, 2, 3) == [reference(model, p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("llama", ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"]),
+        ("opt", ["q_proj k_proj v_proj", "out_proj", "fc1", "fc2"]),
+        ("gpt_neox", ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+    ],
+)
+def test_linears_are_taken_in_the_order_in_which_they_run(
+    family: str, expected: list[str], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, CONFIGS[family])
+    layer = next(stream_layers(LayerStream(tmp_path, IN_FLOAT32), tokens()))
+    found = shared_inputs(layer)
+    assert [" ".join(name.rpartition(".")[2] for name in names) for names in found] == expected
+
+
+def test_calibrated_weights_move_outputs_less_than_rounded_ones(tmp_path: Path) -> None:
+    """Over the whole model, on text that it was not calibrated on."""
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    bits = (3,) * 5
+    make(tmp_path / "model", tmp_path / "made", bits)
+    other = torch.randint(3, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(9))
+
+    def last_hidden(folder: Path, scheme: LayerScheme) -> Tensor:
+        stream = LayerStream(folder, IN_FLOAT32)
+        *_, layer = stream_layers(stream, other, [scheme] * 5)
+        return layer.hidden
+
+    exact = last_hidden(tmp_path / "model", LayerScheme())
+    rounded = last_hidden(tmp_path / "model", LayerScheme(3))
+    calibrated = last_hidden(tmp_path / "made", LayerScheme(3))
+    assert float((calibrated - exact).norm()) < 0.8 * float((rounded - exact).norm())
+
+
+def test_what_is_not_quantized_is_copied_under_the_librarys_names(tmp_path: Path) -> None:
+    """The OPT family's checkpoints lack the `model.` that its modules have."""
+    from safetensors.torch import load_file, save_file
+
+    save_tiny(tmp_path / "model", CONFIGS["opt"])
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path)
+    made = make(tmp_path / "model", tmp_path / "made")
+    kept = [name for name in made.names() if name in tensors]
+    assert all(torch.equal(made.read(name), tensors[name]) for name in kept)
+    quantized = {name.removesuffix("qweight") for name in made.names() if name.endswith("qweight")}
+    assert set(tensors) - set(kept) == {f"{name}weight" for name in quantized}
+
+
+def test_configuration(tmp_path: Path) -> None:
+    """Most layers' bits, and rules in GPTQModel's order: the first that matches decides."""
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    make(tmp_path / "model", tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    entries = config["quantization_config"]
+    assert config["hidden_size"] == 64
+    assert entries == json.loads((tmp_path / "made" / "quantize_config.json").read_text())
+    assert (entries["bits"], entries["group_size"]) == (4, 64)
+    assert entries["checkpoint_format"] == "gptq_v2"
+    rules = entries["dynamic"]
+    assert rules[r"-:model\.layers\.1\..*"] == {}
+    assert rules[r"+:model\.layers\.3\..*"] == {"bits": 8}
+    own_group = r"+:model\.layers\.0\.mlp\.down_proj"
+    assert rules[own_group] == {"bits": 3, "group_size": 32}
+    assert list(rules).index(own_group) < list(rules).index(r"+:model\.layers\.0\..*")
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    make(tmp_path / "model", tmp_path / "made")
+    with pytest.raises(PlanMismatchError, match=r"layers\.0.* 3 bits, .* gives its layer 4"):
+        stages_of(tmp_path / "made", (0, 5), 1, 8, bits=4)
+
+
+def replaced(path: Path) -> None:
+    (path / "made").mkdir()
+    (path / "made" / "old").touch()
+    (path / "made" / "config.json").write_text("{}")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    replaced(tmp_path)
+    saved = []
+
+    def fill_up(tensors: object, path: Path, **_: object) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(b"half")
+
+    monkeypatch.setattr(gptq_writer, "save_file", fill_up)
+    with pytest.raises(InputError, match=r"cannot write .*made .*No space left on device"):
+        quantize_checkpoint(
+            tmp_path / "model", tmp_path / "made", BITS, tokens(), IN_FLOAT32, GptqOptions(), True
+        )
+    assert len(saved) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["config.json", "old"]
+
+
+def test_an_old_folder_gives_way(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    replaced(tmp_path)
+    with pytest.raises(InputError, match="exists already; name a new folder or pass --overwrite"):
+        make(tmp_path / "model", tmp_path / "made")
+    quantize_checkpoint(
+        tmp_path / "model", tmp_path / "made", BITS, tokens(), IN_FLOAT32, GptqOptions(), True
+    )
+    assert not (tmp_path / "made" / "old").exists()
+    assert Checkpoint(tmp_path / "made").gptq is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
+
+
+def test_nothing_but_another_model_is_overwritten(tmp_path: Path) -> None:
+    """Neither folders around the model nor in it, nor what is no model."""
+    outer = tmp_path / "outer"
+    save_tiny(outer / "model", CONFIGS["llama"])
+    (outer / "model" / "inner").mkdir()
+    (tmp_path / "link").symlink_to(outer, target_is_directory=True)
+    (tmp_path / "again").symlink_to("again")
+    for folder in (outer, outer / "model" / "inner"):
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").touch()
+    before = sorted(tmp_path.rglob("*"))
+    wrong = {
+        outer: "one lies in the other",
+        tmp_path: "one lies in the other",
+        tmp_path / "link": "one lies in the other",
+        tmp_path / "link" / "model": "is the model itself",
+        outer / "model" / "inner": "one lies in the other",
+        outer / "model" / "new" / "er": "one lies in the other",
+        tmp_path / "notes": r"holds no config\.json: .*name another folder or remove it",
+        outer / "config.json": r"holds no config\.json",
+        tmp_path / "again": "cannot write",
+    }
+    for target, message in wrong.items():
+        with pytest.raises(InputError, match=message):
+            quantize_checkpoint(
+                outer / "model", target, BITS, tokens(), IN_FLOAT32, GptqOptions(), True
+            )
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", CONFIGS["llama"])
+
+    def attempt(bits: tuple[int, ...], source: str = "model", target: str = "new") -> None:
+        quantize_checkpoint(
+            tmp_path / source, tmp_path / target, bits, tokens(), IN_FLOAT32, GptqOptions(), True
+        )
+
+    with pytest.raises(SpecError, match="3 bitwidths for 5 layers"):
+        attempt((4, 4, 4))
+    with pytest.raises(SpecError, match="nothing to quantize"):
+        attempt((16,) * 5)
+    with pytest.raises(InputError, match="is the model itself"):
+        attempt(BITS, target="model")
+    make(tmp_path / "model", tmp_path / "made")
+    with pytest.raises(SpecError, match="is quantized already; give the original"):
+        attempt(BITS, source="made")
+    odd = LlamaConfig(**_ROPE | {"intermediate_size": 80})
+    save_tiny(tmp_path / "odd", odd)
+    with pytest.raises(SpecError, match=r"layers\.2\.mlp\.gate_proj of 80 x 64 .*words at 3 bits"):
+        attempt((4, 8, 3, 4, 16), source="odd")
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight[1, 1] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up_proj"):
+        attempt(BITS)
+    assert not (tmp_path / "new").exists()
+
+
+def run(tmp_path: Path, *more: str) -> int:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": tokens().flatten().tolist()}))
+    shared = ["--model", str(tmp_path / "model"), "-o", str(tmp_path / "made")]
+    return command.main([*shared, "--sequence_length", "30", *more])
+
+
+def test_command_with_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    cluster = Cluster.from_counts(["T4"], [1])
+    plan = cluster.plan(tmp_path / "model", Workload(2, 8, 4), bits=[4])
+    plan.save(tmp_path / "plan.json")
+    text = str(tmp_path / "text.jsonl")
+    options = ("--strat_file_name", str(tmp_path / "plan.json"), "--calibration", text)
+    assert run(tmp_path, *options, "--symmetric", "--no-act-order") == 0
+    out = capsys.readouterr().out
+    assert "5 layers of 4.00 bits on average, calibrated on 240 tokens" in out
+    made = Checkpoint(tmp_path / "made")
+    assert stored_bits(made, "model.layers") == [4] * 5
+    # a uniform checkpoint can be planned for; its bits are then given
+    again = cluster.plan(tmp_path / "made", Workload(2, 8, 4))
+    assert set(again.stages[0].bitwidths) == {4}
+    with pytest.raises(SpecError, match="is stored with 4 bits, which --bits 3 8 leaves out"):
+        cluster.plan(tmp_path / "made", Workload(2, 8, 4), bits=[3, 8])
+    # and a plan of other bits is refused before any stage is started
+    other = cluster.plan(tmp_path / "model", Workload(2, 8, 4), bits=[8])
+    with pytest.raises(PlanMismatchError, match=r"all of it with 4 bits, but the plan has .* 8"):
+        next(other.run([[5, 6, 7]], model=str(tmp_path / "made")))
+
+
+def test_mixed_checkpoints_are_not_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    make(tmp_path / "model", tmp_path / "made")
+    arguments = ["--model", str(tmp_path / "made"), "--device_names", "T4", "--device_numbers", "1"]
+    assert algo.main(arguments) == 2
+    assert "different bits for some of its modules; run it with the plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rounding", ["searched", "stochastic"])
+def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> None:
+    """From the option through the plan's file to a stage's weights, the same at every start."""
+    save_tiny(tmp_path / "model", CONFIGS["llama"])
+    planned = Cluster.from_counts(["T4"], [1]).plan(
+        tmp_path / "model", Workload(2, 8, 4), bits=[3], rounding=rounding
+    )
+    planned.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json").data
+    assert plan.rounding == rounding
+    spec = stage_spec(plan, plan.stages[0])
+    hidden = []
+    for kept in (spec.rounding, spec.rounding, "nearest"):
+        own = replace(spec, rounding=kept, dtype="float32", backends={}, memory_limit_bytes=0)
+        stage = Stage(own, tmp_path / "model", torch.device("cpu"), PLAIN_CPU)
+        hidden.append(stage._model.get_decoder().layers[0].mlp.up_proj(torch.eye(64)))
+    assert torch.equal(hidden[0], hidden[1])
+    assert not torch.equal(hidden[0], hidden[2])
+
+
+def test_inputs_are_those_of_the_quantized_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last linear sees what the linears before it, all rounded, make of the text."""
+    bits = (3, 16, 4, 4, 3)
+    model = save_tiny(tmp_path / "model", CONFIGS["llama"])
+    grams: list[Tensor] = []
+
+    def record(weight: Tensor, gram: Tensor, *rest: Any) -> Any:
+        grams.append(gram.clone())
+        return gptq(weight, gram, *rest)
+
+    monkeypatch.setattr("llmpq.quality.quantize.gptq", record)
+    patch(model, make(tmp_path / "model", tmp_path / "made", bits), bits)
+    inputs: list[Tensor] = []
+    last = model.model.layers[-1].mlp.down_proj
+    last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(input_ids=tokens(), use_cache=False)
+    exact = inputs[0].double()
+    torch.testing.assert_close(grams[-1].double(), exact.t() @ exact, rtol=1e-3, atol=1e-4)

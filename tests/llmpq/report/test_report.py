@@ -1,0 +1,337 @@
+"""The report as a browser would take it apart: well-formed, self-contained, escaped, complete."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpq import Cluster, Plan, Workload
+from llmpq.cli import algo
+from llmpq.report import report_page
+from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
+from llmpq.report.markup import Html, tag
+from llmpq.report.pareto import pareto
+from planner.explanation.explain import Explanation, explain
+from planner.explanation.what_if import WhatIfOptions
+from planner.model.finding import model_shape
+from planner.plan.plan import Plan as PlanData
+from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.search.front import FrontPoint
+
+VOID = {"meta", "br"}
+HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
+WORKLOAD = Workload(8, 128, 32)
+
+
+NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
+
+
+def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
+    assert plan._costs is not None
+    return explain(plan.data, plan._costs, options)
+
+
+class Page(HTMLParser):
+    """Elements with their attributes and text; fails where tags do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((name, dict(attributes)))
+        assert len(dict(attributes)) == len(attributes), name
+        if name not in VOID:
+            self._open.append(name)
+
+    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((name, dict(attributes)))
+
+    def handle_endtag(self, name: str) -> None:
+        assert self._open.pop() == name
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all_of(self, name: str, style: str = "") -> list[dict[str, str | None]]:
+        return [
+            attributes
+            for each, attributes in self.elements
+            if each == name and (not style or style in (attributes.get("class") or "").split())
+        ]
+
+
+def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
+    from planner.cluster.spec import ClusterSpec
+
+    values = {
+        "name": name,
+        "nodes": [
+            {"name": node, "accelerators": {"T4": 1}, "usable_memory_gib": 1.6},
+            {"name": "new", "accelerators": {"V100": 1}, "usable_memory_gib": 2.2},
+        ],
+        "network": {"internode_gbit_per_s": 25},
+    }
+    return Cluster(ClusterSpec.from_dict(values))
+
+
+@cache
+def made() -> Plan:
+    """OPT-1.3B on two devices, which hold it only with mixed bits."""
+    return make_cluster().plan("opt-1.3b", WORKLOAD, keep_all_devices=True)
+
+
+@cache
+def page() -> Page:
+    return Page(report_page(made().data, made().explanation))
+
+
+def test_the_page_loads_nothing() -> None:
+    text = report_page(made().data, made().explanation)
+    assert text.startswith("<!DOCTYPE html>")
+    for name in ("script", "link", "img", "iframe", "object", "base"):
+        assert page().all_of(name) == [], name
+    outside = [each for each in re.findall(r"[a-z]+://[^\s\"'<>)]*", text)]
+    assert set(outside) <= {"http://www.w3.org/2000/svg"}
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_every_section_is_labelled_and_every_table_even() -> None:
+    identifiers = {attributes["id"] for _, attributes in page().elements if "id" in attributes}
+    sections = page().all_of("section")
+    assert len(sections) == 11
+    assert {each["aria-labelledby"] for each in sections} <= identifiers
+    heads = cells = 0
+    for name, attributes in page().elements:
+        if name == "table":
+            assert cells in (0, heads)
+            heads = cells = 0
+        elif name == "th":
+            heads += 1
+            assert attributes["scope"] == "col"
+        elif name == "tr":
+            assert cells in (0, heads)
+            cells = 0
+        elif name == "td":
+            cells += 1
+    pictures = [each for _, each in page().elements if each.get("role") == "img"]
+    assert pictures
+    assert all(each.get("aria-label") for each in pictures)
+
+
+def test_every_layer_has_a_box_with_its_reason() -> None:
+    plan = made().data
+    boxes = page().all_of("li", "box")
+    bits = [each for stage in plan.stages for each in stage.bitwidths]
+    assert len(bits) == 24
+    assert len(set(bits)) > 1
+    assert [box["aria-label"] for box in boxes] == [
+        f"layer {layer}: {each} bit" for layer, each in enumerate(bits)
+    ]
+    allowed = {3, 4, 8, 16}
+    for layer, (box, each) in enumerate(zip(boxes, bits, strict=True)):
+        title = box["title"] or ""
+        assert title.startswith(f"Layer {layer}: {each} bit on stage ")
+        for other in allowed - {each}:
+            assert re.search(rf"\b{other} bit (fits|needs)", title), title
+    short = [box["title"] or "" for box in boxes if " more, but " in (box["title"] or "")]
+    assert short
+
+
+def test_memory_bars_say_what_fills_the_devices() -> None:
+    plan = made().data
+    most = max(stage.memory_limit_bytes for stage in plan.stages)
+    tracks = [
+        each for each in page().all_of("div", "track") if "left" in (each["aria-label"] or "")
+    ]
+    assert len(tracks) == len(plan.stages)
+    for stage, track in zip(plan.stages, tracks, strict=True):
+        assert percent_of(track) == pytest.approx(100 * stage.memory_limit_bytes / most, abs=1e-3)
+    for part in ("weights", "kv_cache", "embedding", "final", "temporary", "runtime"):
+        pieces = page().all_of("span", f"part-{part}")
+        shares = [percent_of(piece) for piece in pieces if piece.get("style")]
+        expected = [
+            100 * getattr(stage.memory, part) / stage.memory_limit_bytes
+            for stage in plan.stages
+            if getattr(stage.memory, part)
+        ]
+        assert shares == pytest.approx(expected, abs=1e-3), part
+
+
+def percent_of(element: dict[str, str | None]) -> float:
+    found = re.fullmatch(r"width:([\d.]+)%", element["style"] or "")
+    assert found is not None
+    return float(found[1])
+
+
+def test_figures_are_the_plans() -> None:
+    plan, text = made().data, page().text
+    for stage in plan.stages:
+        for figure in (seconds(stage.prefill_s), seconds(stage.decode_s), stage.provenance):
+            assert " ".join(figure.split()) in text
+        assert stage.device in text
+    for figure in (plan.model.fingerprint, plan.cluster_fingerprint, plan.sensitivity_source):
+        assert figure in text
+    for baseline in plan.baselines:
+        assert baseline.name in text
+    slowest = page().all_of("div", "slowest")
+    assert [each["aria-label"] for each in slowest] == [
+        f"stage {plan.predicted.prefill_bottleneck} prefill: "
+        f"{seconds(plan.stages[plan.predicted.prefill_bottleneck].prefill_s)}, the bottleneck",
+        f"stage {plan.predicted.decode_bottleneck} decode: "
+        f"{seconds(plan.stages[plan.predicted.decode_bottleneck].decode_s)}, the bottleneck",
+    ]
+
+
+def hostile_plan() -> Plan:
+    cluster = make_cluster(HOSTILE, f"n{HOSTILE}")
+    made_plan = cluster.plan("opt-1.3b", Workload(4, 64, 12))
+    model = replace(made_plan.data.model, name=HOSTILE, source=HOSTILE)
+    data = replace(
+        made_plan.data,
+        model=model,
+        sensitivity_source=HOSTILE,
+        unused_devices=(HOSTILE,),
+        baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.data.baselines),
+        stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.data.stages),
+    )
+    return Plan(data, made_plan._costs)
+
+
+def test_hostile_names_stay_text() -> None:
+    plan = hostile_plan()
+    parsed = Page(report_page(plan.data, reasons_of(plan, WhatIfOptions(theta_factors=()))))
+    for name in ("script", "img"):
+        assert parsed.all_of(name) == []
+    for name, attributes in parsed.elements:
+        assert not [key for key in attributes if key.startswith("on")], name
+    assert HOSTILE in "".join(parsed.words)
+
+
+def test_a_loaded_plan_says_what_it_does_not_know(tmp_path: Path) -> None:
+    made().save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.explanation is None
+    loaded.report(tmp_path / "page.html")
+    parsed = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "llmpq-algo --report" in parsed.text
+    assert len(parsed.all_of("li", "box")) == 24
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "plan.json"]
+
+
+def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
+    """Layers that differ give ranges, exchanges and spans of layers."""
+    shape, bits = model_shape("opt-1.3b"), (3, 4, 8, 16)
+    factors = np.random.default_rng(1).uniform(0.1, 3.0, shape.layers)
+    omega = default_sensitivity(shape, bits) * factors[:, np.newaxis]
+    save_sensitivity(tmp_path / "omega.json", omega, bits, shape.fingerprint())
+    for group in (1, 2):
+        plan = make_cluster().plan(
+            "opt-1.3b",
+            WORKLOAD,
+            omega_file=tmp_path / "omega.json",
+            group=group,
+            theta=20.0,
+            keep_all_devices=True,
+        )
+        text = Page(report_page(plan.data, reasons_of(plan))).text
+        assert "Exchanging bits with layer" in text
+        assert str(tmp_path / "omega.json") in text
+        assert ("layers 2 to 3: " in text.lower()) == (group == 2)
+
+
+def test_given_front_is_drawn_without_dominated_points() -> None:
+    latency_s = made().data.predicted.objective_latency_s
+    sensitivity = made().data.solver.sensitivity
+    front = (
+        FrontPoint(9.0, 1.0, latency_s * 2, 1.0, sensitivity / 2, 8.0),
+        FrontPoint(7.0, 1.0, latency_s * 3, 1.0, sensitivity, 8.0),
+    )
+    parsed = Page(report_page(made().data, None, front))
+    assert len(parsed.all_of("circle", "spot")) == 2
+    assert len(parsed.all_of("circle", "present")) == 1
+
+
+def test_one_device_and_one_token(tmp_path: Path) -> None:
+    """No link, no decode round, no neighbour."""
+    plan = Cluster.from_counts(["T4"], [1]).plan("opt-125m", Workload(1, 8, 1))
+    plan.report(tmp_path / "page.html")
+    assert "There is one stage" in Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
+
+
+def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", "opt-125m", "--device_names", "T4", "--device_numbers", "1"]
+    small = ["--global_bz", "2", "--s", "16", "--n", "4", "--json"]
+    target = tmp_path / "page.html"
+    assert algo.main([*arguments, *small, "--report", str(target)]) == 0
+    printed = PlanData.from_json(capsys.readouterr().out)
+    assert json.loads(printed.to_json())["model"]["name"] in Page(target.read_text()).text
+    missing = tmp_path / "no" / "page.html"
+    assert algo.main([*arguments, *small, "--report", str(missing)]) == 2
+    assert "cannot write the report" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (lambda: size(0), "0 bytes"),
+        (lambda: size(-(2**30) * 1.5), "−1.50 GiB"),
+        (lambda: size(1536), "1.50 KiB"),
+        (lambda: seconds(0.0), "0 s"),
+        (lambda: seconds(0.9999999999), "1.00 s"),
+        (lambda: seconds(9.9999999999e-4), "1.00 ms"),
+        (lambda: seconds(123.456), "123.5 s"),
+        (lambda: seconds(2e-7), "0.20 µs"),
+        (lambda: change(-0.25), "−250.0 ms"),
+        (lambda: change(0.25, 0.3), "none"),
+        (lambda: layer_span(range(3, 4)), "layer 3"),
+        (lambda: layer_span(range(3, 6)), "layers 3 to 5"),
+        (lambda: listed(["a", "b", "c"], "or"), "a, b or c"),
+        (lambda: shortened("abcdefghij", 5), "ab…ij"),
+        (lambda: shortened("abcde", 5), "abcde"),
+    ],
+)
+def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
+    assert written().replace("\N{NO-BREAK SPACE}", " ") == expected
+
+
+def test_markup_escapes_text_and_attributes() -> None:
+    made_tag = tag(
+        "p", "a < b & c", Html("<b>d</b>"), title="\"'>", class_="x", data_head="h", y=None
+    )
+    assert made_tag.text == (
+        '<p title="&quot;&#x27;&gt;" class="x" data-head="h">a &lt; b &amp; c<b>d</b></p>'
+    )
+
+
+def test_latency_against_quality_is_in_predicted_seconds() -> None:
+    """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
+    plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
+    predicted = plan.data.predicted
+    assert predicted.objective_latency_s < 0.9 * predicted.latency_s
+    answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))
+    others = answered.answers.of("theta")
+    assert all(answer.latency_s < 0.9 * answer.predicted_s for answer in others)
+    shown = pareto(plan.data, answered, ()).text
+    assert seconds(predicted.latency_s) in shown
+    assert seconds(predicted.objective_latency_s) not in shown

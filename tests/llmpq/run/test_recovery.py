@@ -1,0 +1,212 @@
+"""Stages that die, hang and fail while they generate: the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.messages import Finished, Request, Sampling
+from actors.recovery.policy import Recovery, RecoveryEvent
+from actors.schedule.pipeline import LocalPipeline, drive
+from actors.schedule.static import QueueScheduler
+from actors.stage_group import StageGroup
+from llmpq import Plan
+from quant.cache.settings import CacheSettings
+from quant.common.errors import StageLostError
+from tests.actors.models import LAYERS, random_prompts, stages_of
+from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
+from tests.llmpq.faulty import DEATHS, LARGEST, DyingActor, FaultyActor
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+COUNT = 400
+PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
+SAMPLED = Sampling(temperature=1.0, top_k=20, seed=3, ignore_eos=True)
+
+
+def requests(count: int) -> Iterator[Request]:
+    """Every third one sampled."""
+    for i, prompt in enumerate(PROMPTS[:count]):
+        yield Request(str(i), prompt, 1 + i % NEW_TOKENS, Sampling() if i % 3 else SAMPLED)
+
+
+class Recorder:
+    """Takes what a group gives, each request once, and its events."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, Finished] = {}
+        self.events: list[RecoveryEvent] = []
+
+    def take(self, batch: Iterable[Finished]) -> None:
+        for each in batch:
+            assert each.custom_id not in self.ended
+            self.ended[each.custom_id] = each
+
+    def tokens(self) -> dict[str, tuple[int, ...]]:
+        return {i: f.token_ids for i, f in self.ended.items() if f.finish_reason != "error"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
+    """Without Ray, in stages and micro-batches of other sizes."""
+    stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
+    scheduler = QueueScheduler(40, 20, 20, len(stages))
+    scheduler.add(list(requests(COUNT)), last=True)
+    recorder = Recorder()
+    recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))
+    assert len(recorder.ended) == COUNT
+    return recorder.tokens()
+
+
+def send(group: StageGroup, stage: int, what: int) -> None:
+    """A signal to the stage's process, which gets no chance to say good-bye."""
+    actors = ray._private.state.actors()
+    os.kill(actors[group._actors[stage]._actor_id.hex()]["Pid"], what)
+
+
+class FaultyGroup(StageGroup):
+    actor_class = FaultyActor
+
+
+def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
+    tiny: tuple[Path, Any], plan: Plan, undisturbed: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """The middle one hangs, then the first and the last one die together."""
+    recorder = Recorder()
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    faults = {COUNT // 4: [(1, stop)], COUNT // 2: [(0, kill), (2, kill)]}
+    group = StageGroup(
+        plan.data,
+        str(tiny[0]),
+        cache=CacheSettings(str(tmp_path)),
+        transport="gloo",
+        recovery=Recovery(hang_s=2.0),
+        on_event=recorder.events.append,
+    )
+    with group:
+        survivors = [group.actors[0], group.actors[2]]
+        for batch in group.generate(requests(COUNT)):
+            recorder.take(batch)
+            for at in [at for at in faults if at <= len(recorder.ended)]:
+                assert [group.actors[0], group.actors[2]] == survivors, "they keep their shards"
+                for stage, what in faults.pop(at):
+                    send(group, stage, what)
+        assert group.unfinished() == ()
+    assert not faults
+    assert recorder.tokens() == undisturbed
+    kinds = [(e.kind, e.stage) for e in recorder.events if e.kind != "waiting"]
+    assert kinds[0] == ("hung", 1)
+    assert kinds[1:]
+    assert set(kinds[1:]) <= {("died", 0), ("died", 2)}
+    assert all(event.lost_s > 0 for event in recorder.events)
+    assert f"stage 1 ({plan.stages[1].device}) hung" in recorder.events[0].text
+
+
+@pytest.fixture(scope="module")
+def faulty(
+    local_ray: None, tiny: tuple[Path, Any], plan: Plan
+) -> Iterator[tuple[StageGroup, list[RecoveryEvent]]]:
+    events: list[RecoveryEvent] = []
+    recovery = Recovery(retries=1)
+    with FaultyGroup(
+        plan.data, str(tiny[0]), transport="ray", recovery=recovery, on_event=events.append
+    ) as group:
+        yield group, events
+
+
+@pytest.mark.parametrize(
+    ("poison", "kind", "count"), [("raises", "failed", 30), ("kills", "died", 1)]
+)
+def test_a_poison_row_is_found_and_the_others_finish(
+    faulty: tuple[StageGroup, list[RecoveryEvent]],
+    poison: str,
+    kind: str,
+    count: int,
+    undisturbed: dict[str, tuple[int, ...]],
+) -> None:
+    group, events = faulty
+    events.clear()
+    made = list(requests(count))
+    made.insert(9, Request(poison, PROMPTS[9], 3, Sampling()))
+    recorder = Recorder()
+    for batch in group.generate(made):
+        recorder.take(batch)
+    assert recorder.tokens() == {str(i): undisturbed[str(i)] for i in range(count)}
+    found = recorder.ended[poison]
+    assert found.finish_reason == "error"
+    assert found.error is not None
+    assert found.error.startswith("stage 1 (")
+    assert "in 2 of them it ran alone" in found.error
+    assert {event.kind for event in events} == {kind, "given up"}
+
+
+def test_micro_batches_are_halved_until_they_fit(
+    faulty: tuple[StageGroup, list[RecoveryEvent]], undisturbed: dict[str, tuple[int, ...]]
+) -> None:
+    group, events = faulty
+    events.clear()
+    sizes = group.sizes
+    assert max(sizes.prefill_micro_batch, sizes.decode_micro_batch) > LARGEST
+    made = [
+        replace(r, custom_id=f"large-{r.custom_id}") for r in requests(40) if int(r.custom_id) % 3
+    ]
+    recorder = Recorder()
+    with pytest.warns(UserWarning, match=r"stage 1 .* memory .* asked for 2147483648; .* halved"):
+        recorder.take(chain.from_iterable(group.generate(made)))
+    assert recorder.tokens() == {r.custom_id: undisturbed[r.custom_id[6:]] for r in made}
+    assert 1 <= len(events) <= 2
+    assert {event.kind for event in events} == {"memory"}
+    assert (
+        1 <= group.sizes.prefill_micro_batch <= LARGEST or group.sizes.decode_micro_batch <= LARGEST
+    )
+
+
+def test_a_first_stage_that_dies_is_replaced_over_ray_too(
+    faulty: tuple[StageGroup, list[RecoveryEvent]], undisturbed: dict[str, tuple[int, ...]]
+) -> None:
+    group, events = faulty
+    events.clear()
+    recorder = Recorder()
+    for batch in group.generate(requests(200)):
+        if not recorder.ended:
+            send(group, 0, signal.SIGKILL)
+        recorder.take(batch)
+    assert recorder.tokens() == {str(i): undisturbed[str(i)] for i in range(200)}
+    assert [(event.kind, event.stage) for event in events] == [("died", 0)]
+
+
+class DyingGroup(StageGroup):
+    actor_class = DyingActor
+
+
+@pytest.mark.parametrize("deaths", [1, 9])
+def test_a_death_while_the_plan_is_loaded_is_mended_but_not_for_ever(
+    tiny: tuple[Path, Any], plan: Plan, tmp_path: Path, deaths: int
+) -> None:
+    events: list[RecoveryEvent] = []
+    group = DyingGroup(
+        plan.data,
+        str(tiny[0]),
+        cache=CacheSettings(str(tmp_path)),
+        transport="gloo",
+        recovery=Recovery(restarts=1),
+        on_event=events.append,
+    )
+    (tmp_path / DEATHS).write_text(str(deaths))
+    if deaths > 1:
+        with pytest.raises(StageLostError, match="stage 1"):
+            group.__enter__()
+        assert group.actors == []
+        return
+    with group:
+        ended = list(chain.from_iterable(group.generate(requests(20))))
+    assert {f.custom_id for f in ended} == {str(i) for i in range(20)}
+    assert [(event.kind, event.stage) for event in events] == [("died", 1)]

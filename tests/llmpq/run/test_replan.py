@@ -1,0 +1,126 @@
+"""Plans for what is left of the cluster that another plan was made for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq import Cluster, Workload
+from llmpq import Plan as PublicPlan
+from llmpq.cli.dist import main
+from llmpq.run.replan import replan, replan_for_rest, replanned_text
+from planner.options import PlanOptions
+from planner.plan.origin import origin_of
+from planner.plan.plan import Plan
+from quant.common.errors import DeviceLostError, InfeasibleError, SpecError
+
+WORKLOAD = Workload(8, 128, 32)
+FILES = {"plan": "plan.json", "input": "in.jsonl", "output": "out.jsonl"}
+
+
+def planned(counts: tuple[int, int] = (2, 2), **options: Any) -> Plan:
+    cluster = Cluster.from_counts(["T4", "V100-32G"], counts)
+    return cluster.plan("opt-6.7b", WORKLOAD, **options).data
+
+
+def devices(plan: Plan) -> set[str]:
+    return {stage.device for stage in plan.stages} | set(plan.unused_devices)
+
+
+def test_lost_devices_are_in_no_later_plan_and_the_rest_is_planned_as_if_new() -> None:
+    first = planned()
+    second = replan(Plan.from_json(first.to_json()), ["node0/T4-16GB:0"])
+    fresh = planned((1, 2))
+    assert devices(second) == devices(first) - {"node0/T4-16GB:0"}
+    assert second.predicted == fresh.predicted
+    assert [s.bitwidths for s in second.stages] == [s.bitwidths for s in fresh.stages]
+    third = replan(Plan.from_json(second.to_json()), ["node1/V100-SXM2-32GB:1"])
+    assert devices(third) == {"node0/T4-16GB:1", "node1/V100-SXM2-32GB:0"}
+    for plan in (second, third):
+        assert sum(len(stage.layers) for stage in plan.stages) == 32
+        assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in plan.stages)
+        assert plan.workload == first.workload
+    text = replanned_text(third)
+    assert text.startswith("node0/T4-16GB:0, node1/V100-SXM2-32GB:1 gone; planned again: stage 0 (")
+    assert "tokens/s" in text
+
+
+def test_options_hold_but_not_a_latency_that_fewer_devices_cannot_keep(tmp_path: Path) -> None:
+    first = planned(bits=(4, 8), kv_bits="auto", dtype="float16")
+    plan = replan(first, ["node1/V100-SXM2-32GB:0"])
+    assert {bits for stage in plan.stages for bits in stage.bitwidths} <= {4, 8}
+    assert plan.origin is not None
+    assert plan.origin.options.kv_bits == "auto"
+    best_s = planned(theta=0.0).predicted.objective_latency_s
+    bounded = planned(max_latency_s=1.01 * best_s)
+    with pytest.warns(UserWarning, match="max_latency_s"):
+        slower = replan(bounded, ["node1/V100-SXM2-32GB:0"])
+    assert slower.predicted.latency_s > 1.01 * best_s
+
+
+def test_files_are_kept_by_absolute_path_and_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = Cluster.from_counts(["T4"], [2]).spec
+    origin = origin_of(spec, PlanOptions(omega_file="omega.json", profiles=Path("times.csv")))
+    assert origin is not None
+    assert origin.options.omega_file == str(tmp_path / "omega.json")
+    plan = replace(planned(), origin=origin)
+    with pytest.warns(UserWarning, match="planned without") as caught:
+        replan(plan, ["node0/T4-16GB:0"])
+    assert [str(warning.message).split()[3] for warning in caught] == ["omega_file", "profiles"]
+    options = replace(origin.options, max_ppl_delta=0.1, profiles=None)
+    bounded = replace(origin, options=options)
+    with pytest.raises(SpecError, match="max_ppl_delta"):
+        replan(replace(plan, origin=bounded), ["node0/T4-16GB:0"])
+
+
+def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:
+    plan = planned((1, 1))
+    t4, v100 = "node0/T4-16GB:0", "node1/V100-SXM2-32GB:0"
+    with pytest.raises(InfeasibleError, match="no device"):
+        replan(plan, [t4, v100])
+    lost = DeviceLostError("stage 1 (x): no node has one", (1,), (v100,))
+    large = Cluster.from_counts(["T4", "V100-32G"], [1, 1]).plan(
+        "opt-30b", Workload(4, 64, 8), bits=[8]
+    )
+    with pytest.raises(DeviceLostError, match=r"no node has one.*not fit.*can go on") as caught:
+        replan_for_rest(large.data, lost)
+    assert caught.value.devices == (v100,)
+    old = plan.to_json().split(',\n "origin"')[0] + "\n}\n"
+    assert Plan.from_json(old) == replace(plan, origin=None)
+    with pytest.raises(SpecError, match="llmpq-algo"):
+        replan(Plan.from_json(old), [t4])
+
+
+@pytest.mark.parametrize("cluster", ["", "[", "nodes: 3", "- 1", "\x00", "a: &a [*a]"])
+def test_an_origin_that_is_no_cluster_is_refused(cluster: str) -> None:
+    plan = planned((1, 1))
+    assert plan.origin is not None
+    broken = replace(plan, origin=replace(plan.origin, cluster=cluster))
+    with pytest.raises(SpecError):
+        replan(Plan.from_json(broken.to_json()), ["node0/T4-16GB:0"])
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    with pytest.raises(SpecError, match="--model"):
+        replan(planned((1, 1)), ["node0/T4-16GB:0"], model="opt-13b")
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [("--hang-s=0", "hang_s"), ("--replace_s=-1", "replace_s"), ("--retries=-1", "retries")],
+)
+def test_settings_of_recovery_are_checked_before_anything_is_started(
+    option: str, field: str, plan: PublicPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
+    places = [f"--{name}={tmp_path / file}" for name, file in FILES.items()]
+    assert main([*places, option]) == 2
+    assert f"recovery.{field}" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "plan.json"]

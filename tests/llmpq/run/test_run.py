@@ -1,0 +1,199 @@
+"""Running plans on Ray: tokens as transformers gives them, errors as rows, actors given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.processes.placement import place
+from actors.recovery.policy import Recovery
+from actors.stage_group import StageGroup, StageLostError
+from llmpq import Cluster, Plan, Sampling, Workload
+from llmpq.detect import detect_cluster
+from llmpq.run.run import BAD_ROWS_AT_ONCE
+from quant.common.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
+from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
+
+LENGTHS = (5, 11, 1, 8, 16, 2, 11, 3, 7, 4)
+ONE_DEVICE = """
+name: one
+nodes: [{name: a, accelerators: {V100-SXM2-16GB: 1}, usable_memory_gib: 0.002}]
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def rows_for(prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return [list(prompt) for prompt in prompts]
+
+
+def test_three_actors_give_the_tokens_of_generate(tiny: tuple[Path, Any], plan: Plan) -> None:
+    prompts = random_prompts(LENGTHS)
+    assert len(plan.stages) == 3
+    results = {r.custom_id: r for r in plan.run(rows_for(prompts))}
+    for i, prompt in enumerate(prompts):
+        expected = reference(tiny[1], prompt, NEW_TOKENS)
+        assert list(results[f"row-{i}"].token_ids) == expected
+        assert results[f"row-{i}"].error is None
+
+
+def test_random_sampling_does_not_depend_on_the_plan(
+    tiny: tuple[Path, Any], cluster_file: Path, plan: Plan
+) -> None:
+    prompts = rows_for(random_prompts(LENGTHS))
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    other = tiny_plan(tiny[0], cluster_file, prefill_micro_batch=1, decode_micro_batch=2)
+    assert plan.micro_batches != other.micro_batches
+    first, second = (
+        {r.custom_id: r.token_ids for r in p.run(prompts, sampling)} for p in (plan, other)
+    )
+    assert first == second
+    greedy = {r.custom_id: r.token_ids for r in plan.run(prompts)}
+    assert first != greedy
+
+
+def test_bad_rows_become_error_results_and_the_others_run(plan: Plan) -> None:
+    rows: list[Any] = [
+        [5, 6],
+        list(range(3, 4 + PROMPT_LENGTH)),
+        [],
+        [10_000],
+        {"custom_id": "much", "prompt": [4], "max_new_tokens": NEW_TOKENS + 1},
+        "text, but the model has no tokenizer",
+        {"custom_id": "none"},
+    ]
+    results = {r.custom_id: r for r in plan.run(rows)}
+    assert len(results) == len(rows)
+    errors = {row: r.error for row, r in results.items() if r.error}
+    assert set(errors) == {"row-1", "row-2", "row-3", "much", "row-5", "none"}
+    assert f"{PROMPT_LENGTH + 1} tokens" in str(errors["row-1"])
+    assert "no tokens" in str(errors["row-2"])
+    assert "vocabulary" in str(errors["row-3"])
+    assert "room for 8" in str(errors["much"])
+    assert "no tokenizer" in str(errors["row-5"])
+    assert len(results["row-0"].token_ids) <= NEW_TOKENS
+
+
+def test_a_long_run_of_bad_rows_is_not_gathered(plan: Plan) -> None:
+    """Rows that were read and are not given out: of bad ones no more than are good for one call."""
+    read = most = given = 0
+
+    def rows() -> Iterator[Any]:
+        nonlocal read
+        for i in range(4 * BAD_ROWS_AT_ONCE):
+            read += 1
+            yield [5, 6] if i in (0, 2 * BAD_ROWS_AT_ONCE) else []
+
+    good = 0
+    for result in plan.run(rows()):
+        most = max(most, read - given)
+        given += 1
+        good += result.error is None
+    assert (given, good) == (4 * BAD_ROWS_AT_ONCE, 2)
+    assert most <= BAD_ROWS_AT_ONCE + 2
+
+
+def actors_alive() -> int:
+    """From the control store itself; `ray.util.state` would need the dashboard."""
+    actors = ray._private.state.actors().values()
+    return sum(actor["State"] != "DEAD" for actor in actors)
+
+
+def test_actors_are_given_back_when_the_iteration_is_left(plan: Plan) -> None:
+    before = actors_alive()
+    results = plan.run(rows_for(random_prompts(LENGTHS)))
+    next(results)
+    assert actors_alive() == before + 3
+    results.close()
+    with pytest.raises(StopIteration):
+        next(results)
+    assert actors_alive() == before
+
+
+def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: Plan) -> None:
+    from actors.messages import Request
+
+    requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
+    off = Recovery(retries=0)
+    with StageGroup(plan.data, str(tiny[0]), recovery=off) as group:
+        ray.kill(group._actors[1])
+        with pytest.raises(StageLostError, match="died"):
+            list(group.generate(requests))
+
+
+def test_errors_while_loading_reach_the_caller_bare(plan: Plan, tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = actors_alive()
+    group = StageGroup(plan.data, str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        group.__enter__()
+    assert actors_alive() == before
+
+
+def test_a_relative_folder_is_found_by_actors_that_start_elsewhere(
+    tiny: tuple[Path, Any], plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny[0].parent)
+    (result,) = plan.run([[5, 6, 7]], model=tiny[0].name)
+    assert list(result.token_ids) == reference(tiny[1], (5, 6, 7), NEW_TOKENS)
+
+
+def test_actors_keep_their_layers_where_they_are_told_to(
+    tiny: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative folder is one of where the user is, not of where actors start."""
+    cluster_file = tmp_path / "cluster.yaml"
+    cluster_file.write_text(ONE_DEVICE)
+    workload = Workload(global_batch=2, prompt_length=8, new_tokens=4)
+    plan = Cluster.from_yaml(cluster_file).plan(tiny[0], workload, dtype="float32", bits=[3])
+    monkeypatch.chdir(tmp_path)
+    (result,) = plan.run([[5, 6, 7]], cache_dir="kept", cache_limit_gib=1)
+    assert result.error is None
+    layers = sum(len(stage.layers) for stage in plan.stages)
+    assert len(list((tmp_path / "kept").glob("*-3bit-*.safetensors"))) == layers
+
+
+def test_logits_that_are_not_finite_end_their_row_with_an_error(plan: Plan, tmp_path: Path) -> None:
+    """The final norm's weight makes every logit overflow float32."""
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    (result,) = plan.run([[5, 6, 7]], model=str(tmp_path))
+    assert result.text is None
+    assert "not finite" in str(result.error)
+
+
+def test_plan_for_another_model_is_refused_before_anything_starts(
+    plan: Plan, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, CONFIGS["qwen3"])
+    with pytest.raises(PlanMismatchError, match="the plan is for"):
+        plan.run([[3]], model=str(tmp_path))
+
+
+def test_more_tokens_than_planned_are_refused(plan: Plan) -> None:
+    with pytest.raises(SpecError, match="room for 8"):
+        plan.run([[3]], Sampling(max_new_tokens=9))
+
+
+def test_missing_gpu_is_named(plan: Plan) -> None:
+    real = replace(plan.stages[0], emulated=False)
+    with pytest.raises(DeviceError, match=rf"stage 0 needs a {real.accelerator}"):
+        place([real], ray.cluster_resources())
+
+
+def test_detecting_a_ray_cluster_without_gpus_says_so() -> None:
+    with pytest.raises(DeviceError, match="no GPU"):
+        detect_cluster()

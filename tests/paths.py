@@ -1,0 +1,10 @@
+"""Where the repository's files lie that tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECS = ROOT / "cluster_specs"
+EXAMPLES = ROOT / "examples"
+DEMO_MODEL = EXAMPLES / "demo_model"

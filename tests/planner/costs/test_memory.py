@@ -1,0 +1,251 @@
+"""Bytes against tensors that torch really allocates, and against LLM-PQ's formulas."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.messages import Admission, MicroBatch, Sampling
+from actors.stage.sampler import Sampler
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import (
+    embedding_bytes,
+    final_bytes,
+    fixed_stage_memory,
+    kv_cache_bytes_per_layer,
+    layer_weight_bytes,
+    margin_bytes,
+    runtime_bytes,
+    stage_memory,
+    temporary_bytes,
+)
+from planner.model.families import shape_from_config
+from planner.model.finding import ModelShape, model_shape
+from planner.workload import Workload
+from quant.common.errors import SpecError
+from quant.scheme import group_size
+
+WORKLOAD = Workload(global_batch=32, prompt_length=512, new_tokens=100)
+OPT_30B = model_shape("opt-30b")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 500,
+        "max_position_embeddings": 512,
+    },
+    "opt": {
+        "hidden_size": 128,
+        "ffn_dim": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 128,
+        "vocab_size": 500,
+        "max_position_embeddings": 512,
+        "dropout": 0.0,
+    },
+    "bloom": {"hidden_size": 128, "n_layer": 1, "n_head": 4, "vocab_size": 500},
+}
+
+
+def device(name: str = "T4") -> Device:
+    return ClusterSpec.from_counts([name], [1]).devices[0]
+
+
+def tiny(model_type: str) -> tuple[ModelShape, Any]:
+    values = CONFIGS[model_type]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+    return shape_from_config("tiny", {"model_type": model_type, **values}), model.eval()
+
+
+class PeakBytes(TorchDispatchMode):
+    """Bytes of the storages alive at once that operations inside the block created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf.untyped_storage(), inputs)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in inputs or key in self._seen:
+            return
+        self._seen.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt"])
+def test_temporaries_cover_what_the_librarys_forward_allocates(model_type: str) -> None:
+    shape, model = tiny(model_type)
+    requests, length = 2, 256
+    workload = Workload(requests, length, 1)
+    with torch.inference_mode(), PeakBytes() as seen:
+        model.base_model(torch.ones(requests, length, dtype=torch.long), use_cache=False)
+    estimated = temporary_bytes(
+        shape, workload, requests, requests, "float32", True, False, quantized=False
+    )
+    assert seen.peak <= estimated <= 3 * seen.peak
+
+
+def test_temporaries_cover_blooms_spelled_out_activation() -> None:
+    """BLOOM's own attention keeps scores, the runtime's does not: compare the MLP alone."""
+    shape, model = tiny("bloom")
+    hidden = torch.randn(2, 256, 128)
+    with torch.inference_mode(), PeakBytes() as seen:
+        model.base_model.h[0].mlp(hidden, hidden)
+    estimated = temporary_bytes(
+        shape, Workload(2, 256, 1), 2, 2, "float32", False, False, quantized=False
+    )
+    assert seen.peak <= estimated <= 3 * seen.peak
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_temporaries_cover_what_sampling_allocates(
+    temperature: float, penalty: float, dtype: str
+) -> None:
+    """Of all requests of a batch, in the costliest way: every filter, penalties and a bias."""
+    requests = 8
+    sampling = Sampling(
+        temperature, 40, 0.9, min_p=0.01, repetition_penalty=penalty, logit_bias={3: 1.0}
+    )
+    seen_tokens = tuple(range(300))
+    admitted = [Admission(i, str(i), 9, sampling, (), seen_tokens) for i in range(requests)]
+    slots = np.arange(requests)
+    batch = MicroBatch(slots, slots * 0, slots * 0 + 1, tuple(admitted))
+    logits = torch.randn(requests, OPT_30B.vocab_size).to(getattr(torch, dtype))
+    with torch.inference_mode(), PeakBytes() as seen:
+        Sampler(()).sample(batch, logits)
+    shape = replace(OPT_30B, hidden_size=64, intermediate_size=64)
+    estimated = temporary_bytes(
+        shape, Workload(requests, 1, 1), requests, requests, dtype, False, True, quantized=False
+    )
+    assert seen.peak + logits.nbytes <= estimated
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_ends_are_the_librarys_tensors(model_type: str) -> None:
+    shape, model = tiny(model_type)
+    layers = sum(weight.nbytes for weight in model.parameters() if weight.dim() >= 1)
+    ends = layers - shape.layers * layer_weight_bytes(shape, 16, device(), "float32")
+    one_stage = embedding_bytes(shape, "float32") + final_bytes(shape, "float32", on_first=True)
+    assert one_stage == ends
+    apart = final_bytes(shape, "float32") - final_bytes(shape, "float32", on_first=True)
+    head = model.get_output_embeddings().weight.nbytes
+    assert apart == (head if shape.tied_embeddings else 0)
+
+
+def test_full_precision_layer_is_the_papers_formula() -> None:
+    h1, h2 = 7168, 28672
+    linears = 4 * h1**2 + 2 * h1 * h2
+    norms_and_biases = 4 * h1 + 4 * h1 + h2 + h1
+    assert layer_weight_bytes(OPT_30B, 16, device(), "float16") == 2 * (linears + norms_and_biases)
+
+
+def test_quantized_layer_bytes_follow_the_kernels() -> None:
+    others = 2 * OPT_30B.layer_other_parameters
+    weights = OPT_30B.layer_linear_parameters
+    t4 = layer_weight_bytes(OPT_30B, 8, device(), "float16") - others
+    rows = sum(linear.out_features for linear in OPT_30B.layer_linears())
+    assert t4 == weights + 4 * rows
+    emulated = replace(device(), emulated=True)
+    three = layer_weight_bytes(OPT_30B, 3, emulated, "bfloat16") - others
+    assert three == weights * 3 // 8 + weights * 4 // group_size(7168)
+    assert layer_weight_bytes(OPT_30B, 4, device(), "float16") != layer_weight_bytes(
+        OPT_30B, 4, emulated, "bfloat16"
+    )
+    assert layer_weight_bytes(OPT_30B, 4, device(), "float16", "torch_4bit") == (
+        layer_weight_bytes(OPT_30B, 4, device("V100"), "float16", "torch_4bit")
+    )
+
+
+def test_kv_cache_is_the_tensors_of_every_request() -> None:
+    llama = model_shape("llama-3-8b")
+    expected = torch.empty(2, 32, 8, 612, 128, dtype=torch.float16, device="meta").nbytes
+    assert kv_cache_bytes_per_layer(llama, WORKLOAD, 16, "float16") == expected
+    assert kv_cache_bytes_per_layer(llama, WORKLOAD, 16, "float32") == 2 * expected
+    codes = torch.empty(2, 32, 8, 612, 128, dtype=torch.int8, device="meta").nbytes
+    scales = torch.empty(2, 32, 8, 612, dtype=torch.bfloat16, device="meta").nbytes
+    assert kv_cache_bytes_per_layer(llama, WORKLOAD, 8, "float32") == codes + scales
+    with pytest.raises(SpecError, match="kv_bits is 5"):
+        kv_cache_bytes_per_layer(llama, WORKLOAD, 5, "float16")
+
+
+def test_stage_adds_up() -> None:
+    t4 = device()
+    arguments = (OPT_30B, WORKLOAD, 4, 8, "float16", t4, True, False)
+    fixed = fixed_stage_memory(*arguments)
+    assert fixed.total == fixed.fixed
+    assert (fixed.weights, fixed.kv_cache, fixed.final) == (0, 0, 0)
+    kv = kv_cache_bytes_per_layer(OPT_30B, WORKLOAD, 16, "float16")
+    stage = stage_memory(OPT_30B, [3, 8, 8], kv, t4, "float16", fixed)
+    layers = [layer_weight_bytes(OPT_30B, bits, t4, "float16") for bits in (3, 8, 8)]
+    assert stage.total == fixed.total + sum(layers) + 3 * kv
+
+
+def test_the_margin_is_a_share_of_a_gpu_and_nothing_of_a_cpu() -> None:
+    t4 = device()
+    assert margin_bytes(t4, 0.02) == pytest.approx(0.02 * t4.memory_bytes, abs=1)
+    assert margin_bytes(replace(t4, emulated=True), 0.02) == margin_bytes(t4, 0.02)
+    cpu = ClusterSpec.from_dict({"name": "c", "nodes": [{"accelerators": "CPU", "memory_gib": 4}]})
+    assert margin_bytes(t4, 0.0) == margin_bytes(cpu.devices[0], 0.02) == 0
+
+
+def test_runtime_is_only_what_a_gpu_takes() -> None:
+    assert runtime_bytes(replace(device(), emulated=True)) == 0
+    assert 0.5e9 < runtime_bytes(device()) < 1.5e9
+
+
+def test_larger_micro_batches_and_logits_need_more() -> None:
+    def peak(prefill: int, decode: int, last: bool, quantized: bool = True) -> int:
+        return temporary_bytes(
+            OPT_30B, WORKLOAD, prefill, decode, "float16", False, last, quantized
+        )
+
+    assert peak(1, 8, False) < peak(8, 8, False) < peak(32, 32, False)
+    assert peak(1, 1, False, quantized=False) < peak(1, 1, False)
+    short = replace(WORKLOAD, prompt_length=1)
+    logits = temporary_bytes(OPT_30B, short, 1, 32, "float16", False, True, False)
+    assert logits > 32 * OPT_30B.vocab_size * 8
+
+
+def test_paper_cluster_1_needs_quantization_and_8_bits_fit() -> None:
+    """OPT-13B on one V100-32GB: 16 bit runs out of memory there, int8 fits (LLM-PQ table 4)."""
+    shape, v100 = model_shape("opt-13b"), device("V100-32G")
+    kv = kv_cache_bytes_per_layer(shape, WORKLOAD, 16, "float16")
+    fixed = fixed_stage_memory(shape, WORKLOAD, 1, 32, "float16", v100, True, True)
+    need = {
+        bits: stage_memory(shape, [bits] * 40, kv, v100, "float16", fixed).total for bits in (8, 16)
+    }
+    assert need[8] < v100.memory_bytes < need[16]

@@ -1,0 +1,106 @@
+"""Roofline times against measured ones, and against what must hold for any device."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.cluster.accelerators import registry
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import model_shape
+from quant.scheme import BITWIDTHS
+
+OPT_30B = RooflineLatency(model_shape("opt-30b"))
+LLAMA_30B = RooflineLatency(model_shape("llama-30b"))
+
+
+def device(name: str, emulated: bool = False, threads: int = 1) -> Device:
+    node = {"accelerators": {name: 1}}
+    if name == "CPU":
+        node |= {"memory_gib": 8, "threads": threads}
+    values = {"name": "one", "nodes": [node], **({"emulate": {}} if emulated else {})}
+    return ClusterSpec.from_dict(values).devices[0]
+
+
+# Milliseconds of one fp16 layer: OPT-30B at 512 tokens (the LLM-PQ authors' published profiles) ...
+@pytest.mark.parametrize(
+    ("name", "batch", "prefill_ms", "decode_ms"),
+    [
+        ("T4", 2, 67.0, 5.85),
+        ("T4", 8, 262.6, 7.77),
+        ("V100-32G", 2, 16.06, 2.44),
+        ("V100-32G", 8, 75.6, 3.18),
+        ("P100-12G", 8, 1130.7, None),
+    ],
+)
+def test_opt_30b_within_a_factor_of_two(
+    name: str, batch: int, prefill_ms: float, decode_ms: float | None
+) -> None:
+    prefill = OPT_30B.layer_prefill_s(device(name), 16, batch, 512, "float16")
+    assert prefill * 1e3 == pytest.approx(prefill_ms, rel=0.3)
+    if decode_ms is not None:
+        decode = OPT_30B.layer_decode_s(device(name), 16, batch, 512, "float16")
+        assert decode * 1e3 == pytest.approx(decode_ms, rel=0.3)
+
+
+# ... and LLaMA-30B prompts (Helix, ASPLOS'25).
+@pytest.mark.parametrize(
+    ("name", "tokens", "ms"), [("T4", 1000, 41), ("T4", 4000, 163), ("A100", 2000, 9)]
+)
+def test_llama_30b_prompts(name: str, tokens: int, ms: float) -> None:
+    prefill = LLAMA_30B.layer_prefill_s(device(name), 16, 1, tokens, "float16")
+    assert prefill * 1e3 == pytest.approx(ms, rel=0.3)
+
+
+@pytest.mark.parametrize("accelerator", registry(), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("bits", BITWIDTHS)
+def test_times_rise_with_work(accelerator: object, bits: int) -> None:
+    gpu = device(accelerator.name)  # type: ignore[attr-defined]
+    dtype = gpu.default_dtype
+    for time in (OPT_30B.layer_prefill_s, OPT_30B.layer_decode_s):
+        assert 0 < time(gpu, bits, 1, 128, dtype) <= time(gpu, bits, 8, 128, dtype)
+        assert time(gpu, bits, 8, 128, dtype) < time(gpu, bits, 8, 2048, dtype)
+    assert 0 < OPT_30B.final_s(gpu, 1, dtype) < OPT_30B.final_s(gpu, 64, dtype)
+    assert 0 < OPT_30B.embedding_s(gpu, 1, dtype) < OPT_30B.embedding_s(gpu, 4096, dtype)
+
+
+def test_decode_of_weight_only_kernels_is_bound_by_packed_bytes() -> None:
+    cpu = device("CPU", threads=2)
+    packed = OPT_30B.layer_decode_s(cpu, 4, 1, 16, "bfloat16")
+    assert packed < 0.4 * OPT_30B.layer_decode_s(cpu, 16, 1, 16, "bfloat16")
+
+
+def test_int8_helps_prefill_only_where_the_device_has_it() -> None:
+    t4, v100 = device("T4"), device("V100")
+    assert OPT_30B.layer_prefill_s(t4, 8, 8, 512, "float16") < OPT_30B.layer_prefill_s(
+        t4, 16, 8, 512, "float16"
+    )
+    assert OPT_30B.layer_prefill_s(v100, 8, 8, 512, "float16") > OPT_30B.layer_prefill_s(
+        v100, 16, 8, 512, "float16"
+    )
+
+
+def test_emulated_device_keeps_its_times() -> None:
+    real, played = device("T4"), device("T4", emulated=True)
+    for bits in BITWIDTHS:
+        assert OPT_30B.layer_decode_s(
+            played, bits, 8, 512, played.compute_dtype()
+        ) == OPT_30B.layer_decode_s(real, bits, 8, 512, real.compute_dtype())
+
+
+def test_threads_and_windows_and_grouped_heads() -> None:
+    one, four = device("CPU"), device("CPU", threads=4)
+    assert OPT_30B.layer_prefill_s(one, 16, 1, 512, "bfloat16") > 3 * OPT_30B.layer_prefill_s(
+        four, 16, 1, 512, "bfloat16"
+    )
+    windowed = RooflineLatency(model_shape("mistral-7b-v0.1"))
+    full = RooflineLatency(model_shape("mistral-7b-v0.3"))
+    a100 = device("A100")
+    assert windowed.layer_decode_s(a100, 16, 8, 4000, "float16") == full.layer_decode_s(
+        a100, 16, 8, 4000, "float16"
+    )
+    assert windowed.layer_decode_s(a100, 16, 8, 30000, "float16") < full.layer_decode_s(
+        a100, 16, 8, 30000, "float16"
+    )
+    assert full.provenance(a100, "float16", (16,)).startswith("estimated")

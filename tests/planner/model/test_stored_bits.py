@@ -1,0 +1,111 @@
+"""Planning for checkpoints that are quantized already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import layer_weight_bytes
+from planner.model.finding import model_shape
+from planner.model.shape import ModelShape
+from planner.options import PlanOptions
+from planner.search.search import find_plan
+from planner.stored_bits import with_stored_bits
+from planner.workload import Workload
+from quant.checkpoint.gptq_config import GptqConfig
+from quant.common.errors import SpecError
+from quant.scheme import backend_name
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+}
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+WEIGHTS = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512
+INPUTS = 4 * 256 + 2 * 256 + 512
+
+
+def shape(folder: Path, own_file: bool = False, **entries: Any) -> ModelShape:
+    folder.mkdir(exist_ok=True)
+    quantization = GPTQ | entries
+    config = LLAMA if own_file else LLAMA | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    if own_file:
+        del quantization["quant_method"]
+        (folder / "quantize_config.json").write_text(json.dumps(quantization))
+    return model_shape(folder)
+
+
+def packed_bytes(planned: ModelShape, bits: int = 4, accelerator: str = "T4") -> int:
+    """Of a layer's linears and their input orders, as planned for the GPU's preferred backend."""
+    device = Device(find_accelerator(accelerator), "node", 0, 2**34, 1e10)
+    total = layer_weight_bytes(planned, bits, device, "float16")
+    return total - 2 * planned.layer_other_parameters
+
+
+@pytest.mark.parametrize("own_file", [False, True])
+def test_bits_are_those_stored(own_file: bool, tmp_path: Path) -> None:
+    found = shape(tmp_path, own_file)
+    assert found.stored == GptqConfig(4, 128, desc_act=False, zero_offset=1, mixed=False)
+    assert with_stored_bits(PlanOptions(), found).bits == (4,)
+    assert with_stored_bits(PlanOptions(bits=(4, 16)), found).bits == (4,)
+    with pytest.raises(SpecError, match="stored with 4 bits, which --bits 3 8 leaves out; allow 4"):
+        with_stored_bits(PlanOptions(bits=(3, 8)), found)
+
+
+def test_plain_checkpoints_keep_the_choice(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    found = model_shape(tmp_path)
+    assert found.stored is None
+    assert with_stored_bits(PlanOptions(bits=(3, 8)), found).bits == (3, 8)
+    assert found.fingerprint() == shape(tmp_path).fingerprint()
+
+
+def test_mixed_bits_need_their_plan(tmp_path: Path) -> None:
+    found = shape(tmp_path, dynamic={r"-:model\.layers\.1\..*": {}})
+    with pytest.raises(SpecError, match="different bits for some of its modules; run it with"):
+        with_stored_bits(PlanOptions(), found)
+
+
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "hqq", "compressed-tensors", "fp8"])
+def test_other_methods_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=f"quantized by the method {method}, which llmpq does not"):
+        shape(tmp_path, quant_method=method)
+
+
+@pytest.mark.parametrize(("group", "held"), [(128, 128), (-1, 128), (256, 128), (64, 64), (32, 32)])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_groups_count(group: int, held: int, bits: int, tmp_path: Path) -> None:
+    """Two 16-bit numbers a group; larger ones are held in parts of the usual size."""
+    found = shape(tmp_path, bits=bits, group_size=group)
+    assert packed_bytes(found, bits) == WEIGHTS * bits // 8 + 4 * WEIGHTS // held
+
+
+@pytest.mark.parametrize(("bits", "ordered"), [(3, True), (4, True), (8, False)])
+def test_input_orders_count(bits: int, ordered: bool, tmp_path: Path) -> None:
+    """32 bits for every input of every linear; 8 bit is quantized once more, in order."""
+    plain = packed_bytes(shape(tmp_path, bits=bits), bits)
+    found = packed_bytes(shape(tmp_path, bits=bits, desc_act=True), bits)
+    assert found - plain == (4 * INPUTS if ordered else 0)
+
+
+def test_backends_hold_codes(tmp_path: Path) -> None:
+    """bitsandbytes' nf4, preferred for 4 bit on a T4, has codes of its own."""
+    turing = find_accelerator("T4").processor
+    assert backend_name(turing, 4, "float16") == "bnb_nf4"
+    assert backend_name(turing, 4, "float16", is_stored=True) != "bnb_nf4"
+    cluster = ClusterSpec.from_counts(["T4"], [1])
+    plan = find_plan(cluster, shape(tmp_path), "here", Workload(2, 8, 4), PlanOptions())
+    assert plan.stages[0].backends[4] == backend_name(turing, 4, "float16", is_stored=True)

@@ -1,0 +1,29 @@
+"""The tensors that a checkpoint must hold, against transformers' own models and spoiled headers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from planner.model.families import shape_from_config
+from planner.model.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
+from tests.actors.models import CONFIGS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_are_those_of_transformers(name: str) -> None:
+    config = CONFIGS[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_from_config(name, json.loads(config.to_json_string()))
+    names = WEIGHT_NAMES[shape.model_type]
+    expected = end_tensors(shape) | {
+        f"{names.heads[0]}.weight": (shape.vocab_size, shape.word_embedding_size)
+    }
+    for index in range(shape.layers):
+        for tensor, size in layer_tensors(shape).items():
+            expected[f"{names.layers}.{index}.{tensor}"] = size
+    assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected

@@ -1,0 +1,73 @@
+"""The design of profiles: within its space, over all of it, and nothing twice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
+from planner.profiles.rows import Phase
+from quant.common.errors import SpecError
+
+SPACE = DesignSpace()
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("points", [4, 16, 20])
+def test_points_are_different_workloads_of_the_space(phase: Phase, points: int) -> None:
+    chosen = design(SPACE, phase, points)
+    assert len(set(chosen)) == points
+    assert all(SPACE.holds(each) and each.phase == phase for each in chosen)
+
+
+def test_corners_are_among_the_points() -> None:
+    found = {(each.batch_size, each.length) for each in design(SPACE, "prefill", 4)}
+    assert {(1, 16), (1, 1024), (32, 16)} <= found
+    assert max(batch * length for batch, length in found) == pytest.approx(4096, rel=0.01)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_workload_is_far_from_a_point(phase: Phase) -> None:
+    """Farther than a grid of as many points over the box would leave one."""
+    where = np.log([(w.batch_size, w.length) for w in design(SPACE, phase, 16)])
+    spans = np.log([32, 64])
+    for each in random_workloads(SPACE, phase, 200, seed=1):
+        away = (np.log([each.batch_size, each.length]) - where) / spans
+        assert np.linalg.norm(away, axis=1).min() < math.hypot(1 / 3, 1 / 3) / 2 + 0.03
+
+
+def test_a_small_space_is_taken_whole() -> None:
+    space = DesignSpace(batch_sizes=(2,), min_length=5, max_length=7)
+    chosen = design(space, "decode", 16)
+    assert {each.length for each in chosen} == {5, 6, 7}
+
+
+def test_random_workloads_are_reproducible_and_bounded() -> None:
+    drawn = random_workloads(SPACE, "decode", 50, seed=3)
+    assert drawn == random_workloads(SPACE, "decode", 50, seed=3)
+    assert len(set(drawn)) == 50
+    assert all(SPACE.holds(each) for each in drawn)
+    assert {1, 32} & {each.batch_size for each in drawn}
+    tiny = DesignSpace(batch_sizes=(1,), min_length=2, max_length=3)
+    assert set(random_workloads(tiny, "prefill", 9, seed=0)) <= {
+        LayerWorkload("prefill", 1, 2),
+        LayerWorkload("prefill", 1, 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_sizes": ()}, "batch_sizes"),
+        ({"batch_sizes": (0, 1)}, "batch_sizes"),
+        ({"max_length": 8}, "max_length is 8"),
+        ({"prefill_tokens": 8}, "at most 8 tokens"),
+    ],
+)
+def test_impossible_spaces_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        replace(SPACE, **change)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""Bounds on orders that are not made, against those of every order that is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.micro_batches import MicroBatches
+from planner.model.finding import model_shape
+from planner.optimiser.boxes.method import relax
+from planner.optimiser.boxes.multipliers import PricedProblem
+from planner.optimiser.solve import solve
+from planner.options import PlanOptions
+from planner.quality.sensitivity import default_sensitivity
+from planner.search.orders import bounds as order_bounds
+from planner.search.orders.by_ends import OrdersByEnds, SizedOrders
+from planner.search.orders.enumeration import canonical_devices, order_tree
+from planner.search.search import cost_model
+from planner.workload import Workload
+
+SIZES = MicroBatches(2, 4)
+MIXED = {
+    "name": "mixed nodes",
+    "nodes": [
+        {"name": "a", "accelerators": {"V100-32GB": 1, "T4": 2}, "link_gbyte_per_s": 1},
+        {"name": "b", "accelerators": {"T4": 1}},
+        {"name": "c", "accelerators": {"A100-40GB": 1, "T4": 1}},
+    ],
+    "network": {"internode_gbit_per_s": 1},
+}
+
+
+def costs_of(all_orders: bool, objective: str) -> CostModel:
+    options = PlanOptions(theta=5.0, all_orders=all_orders, objective=objective)
+    shape = model_shape("opt-30b")
+    omega = default_sensitivity(shape, options.bits) * np.linspace(3, 0.5, shape.layers)[:, None]
+    workload = Workload(global_batch=8, prompt_length=256, new_tokens=32)
+    return cost_model(ClusterSpec.from_dict(MIXED), shape, workload, options, omega)
+
+
+def every_end(costs: CostModel) -> list[OrdersByEnds]:
+    devices = canonical_devices(costs.cluster.devices)
+    tree = order_tree(devices, costs.options.all_orders)
+    sized = SizedOrders(costs, SIZES, devices, tree)
+    found = []
+    for kinds, part in tree.by_ends().items():
+        example = next(part.orders())
+        problem = costs.problem([devices[index] for index in example], SIZES)
+        found.append(OrdersByEnds(sized, part, kinds, example, problem))
+    return found
+
+
+@pytest.mark.parametrize("states", [0, 10**6])
+@pytest.mark.parametrize("objective", ["pipeline", "paper"])
+@pytest.mark.parametrize("all_orders", [False, True])
+def test_each_order_comes_once_with_the_bound_of_its_own_shortest_path(
+    all_orders: bool, objective: str, states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what may follow worked out, and where there is too much of it, the rough bound."""
+    monkeypatch.setattr(order_bounds, "MOST_STATES", states)
+    costs = costs_of(all_orders, objective)
+    for ends in every_end(costs):
+        rough = ends.bound
+        ends.refine()
+        prices = relax(ends.problem).solution.prices
+        bounds, seen = [], set()
+        while ends.bound < np.inf:
+            before = ends.bound
+            bound, devices = ends.pop()
+            own = PricedProblem(costs.problem(devices, SIZES)).path_bound(prices).bound
+            assert bound == pytest.approx(own, rel=1e-6)
+            assert before <= bound * (1 + 1e-9)
+            bounds.append(bound)
+            seen.add(devices)
+        assert len(seen) == len(bounds) == ends.tree.count()
+        assert rough <= min(bounds) * (1 + 1e-6)
+        if states:
+            assert bounds == pytest.approx(sorted(bounds)), "the most promising first"
+
+
+def test_no_plan_lies_below_the_bounds() -> None:
+    costs = costs_of(all_orders=False, objective="pipeline")
+    costs = replace(costs, cluster=replace(costs.cluster, devices=costs.cluster.devices[2:]))
+    for ends in every_end(costs):
+        ends.refine()
+        while ends.bound < np.inf:
+            bound, devices = ends.pop()
+            assert 0 < bound <= solve(costs.problem(devices, SIZES)).objective

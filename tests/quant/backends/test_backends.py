@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quant.backends.base import CanonicalPacked, PackedWeight
+from quant.backends.bnb import BnbNf4
+from quant.backends.cpu import int3pack, int4_blob
+from quant.backends.cpu.int3pack import Int3Pack
+from quant.backends.cpu.int4pack import Int4Pack
+from quant.backends.cpu.int8pack import Int8Pack
+from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.portable.torch_4bit import Torch4Bit
+from quant.backends.registry import BACKENDS, self_test, usable_backend
+from quant.canonical import quantize
+from quant.common.errors import CheckpointError, DeviceError, SpecError
+from quant.processor import local_processor
+from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
+
+CPU = torch.device("cpu")
+RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPES = (
+    *((64, 64), (64, 128), (80, 256), (192, 320), (48, 96), (33, 100), (1, 1), (5, 7)),
+    *((65, 4096), (272, 1024), (64, 48), (3, 16)),
+)
+"""(out, in): several groups, each group size, whole rows as groups, and what kernels refuse."""
+
+CASES = [
+    (rule, dtype, shape)
+    for rule in RULES.values()
+    for dtype in DTYPES
+    for shape in SHAPES
+    if rule.supports(local_processor(CPU), LinearShape(shape[1], shape[0]), dtype)
+]
+LOCAL_RULES = list({rule.name: rule for rule, _, _ in CASES}.values())
+IDS = [f"{rule.name}-{dtype}-{rows}x{columns}" for rule, dtype, (rows, columns) in CASES]
+
+
+def make(rule: KernelRule, dtype: str, shape: tuple[int, int]) -> tuple[torch.Tensor, PackedWeight]:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).half()
+    return weight, BACKENDS[rule.name].from_weight(weight, DTYPES[dtype], CPU)
+
+
+def bound(name: str, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far each output may be from the product in float64.
+
+    Each product is off by the rounding of the decoded weight and each output by its own: together
+    at most 1.5 units of the type times sum |x| |w|; sums in float32 add `in` times its unit. At
+    W8A8, an activation is off by at most half a step of its token.
+    """
+    magnitude = x.abs() @ weight.abs().t()
+    limit = magnitude * (
+        1.5 * torch.finfo(dtype).eps + x.shape[-1] * torch.finfo(torch.float32).eps
+    )
+    if name == "onednn_w8a8":
+        step = x.abs().amax(-1, keepdim=True) / 127
+        limit = limit + step / 2 * weight.abs().sum(-1)
+    return limit + 1e-30
+
+
+@pytest.mark.parametrize(("rule", "dtype", "shape"), CASES, ids=IDS)
+def test_product_against_float64(rule: KernelRule, dtype: str, shape: tuple[int, int]) -> None:
+    weight, packed = make(rule, dtype, shape)
+    meant = type(packed).represent(weight).double()
+    generator = torch.Generator().manual_seed(4)
+    for leading in ((1,), (5,), (2, 3), (70,), (130,)):  # few and many are computed differently
+        x = torch.randn(*leading, shape[1], generator=generator).to(DTYPES[dtype])
+        x[0] *= 50  # one token far larger than the others
+        out = packed.forward(x)
+        assert out.dtype == x.dtype
+        assert out.shape == (*leading, shape[0])
+        error = (out.double() - x.double() @ meant.t()).abs()
+        assert (error <= bound(rule.name, x.double(), meant, DTYPES[dtype])).all()
+
+
+@pytest.mark.parametrize(("rule", "dtype", "shape"), CASES, ids=IDS)
+def test_bytes_are_those_of_the_rule(rule: KernelRule, dtype: str, shape: tuple[int, int]) -> None:
+    _, packed = make(rule, dtype, shape)
+    assert packed.nbytes == rule.nbytes(LinearShape(shape[1], shape[0]), dtype)
+    fields = [getattr(packed, field.name) for field in dataclasses.fields(packed)]
+    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
+    held = sum(
+        torch.ops.mkldnn._nbytes(tensor)
+        if tensor.layout == torch._mkldnn
+        else tensor.untyped_storage().nbytes()
+        for tensor in tensors
+    )
+    assert held == packed.nbytes
+
+
+@pytest.mark.parametrize("rule", LOCAL_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("shape", [(256, 1024), (192, 320), (80, 256), (33, 100)])
+def test_error_is_that_of_the_dequantized_weight(rule: KernelRule, shape: tuple[int, int]) -> None:
+    """At most 1.1 times it where only the weight is rounded; at W8A8 twice it, at 8 bit."""
+    for dtype in DTYPES:
+        if not rule.supports(local_processor(CPU), LinearShape(shape[1], shape[0]), dtype):
+            continue
+        weight, packed = make(rule, dtype, shape)
+        dequantized = type(packed).represent(weight).double()
+        for tokens in (1, 8, 130):
+            generator = torch.Generator().manual_seed(tokens)
+            x = torch.randn(tokens, shape[1], generator=generator).to(DTYPES[dtype])
+            wanted = x.double() @ weight.double().t()
+            error = (packed.forward(x).double() - wanted).norm()
+            own = (x.double() @ dequantized.t() - wanted).norm()
+            assert error <= (2 if rule.name == "onednn_w8a8" else 1.1) * own
+
+
+@pytest.mark.parametrize("rule", LOCAL_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_damaged_weights_are_refused(rule: KernelRule, value: float) -> None:
+    weight = torch.zeros(128, 256)
+    weight[70, 3] = value
+    with pytest.raises(CheckpointError, match=r"1 of \d+ weight groups hold NaN, infinite"):
+        BACKENDS[rule.name].from_weight(weight, torch.bfloat16, CPU)
+
+
+@pytest.mark.parametrize("columns", [8, 100, 1000])
+def test_int8pack_refuses_rows_that_its_kernel_reads_beyond(columns: int) -> None:
+    with pytest.raises(SpecError, match=f"multiples of 16 input features, not {columns}"):
+        Int8Pack.from_weight(torch.zeros(16, columns), torch.bfloat16, CPU)
+
+
+def int3pack_and_twin(rows: int, columns: int) -> tuple[Int3Pack, Int4Pack]:
+    """A 3-bit weight, and as 4-bit codes twice as large with half the scale."""
+    canonical = quantize(torch.randn(rows, columns, generator=torch.Generator().manual_seed(8)), 3)
+    doubled = replace(canonical, codes=canonical.codes * 2, scale=canonical.scale / 2, bits=4)
+    return Int3Pack.from_canonical(canonical), Int4Pack.from_canonical(doubled)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(16, 32), (48, 96), (64, 64), (208, 320), (1104, 2048), (64, 40960)]
+)
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_int3pack_restores_the_int4_layout_bit_by_bit(rows: int, columns: int, tokens: int) -> None:
+    packed, twin = int3pack_and_twin(rows, columns)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
+    assert torch.equal(packed.forward(x), twin.forward(x))
+    assert packed.nbytes == RULES["int3pack"].nbytes(LinearShape(columns, rows), "bfloat16")
+
+
+def test_int3pack_keeps_no_more_scratch_memory_than_it_says() -> None:
+    for columns in (64, 40960, 1024):
+        int3pack_and_twin(128, columns)[0].forward(torch.zeros(1, columns, dtype=torch.bfloat16))
+    held = int3pack._MEMORY.words(0)
+    assert held.nbytes <= 1.75 * max(1 << 20, 64 * 40960 // 2)
+
+
+def test_int3pack_scratch_memory_serves_other_threads_and_inference_mode() -> None:
+    cases = [int3pack_and_twin(rows, 512) for rows in (64, 640, 1280, 2560)]
+    x = torch.randn(3, 512).bfloat16()
+
+    def agrees(case: tuple[Int3Pack, Int4Pack]) -> bool:
+        with torch.inference_mode():
+            inside = case[0].forward(x)
+        return torch.equal(inside, case[1].forward(x)) and torch.equal(inside, case[0].forward(x))
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        assert all(pool.map(agrees, cases * 8))
+
+
+@pytest.mark.parametrize("kind", [Int3Pack, Int4Pack])
+def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, kind: type[CanonicalPacked]
+) -> None:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(10))
+    packed = kind.from_weight(weight, torch.bfloat16, CPU)
+    x = torch.randn(130, 256, generator=torch.Generator().manual_seed(11)).bfloat16()
+    decoded = packed.forward(x)
+    monkeypatch.setattr(int4_blob, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_blob.functional, "linear", None)
+    assert (packed.forward(x) - decoded).norm() < 0.01 * decoded.norm()
+
+
+@pytest.mark.parametrize("rows", [16, 48, 64, 80, 1040])
+def test_int4pack_in_row_blocks_is_the_whole(rows: int) -> None:
+    weight = torch.randn(rows, 1024, generator=torch.Generator().manual_seed(5))
+    codes = quantize(weight, 4).codes.int()
+    whole = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    assert torch.equal(Int4Pack.from_weight(weight, torch.bfloat16, CPU).packed, whole)
+
+
+@pytest.mark.skipif(
+    "onednn_w8a8" not in {rule.name for rule, _, _ in CASES}, reason="this CPU has no VNNI"
+)
+def test_w8a8_does_not_mix_tokens() -> None:
+    """A token's result does not depend on its neighbours, so neither on batching or padding."""
+    packed = OneDnnW8A8.from_weight(torch.randn(64, 128), torch.float32, CPU)
+    x = torch.randn(9, 128)
+    x[4] = 0
+    together = packed.forward(x)
+    assert torch.equal(together[4], torch.zeros(64))
+    for token in range(9):
+        assert torch.equal(packed.forward(x[token : token + 1])[0], together[token])
+
+
+@pytest.mark.parametrize(("rule", "dtype", "shape"), CASES, ids=IDS)
+def test_no_tokens(rule: KernelRule, dtype: str, shape: tuple[int, int]) -> None:
+    _, packed = make(rule, dtype, shape)
+    assert packed.forward(torch.zeros(0, shape[1], dtype=DTYPES[dtype])).shape == (0, shape[0])
+
+
+class Broken(Torch4Bit):
+    """A kernel that forgets the zeros."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Torch4Bit(self.nibbles, self.scale, torch.zeros_like(self.zero)).forward(2 * x)
+
+
+class Absent(Torch4Bit):
+    """A kernel that this torch does not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.no_such_operator(x)
+
+
+@pytest.mark.parametrize(("kernel", "reason"), [(Broken, "off by"), (Absent, "no_such_operator")])
+def test_failed_self_test_falls_back_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, kernel: type[PackedWeight], reason: str
+) -> None:
+    name = f"int4pack-{kernel.__name__}"
+    monkeypatch.setitem(BACKENDS, name, kernel)
+    with pytest.warns(RuntimeWarning, match=f"{name} is not usable .*{reason}"):
+        chosen = usable_backend(name, 4, torch.bfloat16, CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert usable_backend(name, 4, torch.bfloat16, CPU) is chosen is Torch4Bit
+
+
+@pytest.mark.parametrize(("rule", "dtype", "shape"), CASES, ids=IDS)
+def test_self_test_passes_here(rule: KernelRule, dtype: str, shape: tuple[int, int]) -> None:
+    assert self_test(BACKENDS[rule.name], DTYPES[dtype], CPU) is None
+
+
+def test_every_rule_has_a_backend() -> None:
+    assert set(BACKENDS) == set(RULES)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"
+)
+def test_missing_bitsandbytes_says_what_to_install() -> None:
+    with pytest.raises(DeviceError, match=r"pip install 'llmpq\[bitsandbytes\]'"):
+        BnbNf4.from_weight(torch.zeros(64, 64), torch.float16, CPU)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("name", ["bnb_nf4", "bnb_int8"])
+def test_bitsandbytes_sizes_and_products(name: str) -> None:
+    """bitsandbytes runs on CPUs too, which is enough to check sizes and the calling convention."""
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(6))
+    packed = BACKENDS[name].from_weight(weight, torch.float16, CPU)
+    assert packed.nbytes == RULES[name].nbytes(LinearShape(128, 96), "float16")
+    assert self_test(BACKENDS[name], torch.float16, CPU) is None
