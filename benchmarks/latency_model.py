@@ -47,10 +47,11 @@ from planner.costs.memory import (
 from planner.costs.roofline import RooflineLatency
 from planner.model.families import shape_from_config
 from planner.model.finding import ModelShape, model_shape
+from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
-from planner.profiles.errors import PHASES, FitError, all_together, relative_errors
+from planner.profiles.errors import FitError, all_together, relative_errors
 from planner.profiles.fit import FittedLatency
-from planner.profiles.rows import LayerTerms, Phase, ProfileRow
+from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS

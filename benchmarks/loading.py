@@ -48,11 +48,11 @@ from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
+from quant.common.units import MIB
 from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading
 from quant.processor import local_processor
 
 CPU = torch.device("cpu")
-MIB = 1 << 20
 LOOK_EVERY_S = 0.005
 TINY_LAYERS = 1
 HAS_PEER = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "accelerate"))

@@ -36,7 +36,6 @@ from benchmarks.paper_report import (
     report,
 )
 from benchmarks.profiles_2023 import profile_rows
-from planner.cluster.accelerators import GIB
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.optimiser.problem import Objective
@@ -46,6 +45,7 @@ from planner.profiles.rows import write_profiles
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
+from quant.common.units import GIB
 from quant.scheme import BITWIDTHS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,8 @@ from llmpq.remote.session import ray_session
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.spec import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
 from quant.common.errors import DeviceError, SpecError
+from quant.common.units import GIB
 
-GIB = 2**30
 _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 

@@ -12,15 +12,13 @@ from rich.text import Text
 
 from actors.messages import StageStats
 from llmpq.run.run import RunSummary
-from llmpq.run.slow_stages import PHASES, measured_s, slow_stages, work_of
+from llmpq.run.slow_stages import measured_s, slow_stages, work_of
 from planner.explanation.explain import StageLimits
+from planner.phases import PHASES, Phase
 from planner.plan.plan import Baseline, PerplexityForecast, Plan, StagePlan
 from planner.plan.simulate import planned_s
 from planner.search.front import FrontPoint
-from planner.simulation.schedule import Phase
-
-GIB = 2**30
-MIB = 2**20
+from quant.common.units import GIB, MIB
 
 
 def plan_table(plan: Plan, limits: Sequence[StageLimits] = ()) -> RenderableType:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.costs.memory import FULL_BITS, KV_BITWIDTHS
 from planner.optimiser.problem import Objective
 from planner.option_rules import Rule, refuse_ignored
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
 HEADS = ("auto", "first", "last")
 AUTO = "auto"

@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 
 from quant.common.errors import SpecError
 
-BITWIDTHS = (3, 4, 8, 16)
+FULL_BITS = 16
+"""Stands for the compute type, whatever its width: not quantized."""
+
+BITWIDTHS = (3, 4, 8, FULL_BITS)
+KV_BITWIDTHS = (8, FULL_BITS)
 ROUNDINGS = ("nearest", "searched", "stochastic")
 """Ways of rounding a weight that is quantized while it loads; see `quant.rounding`."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch
-from planner.costs.memory import FULL_BITS
+from quant.scheme import FULL_BITS
 
 SCALE_DTYPE = torch.bfloat16
 """Of int8 codes: the range of float32, and codes are made with the scale as it is stored."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from actors.messages import MicroBatch
-from planner.simulation.schedule import Phase
+from planner.phases import Phase
 from quant.common.errors import LlmpqError
 
 _SHORT_OF_MEMORY = ("can't allocate", "out of memory", "bad allocation", "std::bad_alloc")

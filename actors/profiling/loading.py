@@ -34,10 +34,10 @@ from quant.cache.layer import LayerForm
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import LlmpqError
-from quant.loading.loader import FULL_BITS, LayerLoad, load_layer_as, loading, module_nbytes
+from quant.loading.loader import LayerLoad, load_layer_as, loading, module_nbytes
 from quant.loading.prepacked import prepack_linears
 from quant.processor import local_processor
-from quant.scheme import backend_name
+from quant.scheme import FULL_BITS, backend_name
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
 _LARGE_LAYER_BYTES = 256 * 2**20

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planner.profiles.rows import Phase
+from planner.phases import Phase
 
 # Products of 1.4 ms on one core with AVX512-BF16, 2 ms on a T4; sums of 64 and 512 MiB, more than
 # the caches of processors and of GPUs hold.

@@ -22,8 +22,8 @@ from actors.profiling.machine_speed import Pace
 from actors.stage.library_config import library_config
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
+from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
-from planner.profiles.rows import Phase
 from quant.cache.layer import LayerForm
 from quant.common.errors import DeviceError, LlmpqError
 from quant.processor import local_processor

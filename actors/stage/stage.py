@@ -25,7 +25,6 @@ from actors.stage.library_config import read_config
 from actors.stage.sampler import Sampler
 from actors.stage.spec import StageSpec
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
-from planner.costs.memory import FULL_BITS
 from quant.cache.folder import ShardCache, open_cache
 from quant.cache.layer import LayerForm
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -34,7 +33,7 @@ from quant.common.errors import DeviceError
 from quant.linear import warm_up_codes
 from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
 from quant.loading.prepacked import prepack, prepack_linears
-from quant.scheme import Processor
+from quant.scheme import FULL_BITS, Processor
 
 
 class Stage:

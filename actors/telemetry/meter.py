@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.messages import MicroBatch, PhaseWork
-from planner.simulation.schedule import Phase
-
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+from planner.phases import PHASES, Phase
 
 FULL_SHARE = 0.9
 """A micro-batch of this share of the planned size is held against the plan: its time, divided by

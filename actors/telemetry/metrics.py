@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from actors.messages import StageStats
-from actors.telemetry.meter import PHASES, StageMeter
+from actors.telemetry.meter import StageMeter
+from planner.phases import PHASES
 
 INTERVAL_S = 0.5
 

@@ -11,9 +11,10 @@ from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
+from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import PHASES, applies
+from planner.profiles.use import applies
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS
 

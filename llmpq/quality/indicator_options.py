@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.quality.perplexity import AUTO
-from planner.quality.sensitivity import FULL_BITS
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, FULL_BITS
 from quant.sensitivity.form import VarianceForm
 
 METHODS = ("variance", "hessian", "random")

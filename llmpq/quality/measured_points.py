@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from quant.sensitivity.indicators import FULL_BITS, Matrix
+from quant.scheme import FULL_BITS
+from quant.sensitivity.indicators import Matrix
 
 SHARES = (0.7, 0.4, 0.23, 0.13, 0.07, 0.04)
 """Of the sensitivity at the lowest bitwidth: what mixtures are measured at, evenly spread on the

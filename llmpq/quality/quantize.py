@@ -28,9 +28,8 @@ from quant.gptq.format import GptqWeight
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
 from quant.loading.representation import Compute
+from quant.scheme import FULL_BITS
 from quant.sensitivity.gram import Gram
-
-FULL_BITS = 16
 
 
 @dataclass(frozen=True)

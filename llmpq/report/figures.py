@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+from quant.common.units import GIB, KIB, MIB
+
 MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
 
 DIGITS = 9  # of a value that is worth writing; what follows is the rounding of sums

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.messages import PhaseWork, StageStats
+from planner.phases import PHASES, Phase
 from planner.plan.plan import Plan, StagePlan
 from planner.plan.simulate import planned_s
-from planner.simulation.schedule import Phase
-
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)

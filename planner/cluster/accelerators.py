@@ -12,9 +12,9 @@ from importlib.resources import files
 from typing import Any
 
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 from quant.scheme import Processor
 
-GIB = 2**30
 BFLOAT16_CAPABILITY = (8, 0)  # older GPUs only emulate bf16, whatever `is_bf16_supported` says
 
 # Where no size was measured: the lowest measured share of the HBM devices (P100 0.992, V100 0.991,

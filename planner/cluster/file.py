@@ -11,9 +11,10 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from planner.cluster.accelerators import GIB, assumption, find_accelerator
+from planner.cluster.accelerators import assumption, find_accelerator
 from planner.cluster.yaml_text import MOST_BYTES, parse_yaml
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 
 MAX_DEVICES = 256
 """Most devices of a cluster: eight times as many as the search for device orders is made for."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
-from planner.cluster.accelerators import GIB, Accelerator, find_accelerator
+from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.file import NodeEntry, Source, assumptions, parse_cluster, read_yaml
 from planner.cluster.links import MeasuredLink
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 
 __all__ = ["ClusterSpec", "Device", "Emulation"]
 

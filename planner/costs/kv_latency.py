@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from planner.cluster.device import Device
 from planner.costs.latency import LatencyModel
-from planner.costs.memory import FULL_BITS
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from planner.cluster.device import Device
 from planner.model.finding import ModelShape
 from planner.workload import Workload
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, layer_rule
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, layer_rule
 
-FULL_BITS = 16  # stands for the compute type, whatever its width
-KV_BITWIDTHS = (8, FULL_BITS)
 KV_SCALE_BYTES = 2
 """Beside the 8-bit codes of a token's key or value in one head: one scale."""
 

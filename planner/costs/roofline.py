@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
-from planner.costs.memory import FULL_BITS, kv_token_bytes
+from planner.costs.memory import kv_token_bytes
 from planner.model.finding import ModelShape
-from quant.scheme import DTYPE_BYTES, LinearShape, rule_for
+from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape, rule_for
 
 PROVENANCE = "estimated: roofline of the datasheet"
 

@@ -19,8 +19,8 @@ from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import Effect, PlannedAssignment, planned_assignment
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.problem import FloatArray, stage_times
+from planner.phases import Phase
 from planner.plan.plan import Plan
-from planner.simulation.schedule import Phase
 from planner.simulation.simulation import Simulated
 
 Resource = Literal["memory", "prefill", "decode"]

@@ -21,8 +21,8 @@ from planner.optimiser.solve import lower_bound, solve
 from planner.options import PlanOptions
 from planner.search.fitting import fitting_problems
 from quant.common.errors import InfeasibleError
+from quant.common.units import GIB
 
-GIB = 2**30
 # The default method is exact on the paper's clusters in well under a second a problem.
 METHOD = "auto"
 SHORTEST_SOLVE_S = 0.1

@@ -14,8 +14,8 @@ import numpy as np
 
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from quant.common.errors import InfeasibleError
+from quant.common.units import GIB
 
-GIB = 2**30
 SHRINK_STEPS = 60  # halvings of an interval within [0, 1]: down to double precision
 
 

@@ -15,7 +15,6 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
-    FULL_BITS,
     StageMemory,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
@@ -27,7 +26,7 @@ from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
 from planner.plan.plan import Plan, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import backend_name
+from quant.scheme import FULL_BITS, backend_name
 
 _ROUNDING = 1e-6  # relative; of sums and quotients of seconds
 

@@ -21,7 +21,7 @@ from planner.cluster.device import Device
 from planner.costs.communication import TOKEN_ID_BYTES, hidden_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
-from planner.simulation.schedule import Phase
+from planner.phases import Phase
 from planner.workload import Workload
 from quant.scheme import DTYPE_BYTES
 

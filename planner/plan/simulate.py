@@ -7,8 +7,9 @@ from __future__ import annotations
 import numpy as np
 
 from planner.micro_batches import MicroBatches
+from planner.phases import Phase
 from planner.plan.plan import Plan, StagePlan
-from planner.simulation.schedule import Pass, Phase
+from planner.simulation.schedule import Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
 
 APPROXIMATION = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.profiles.rows import Phase
+from planner.phases import Phase
 from quant.common.errors import SpecError
 
 # Lengths that are tried between the shortest and the longest: finer than points are ever spread.

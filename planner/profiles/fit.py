@@ -21,8 +21,9 @@ from scipy.optimize import nnls
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.latency import LatencyModel
 from planner.model.finding import ModelShape
+from planner.phases import Phase
 from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
-from planner.profiles.rows import LayerTerms, Phase, ProfileRow, read_profiles, write_profiles
+from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from planner.profiles.use import Wanted, describe_uses, used_rows, uses
 
 __all__ = [

@@ -10,10 +10,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from planner.costs.memory import FULL_BITS
 from planner.plan.plan import Plan, StagePlan
 from planner.profiles.tables import read_table, table_beside, write_table
-from quant.scheme import BITWIDTHS, DTYPE_BYTES
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
 Origin = Literal["checkpoint", "cache"]
 """Where a layer comes from: 16-bit weights that are quantized, or what was packed before."""

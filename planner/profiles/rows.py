@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
-from typing import Literal
 
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
+from planner.phases import Phase
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import write_whole
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
@@ -41,7 +41,6 @@ OPTIONAL_COLUMNS = (
     "repetitions",
 )
 
-Phase = Literal["prefill", "decode"]
 
 _MOST_DIGITS = 15
 """Of a whole number: all of them are exact as floating point numbers."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from planner.cluster.device import Device
-from planner.profiles.rows import LayerTerms, Phase, ProfileRow
+from planner.phases import PHASES, Phase
+from planner.profiles.rows import LayerTerms, ProfileRow
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, backend_name
-
-PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)

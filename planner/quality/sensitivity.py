@@ -24,9 +24,9 @@ from planner.quality.omega_file import (
 )
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
+from quant.scheme import FULL_BITS
 
 REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
-FULL_BITS = 16
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
 _TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")

@@ -7,7 +7,6 @@ from __future__ import annotations
 from planner.cluster.spec import ClusterSpec
 from planner.costs.kv_latency import EightBitCacheLatency
 from planner.costs.latency import LatencyModel
-from planner.costs.memory import FULL_BITS
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
 from planner.options import PlanOptions, kv_bits_of
@@ -15,6 +14,7 @@ from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.rows import LayerTerms, read_profiles
 from planner.profiles.use import refuse_estimates
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
+from quant.scheme import FULL_BITS
 
 
 def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:

@@ -17,8 +17,7 @@ from planner.optimiser.heuristics.uniform import even_sizes
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.stage_kinds import latency_weights
 from quant.common.errors import InfeasibleError, SpecError
-
-GIB = 2**30
+from quant.common.units import GIB
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,11 @@ from typing import Any
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import KV_BITWIDTHS
 from planner.model.finding import ModelShape
 from planner.options import PlanOptions
 from planner.workload import Workload
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
 DIGITS = 4  # of a bound that is named

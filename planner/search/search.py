@@ -18,7 +18,6 @@ from typing import TypeVar
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.latency import RememberedLatency
-from planner.costs.memory import KV_BITWIDTHS
 from planner.costs.model import CostModel
 from planner.model.finding import ModelShape
 from planner.optimiser.auto import solve_automatically
@@ -47,6 +46,7 @@ from planner.search.remedies import Planner, PlanningRequest, naming_remedies
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload, check_length
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
+from quant.scheme import KV_BITWIDTHS
 
 _Found = TypeVar("_Found")
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Literal
 
 from planner.micro_batches import MicroBatches
+from planner.phases import Phase
 from planner.workload import Workload
-
-Phase = Literal["prefill", "decode"]
 
 UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.pipeline lets be under way, per stage
 

@@ -18,7 +18,8 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
-from planner.simulation.schedule import Pass, Phase, static_schedule
+from planner.phases import Phase
+from planner.simulation.schedule import Pass, static_schedule
 from planner.workload import Workload
 from quant.common.errors import SpecError
 

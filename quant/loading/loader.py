@@ -37,9 +37,7 @@ from quant.gptq.linear import gptq_linear
 from quant.linear import QuantizedLinear, quantize_linear
 from quant.loading.prepacked import PrepackedLinear
 from quant.rounding import Rounding
-from quant.scheme import Processor
-
-FULL_BITS = 16
+from quant.scheme import FULL_BITS, Processor
 
 
 @dataclass(frozen=True)

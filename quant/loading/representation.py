@@ -22,9 +22,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.linear import dtype_name
 from quant.loading.loader import LayerLoad, load_layer_as, load_tensors
 from quant.rounding import Rounding
-from quant.scheme import KernelRule, LinearShape, Processor, layer_rule
-
-FULL_BITS = 16
+from quant.scheme import FULL_BITS, KernelRule, LinearShape, Processor, layer_rule
 
 
 @dataclass(frozen=True)

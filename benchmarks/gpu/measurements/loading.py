@@ -12,10 +12,10 @@ from benchmarks.gpu.measurements.models import backends_here, note_substitutes, 
 from benchmarks.gpu.place import Place
 from benchmarks.loading import Way, bring_into_memory, config_of, dtype_on, load, write_checkpoint
 from benchmarks.timing import seconds_of
+from quant.common.units import MIB
 from quant.linear import dtype_name
 from quant.scheme import BITWIDTHS
 
-MIB = 2**20
 GB = 1e9
 ROUNDS = 2
 

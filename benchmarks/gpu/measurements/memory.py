@@ -32,7 +32,6 @@ from benchmarks.gpu.measurements.models import (
 from benchmarks.gpu.place import Place
 from planner.cluster.device import Device
 from planner.costs.memory import (
-    FULL_BITS,
     StageMemory,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
@@ -40,10 +39,9 @@ from planner.costs.memory import (
 )
 from planner.model.finding import model_shape
 from planner.workload import Workload
+from quant.common.units import MIB
 from quant.processor import local_processor
-from quant.scheme import BITWIDTHS
-
-MIB = 2**20
+from quant.scheme import BITWIDTHS, FULL_BITS
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from benchmarks.loading import write_checkpoint
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 from quant.processor import local_processor
 from quant.scheme import KERNEL_RULES, LinearShape, backend_name
 
 MIXED = (3, 4, 8, 16)
-GIB = 2**30
 DRY_MEMORY_GIB = 4
 
 

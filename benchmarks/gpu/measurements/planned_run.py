@@ -31,7 +31,6 @@ from benchmarks.gpu.measurements.models import (
 )
 from benchmarks.gpu.place import Place
 from planner.cluster.spec import ClusterSpec
-from planner.costs.memory import FULL_BITS
 from planner.costs.model import CostModel
 from planner.model.finding import model_shape
 from planner.optimiser.problem import Assignment, evaluate
@@ -41,7 +40,7 @@ from planner.plan.plan import Plan, Prediction
 from planner.search.search import find_plan, planning_costs
 from planner.workload import Workload
 from quant.processor import local_processor
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, FULL_BITS
 
 WEIGHTS_WITH_ROOM = 0.5
 """Share of the 16-bit layers that the memory of the mixed plan has room for."""

@@ -15,8 +15,7 @@ from planner.optimiser.boxes.method import relax
 from planner.optimiser.layer_choice import Candidate
 from planner.optimiser.problem import Assignment, AssignmentProblem, IntArray, evaluate, stage_times
 from quant.common.errors import InfeasibleError
-
-GIB = 2**30
+from quant.common.units import GIB
 
 
 def solve_uniform(

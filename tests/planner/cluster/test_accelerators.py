@@ -6,8 +6,9 @@ import pytest
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
 from ray.util.accelerators import accelerators as ray_types
 
-from planner.cluster.accelerators import GIB, assumption, find_accelerator, registry
+from planner.cluster.accelerators import assumption, find_accelerator, registry
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 
 # What `torch.cuda.get_device_name` and nvidia-smi call these GPUs.
 REPORTED = {

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from llmpq import Cluster
-from planner.cluster.accelerators import GIB, registry
+from planner.cluster.accelerators import registry
 from planner.cluster.spec import ClusterSpec, Device, Emulation
 from planner.options import PlanOptions
 from planner.plan.origin import PlanOrigin
 from quant.common.errors import SpecError
+from quant.common.units import GIB
 from tests.paths import SPECS
 
 FILE = """\

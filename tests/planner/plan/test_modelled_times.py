@@ -17,6 +17,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.phases import Phase
 from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_times
 from planner.plan.plan import Plan
 from planner.profiles.fit import FittedLatency
@@ -24,7 +25,7 @@ from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines import baselines
 from planner.search.search import find_plan, planning_costs
-from planner.simulation.schedule import Phase, static_schedule
+from planner.simulation.schedule import static_schedule
 from planner.simulation.simulation import OccupiedStages, assignment_timing
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError

@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
-from planner.profiles.rows import Phase
 from quant.common.errors import SpecError
 
 SPACE = DesignSpace()
-PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -11,6 +11,7 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
+from planner.phases import Phase
 from planner.profiles.fit import (
     FittedLatency,
     ProfiledLatency,
@@ -18,7 +19,7 @@ from planner.profiles.fit import (
     read_profiles,
     write_profiles,
 )
-from planner.profiles.rows import LayerTerms, Phase, ProfileRow
+from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.profiles.use import applies
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS

@@ -16,8 +16,7 @@ from planner.profiles.loading import write_loading as write
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
-
-MIB = 2**20
+from quant.common.units import MIB
 
 
 def load(bits: int, origin: Origin, seconds: float, device: str = "T4") -> LoadRow:

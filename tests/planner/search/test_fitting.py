@@ -24,9 +24,9 @@ from planner.search.remedies import PlanningRequest, remedies_of_memory
 from planner.search.search import REMEDY_PLANNER, find_plan, planning_costs
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, InfeasibleError
+from quant.common.units import MIB
 
 SHAPE = model_shape("opt-125m")
-MIB = 2**20
 SEEDS = range(40)
 
 

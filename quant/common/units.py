@@ -1,0 +1,3 @@
+"""Units of memory."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
