@@ -45,8 +45,7 @@ from planner.costs.memory import (
     layer_weight_bytes,
 )
 from planner.costs.roofline import RooflineLatency
-from planner.model.families import shape_from_config
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.phases import PHASES, Phase
 from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
 from planner.profiles.errors import FitError, all_together, relative_errors

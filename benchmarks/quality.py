@@ -41,8 +41,9 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.solve import AssignmentProblem, solve
 from planner.quality.sensitivity import default_sensitivity
+from quant.backends.selection import fallback_rule
 from quant.loading.representation import LayerScheme
-from quant.scheme import BITWIDTHS, fallback_rule
+from quant.scheme import BITWIDTHS
 from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.indicators import (
     HessianStatistics,

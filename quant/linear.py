@@ -11,10 +11,12 @@ from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.cpu.token_codes import warm_up
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.selection import layer_rule
+from quant.backends.table import KernelRule
 from quant.canonical import CanonicalWeight, dequantize, quantize
 from quant.common.errors import DeviceError
 from quant.rounding import NEAREST, Rounding
-from quant.scheme import KernelRule, LinearShape, Processor, layer_rule
+from quant.scheme import LinearShape, Processor
 
 
 class QuantizedLinear(nn.Module):

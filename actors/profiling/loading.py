@@ -29,6 +29,7 @@ from actors.stage.library_config import library_config, with_layers
 from actors.stage.stage import path_of
 from planner.cluster.device import Device
 from planner.profiles.loading import Origin
+from quant.backends.selection import backend_name
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
 from quant.checkpoint.reader import Checkpoint
@@ -37,7 +38,7 @@ from quant.common.errors import LlmpqError
 from quant.loading.loader import LayerLoad, load_layer_as, loading, module_nbytes
 from quant.loading.prepacked import prepack_linears
 from quant.processor import local_processor
-from quant.scheme import FULL_BITS, backend_name
+from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
 _LARGE_LAYER_BYTES = 256 * 2**20

@@ -24,10 +24,10 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
+from quant.backends.selection import backend_name
 from quant.cache.layer import LayerForm
 from quant.common.errors import DeviceError, LlmpqError
 from quant.processor import local_processor
-from quant.scheme import backend_name
 
 # Workloads whose keys and values together take no more are measured in turns: the more of them, the
 # less a slow moment of the machine falls on one of them alone.

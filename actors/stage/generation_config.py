@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.model.config_values import check_end_tokens
+from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError

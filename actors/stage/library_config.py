@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from actors.stage.families import empty_model
-from planner.model.own_head import has_own_head
+from planner.model.untied_head import has_own_head
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
 from quant.common.foreign_words import foreign_reason

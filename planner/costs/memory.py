@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
 from planner.workload import Workload
+from quant.backends.selection import layer_rule
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, layer_rule
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS
 
 KV_SCALE_BYTES = 2
 """Beside the 8-bit codes of a token's key or value in one head: one scale."""
@@ -31,8 +32,8 @@ _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
 # copy, the sorted one, its 64-bit order, and the sort's own space for both.
 _SAMPLING_BYTES_PER_LOGIT = 6 * 8
 # Elements as wide as the MLP that are alive at once: gate, up and their product; else the matrix
-# product and its activation, which BLOOM spells out in two more terms.
-_GATED_BUFFERS, _PLAIN_BUFFERS, _BLOOM_BUFFERS = 3, 2, 4
+# product and its activation.
+_GATED_BUFFERS, _PLAIN_BUFFERS = 3, 2
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
@@ -259,7 +260,7 @@ def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
     """ALiBi's bias and its masked copy, or a window's mask, of one prompt at a time."""
-    if shape.model_type == "bloom":
+    if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
     return prompt_length**2 * element if windowed else 0
@@ -271,8 +272,7 @@ def _mlp_bytes(shape: ModelShape, tokens: int, element: int, quantized: bool) ->
     That is the largest weight matrix in the compute type, or 32-bit sums of an int8 product.
     """
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
-    if shape.model_type == "bloom":
-        buffers = _BLOOM_BUFFERS
+    buffers += shape.activation_buffers
     per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size
     total = tokens * per_token * element
     if quantized:

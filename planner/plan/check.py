@@ -25,8 +25,9 @@ from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
 from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
 from planner.plan.plan import Plan, StagePlan
+from quant.backends.selection import backend_name
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, backend_name
+from quant.scheme import FULL_BITS
 
 _ROUNDING = 1e-6  # relative; of sums and quotients of seconds
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from planner.cluster.device import Device
 from planner.phases import PHASES, Phase
 from planner.profiles.rows import LayerTerms, ProfileRow
+from quant.backends.selection import backend_name
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, backend_name
+from quant.scheme import DTYPE_BYTES
 
 
 @dataclass(frozen=True)

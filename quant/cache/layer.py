@@ -25,10 +25,12 @@ from torch import nn
 
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.selection import layer_rule
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_header import DamagedFileError
 from quant.linear import QuantizedLinear, dtype_name
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
+from quant.scheme import LinearShape, Processor
 
 _LIBRARIES = ("torch", "bitsandbytes")
 """Those that lay out or round packed weights."""

@@ -16,13 +16,15 @@ from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
 from quant.backends.registry import BACKENDS
+from quant.backends.selection import layer_rule
+from quant.backends.table import KernelRule
 from quant.cache.layer import LayerForm
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.linear import dtype_name
 from quant.loading.loader import LayerLoad, load_layer_as, load_tensors
 from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, KernelRule, LinearShape, Processor, layer_rule
+from quant.scheme import FULL_BITS, LinearShape, Processor
 
 
 @dataclass(frozen=True)

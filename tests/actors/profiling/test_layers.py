@@ -14,7 +14,7 @@ from actors.profiling.task import ProfileTask, _Passes, measure
 from actors.stage.library_config import library_config
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
-from planner.model.families import shape_from_config
+from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload
 from quant.cache.layer import LayerForm
 from quant.processor import local_processor

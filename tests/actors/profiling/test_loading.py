@@ -7,7 +7,7 @@ import pytest
 from actors.profiling.loading import LoadTask, _time_loading
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
-from planner.model.families import shape_from_config
+from planner.model.finding import shape_from_config
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS
 from tests.actors.profiling.test_layers import TINY

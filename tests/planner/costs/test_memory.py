@@ -28,8 +28,7 @@ from planner.costs.memory import (
     stage_memory,
     temporary_bytes,
 )
-from planner.model.families import shape_from_config
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.scheme import group_size

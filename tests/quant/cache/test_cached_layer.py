@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.table import KERNEL_RULES
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm, comes_back, layer_key
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
@@ -27,7 +28,7 @@ from quant.common.errors import CheckpointError
 from quant.linear import QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, load_layer_as, loading, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import KERNEL_RULES, LinearShape, Processor
+from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)

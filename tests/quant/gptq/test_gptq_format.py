@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
 from quant.common.errors import CheckpointError, PlanMismatchError
@@ -27,7 +28,7 @@ from quant.gptq.format import (
 from quant.linear import QuantizedLinear, linear_of_codes
 from quant.loading.loader import load_layer, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import LinearShape, Processor, rule_for
+from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)

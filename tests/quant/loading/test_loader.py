@@ -9,13 +9,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
 from quant.common.errors import CheckpointError
 from quant.linear import QuantizedLinear
 from quant.loading.loader import load_layer, load_tensors, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import LinearShape, rule_for
+from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.model.config_file import ConfigFile, is_number, shown
+from planner.model.families.family import RotaryKeys
 from quant.common.errors import SpecError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
@@ -17,7 +18,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 but its position: longrope changes them with the longest request of a batch."""
 
 _DEFAULT_THETA = 10_000.0
-_NEOX_SHARE = 0.25
 _MOST = 1e12
 """Of any of these numbers; their powers and products stay finite."""
 
@@ -38,11 +38,14 @@ Entries = tuple[str, Mapping[str, Any]]
 """The entries in force, and the key that they are under."""
 
 
-def check_rope(config: ConfigFile, entries: Entries, head_dim: int) -> None:
-    """SpecError naming the entry that cannot be computed with, for heads of `head_dim` elements."""
+def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
+    """SpecError naming the entry that cannot be computed with, for heads of `head_dim` elements.
+
+    `keys`: how the family calls the entries beside `entries`.
+    """
     key, parameters = entries
     rope_type = _rope_type(config, key, parameters)
-    _check_theta(config, key, parameters)
+    _check_theta(config, entries, keys.theta)
     for name in _NEEDED.get(rope_type, ()):
         if not is_number(parameters.get(name), 0, _MOST):
             raise config.refusal(f"{key}.{name}", parameters.get(name), "a number above 0")
@@ -58,7 +61,7 @@ def check_rope(config: ConfigFile, entries: Entries, head_dim: int) -> None:
             f"{config.place}: {key}.low_freq_factor is {parameters['low_freq_factor']}; it must be "
             f"below high_freq_factor, {parameters['high_freq_factor']}"
         )
-    _check_width(config, key, parameters, head_dim)
+    _check_width(config, entries, keys, head_dim)
 
 
 def rope_entries(config: ConfigFile) -> Entries:
@@ -89,8 +92,8 @@ def _rope_type(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> s
     return str(value)
 
 
-def _check_theta(config: ConfigFile, key: str, parameters: Mapping[str, Any]) -> None:
-    outer = "rotary_emb_base" if config.values["model_type"] == "gpt_neox" else "rope_theta"
+def _check_theta(config: ConfigFile, entries: Entries, outer: str) -> None:
+    key, parameters = entries
     if "rope_theta" in parameters:
         outer, value = f"{key}.rope_theta", parameters["rope_theta"]
     else:
@@ -106,23 +109,21 @@ def _check_original_length(config: ConfigFile, key: str, parameters: Mapping[str
             raise config.refusal(f"{place}{name}", entries[name], "a whole number of at least 1")
 
 
-def _check_width(
-    config: ConfigFile, key: str, parameters: Mapping[str, Any], head_dim: int
-) -> None:
-    """Rotary pairs of elements must fit into the head, and be all of it but for GPT-NeoX."""
-    is_neox = config.values["model_type"] == "gpt_neox"
-    outer = "rotary_pct" if is_neox else "partial_rotary_factor"
-    name = "partial_rotary_factor"
+def _check_width(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
+    """Check that pairs of rotated elements fit into a head, and are all of it in most families."""
+    key, parameters = entries
+    is_partial = keys.default_share is not None
+    outer, name = keys.share, "partial_rotary_factor"
     if name in parameters:
         outer, share = f"{key}.{name}", parameters[name]
     else:
-        share = config.values.get(outer, _NEOX_SHARE if is_neox else None)
-    if is_neox:
+        share = config.values.get(outer, keys.default_share)
+    if is_partial:
         if not is_number(share, 0, 1) or int(head_dim * share) < 1:
             raise config.refusal(outer, share, f"such a share of {head_dim} elements, at most 1")
     elif share is not None and share != 1:
         raise config.refusal(outer, share, f"1 for {config.values['model_type']}, or left out")
-    width = int(head_dim * share) if is_neox else head_dim
+    width = int(head_dim * share) if is_partial else head_dim
     if width + width % 2 > head_dim:
         raise SpecError(
             f"{config.place}: the head size (head_dim, or hidden_size over num_attention_heads) is "

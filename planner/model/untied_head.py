@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.model.weight_names import WEIGHT_NAMES
+from planner.model.families.table import FAMILIES
 from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors, unreadable
 from quant.checkpoint.tensor_header import DamagedFileError, TensorPlace, read_header
 from quant.common.file_identity import FileIdentity
@@ -24,10 +24,10 @@ def has_own_head(folder: Path, model_type: str) -> bool:
 
     Reads both until they differ. CheckpointError for damaged files.
     """
-    names = WEIGHT_NAMES[model_type]
+    names = FAMILIES[model_type].architecture
     stored = stored_tensors(folder)
-    head = next((n for n in (f"{name}.weight" for name in names.heads) if n in stored), None)
-    spelt = spellings(names.embedding_weight, names.base)
+    head = next((n for n in (f"{name}.weight" for name in names.head_names) if n in stored), None)
+    spelt = spellings(f"{names.embedding_path}.weight", names.base)
     embedding = next((name for name in spelt if name in stored), None)
     if head is None or embedding is None:
         return False
