@@ -20,8 +20,8 @@ from actors.stage.families import PassThrough, architecture_of, empty_model, kee
 from actors.stage.library_config import with_layers
 from actors.stage.stage import make_cache, run_in_passes
 from planner.profiles.design import LayerWorkload
-from quant.cache.layer import LayerForm, put_submodule
-from quant.linear import quantize_linear
+from quant.cache.layer import put_submodule
+from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.loading.prepacked import prepack_linears
 
@@ -106,9 +106,7 @@ class TimedLayers:
             if isinstance(linear, nn.Linear):
                 weight = self._random(linear.weight.shape).to(torch.bfloat16)
                 bias = None if linear.bias is None else self._random(linear.bias.shape)
-                filled = quantize_linear(
-                    weight, bias, form.bits, form.processor, form.dtype, form.device, form.backend
-                )
+                filled = quantize_linear(weight, bias, form)
                 put_submodule(layer, name, filled)
         for owner in layer.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):

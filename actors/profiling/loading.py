@@ -31,11 +31,11 @@ from planner.cluster.device import Device
 from planner.profiles.loading import Origin
 from quant.backends.selection import backend_name
 from quant.cache.folder import ShardCache
-from quant.cache.layer import LayerForm
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import LlmpqError
-from quant.loading.loader import LayerLoad, load_layer_as, loading, module_nbytes
+from quant.linear import LayerForm
+from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
 from quant.loading.prepacked import prepack_linears
 from quant.processor import local_processor
 from quant.scheme import FULL_BITS
@@ -147,7 +147,7 @@ class _Loads:
         began = time.perf_counter()
         with loading(loads, [], checkpoint, cache):
             for load in loads:
-                load_layer_as(load, checkpoint, cache)
+                load_layer(load, checkpoint, cache)
                 prepack_linears(load.module, form.processor)
         if form.device.type == "cuda":
             torch.cuda.synchronize(form.device)

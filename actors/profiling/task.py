@@ -25,8 +25,8 @@ from planner.cluster.device import Device
 from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.backends.selection import backend_name
-from quant.cache.layer import LayerForm
 from quant.common.errors import DeviceError, LlmpqError
+from quant.linear import LayerForm
 from quant.processor import local_processor
 
 # Workloads whose keys and values together take no more are measured in turns: the more of them, the

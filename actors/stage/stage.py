@@ -26,12 +26,11 @@ from actors.stage.sampler import Sampler
 from actors.stage.spec import StageSpec
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from quant.cache.folder import ShardCache, open_cache
-from quant.cache.layer import LayerForm
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
-from quant.linear import warm_up_codes
-from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
+from quant.linear import LayerForm, warm_up_codes
+from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
 from quant.loading.prepacked import prepack, prepack_linears
 from quant.scheme import FULL_BITS, Processor
 
@@ -245,7 +244,7 @@ def _load_shard(
     ends = [name for name in names if not name.startswith(f"{stack}.")]
     with loading(loads, ends, checkpoint, cache):
         for load in loads:
-            load_layer_as(load, checkpoint, cache)
+            load_layer(load, checkpoint, cache)
             prepack_linears(load.module, processor)
         load_ends(model, spec, checkpoint, dtype, device)
     if spec.has_head and not _shares_head(config, spec):

@@ -18,11 +18,10 @@ from quant.backends.base import CanonicalPacked
 from quant.backends.registry import BACKENDS
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
-from quant.cache.layer import LayerForm
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
-from quant.linear import dtype_name
-from quant.loading.loader import LayerLoad, load_layer_as, load_tensors
+from quant.linear import LayerForm, dtype_name
+from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding import Rounding
 from quant.scheme import FULL_BITS, LinearShape, Processor
 
@@ -113,7 +112,7 @@ def load_layer_as_planned(
         scheme.backend,
         scheme.rounding,
     )
-    load_layer_as(LayerLoad(module, name_prefix, form), checkpoint)
+    load_layer(LayerLoad(module, name_prefix, form), checkpoint)
     return frozenset(represented)
 
 

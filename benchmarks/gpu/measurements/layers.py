@@ -32,7 +32,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, shape_from_config
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
-from quant.cache.layer import LayerForm
+from quant.linear import LayerForm
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 

@@ -16,7 +16,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload
-from quant.cache.layer import LayerForm
+from quant.linear import LayerForm
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS

@@ -10,8 +10,9 @@ import pytest
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.kv_latency import EightBitCacheLatency
-from planner.costs.memory import temporary_bytes
+from planner.costs.memory import StageEnds, StageWork, temporary_bytes
 from planner.costs.roofline import RooflineLatency
+from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.plan import Plan
@@ -114,7 +115,9 @@ def test_restored_keys_are_in_the_peak() -> None:
     """Grouped heads: repeated ones are made of restored ones, which a 16-bit cache has already."""
     shape, workload = model_shape("llama-3-8b"), Workload(8, 512, 3000)
     full, coded = (
-        temporary_bytes(shape, workload, 1, 8, "float16", False, False, kv_bits=bits)
+        temporary_bytes(
+            StageWork(shape, workload, MicroBatches(1, 8), "float16", kv_bits=bits), StageEnds()
+        )
         for bits in (16, 8)
     )
     assert coded - full >= 2 * 8 * 3512 * shape.kv_width * 2
