@@ -40,16 +40,17 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
     embedding_bytes,
-    final_bytes,
+    head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
+    norm_bytes,
 )
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.phases import PHASES, Phase
-from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
-from planner.profiles.errors import FitError, all_together, relative_errors
+from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FittedLatency
+from planner.profiles.fit_errors import FitError, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.workload import Workload
 from quant.processor import local_processor
@@ -73,6 +74,28 @@ def layer_values(hidden: int) -> dict[str, Any]:
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     }
+
+
+def random_workloads(
+    space: DesignSpace, phase: Phase, count: int, seed: int
+) -> tuple[LayerWorkload, ...]:
+    """`count` different workloads, evenly drawn from the logarithms of batch size and length."""
+    generator = np.random.default_rng(seed)
+    found: dict[LayerWorkload, None] = {}
+    bounds = np.log(
+        [
+            (min(space.batch_sizes), max(space.batch_sizes) + 0.5),
+            (space.min_length, space.max_length),
+        ]
+    )
+    for _ in range(1000 * count):
+        batch, length = np.exp(generator.uniform(bounds[:, 0], bounds[:, 1]))
+        workload = LayerWorkload(phase, int(batch), int(length))
+        if space.holds(workload):
+            found[workload] = None
+        if len(found) == count:
+            break
+    return tuple(found)
 
 
 def this_cpu(threads: int) -> Device:
@@ -283,7 +306,8 @@ def _memory_row(path: Path, config: PretrainedConfig, draw: random.Random) -> tu
         planned += sum(layer_weight_bytes(shape, b, device, dtype) for b in spec.bitwidths)
         planned += len(spec.layers) * kv_cache_bytes_per_layer(shape, workload, 16, dtype)
         planned += embedding_bytes(shape, dtype) if spec.is_first else 0
-        planned += final_bytes(shape, dtype, spec.is_first) if spec.is_last else 0
+        if spec.is_last:
+            planned += norm_bytes(shape, dtype) + head_bytes(shape, dtype, spec.is_first)
     difference = planned / held - 1
     parts = "/".join(" ".join(map(str, bits[a:b])) for a, b in pairwise(bounds))
     return (

@@ -43,7 +43,7 @@ from transformers import (
 from transformers.utils import logging
 
 from actors.stage.families import empty_model
-from planner.cluster.accelerators import BFLOAT16_CAPABILITY
+from benchmarks.machine import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from actors.attention.kv_cache import SCALE_DTYPE, SlotRows, Stored
 from actors.messages import MicroBatch
-from quant.compiled import compiled_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 
 _LEAST_EXPONENT = -87.0
 """Smaller powers of e are not normal float32 numbers; as shares of attention they are nothing."""

@@ -23,7 +23,7 @@ from planner.profiles.design import LayerWorkload
 from quant.cache.layer import put_submodule
 from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
-from quant.loading.prepacked import prepack_linears
+from quant.loading.onednn_linear import prepack_linears
 
 # Decode passes take a millisecond a layer, of which what stands around the layers is a share.
 # Prefill passes take long, and what stands around is nothing.

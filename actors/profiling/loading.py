@@ -36,7 +36,7 @@ from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import LlmpqError
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
-from quant.loading.prepacked import prepack_linears
+from quant.loading.onednn_linear import prepack_linears
 from quant.processor import local_processor
 from quant.scheme import FULL_BITS
 

@@ -10,7 +10,7 @@ from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -22,7 +22,7 @@ def read_generation_config(folder: Path) -> Mapping[str, Any]:
     path = folder / GENERATION_CONFIG_FILE
     if not path.exists():
         return {}
-    content = read_settings(path, "mend or delete it", CheckpointError)
+    content = read_json_object(path, "mend or delete it", CheckpointError)
     return {name: value for name, value in content.items() if value is not None}
 
 

@@ -34,7 +34,7 @@ from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
-from quant.loading.representation import Compute, LayerScheme, load_layer_as_planned
+from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
 from quant.processor import local_processor
 
 TOKENS_AT_ONCE = 2048

@@ -13,7 +13,7 @@ from actors.stage.families import empty_model
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
-from quant.common.foreign_words import foreign_reason
+from quant.common.library_errors import library_reason
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -63,5 +63,5 @@ def _named(file: Path | str) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"{file}: transformers cannot build the model that it describes "
-            f"({foreign_reason(error)}); mend it, or download it again"
+            f"({library_reason(error)}); mend it, or download it again"
         ) from error

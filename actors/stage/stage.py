@@ -31,7 +31,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
 from quant.linear import LayerForm, warm_up_codes
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
-from quant.loading.prepacked import prepack, prepack_linears
+from quant.loading.onednn_linear import prepack, prepack_linears
 from quant.scheme import FULL_BITS, Processor
 
 

@@ -16,7 +16,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
 from planner.option_rules import Rule
 from planner.profiles.design import DesignSpace
-from planner.profiles.errors import FitError, all_together, held_out_errors
+from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS

@@ -13,8 +13,8 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import applies
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS
 

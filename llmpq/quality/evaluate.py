@@ -17,7 +17,7 @@ from planner.model.finding import model_shape
 from planner.plan.plan import Plan, StagePlan
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
-from quant.loading.representation import LayerScheme
+from quant.loading.emulated_kernels import LayerScheme
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmpq.quality.perplexity import AUTO
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, FULL_BITS
-from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.variance_form import VarianceForm
 
 METHODS = ("variance", "hessian", "random")
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from llmpq.remote.token import refused_token, warn_of_readers
 from quant.common.errors import DeviceError, InputError, SpecError
-from quant.common.printable import without_user
+from quant.common.safe_text import without_user
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

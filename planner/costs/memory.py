@@ -141,11 +141,6 @@ def embedding_bytes(shape: ModelShape, dtype: str) -> int:
     return shape.embedding_parameters * DTYPE_BYTES[dtype]
 
 
-def final_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
-    """Final norm, projection and LM head; a tied head is free where the embedding is."""
-    return norm_bytes(shape, dtype) + head_bytes(shape, dtype, on_first)
-
-
 def norm_bytes(shape: ModelShape, dtype: str) -> int:
     """Final norm and projection, which live on the last stage."""
     return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]

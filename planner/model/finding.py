@@ -25,7 +25,7 @@ from quant.checkpoint.gptq_config import (
 )
 from quant.checkpoint.model_reference import local_path
 from quant.common.errors import SpecError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 __all__ = [
     "ModelShape",
@@ -145,7 +145,7 @@ def _folder_shape(folder: Path) -> ModelShape:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_settings(path, "give a Hugging Face config.json", SpecError)
+    return read_json_object(path, "give a Hugging Face config.json", SpecError)
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 While a layer loads, anonymous host memory holds what is packed already plus one linear's codes (two
 where the cache writes 8-bit layers) and a few megabytes: tensors are read as views of mapped files
 and neither cast nor copied whole. Inside `loading`, three things go on at once: the disk is read
-ahead of use, tensors are quantized (and moved to a GPU, `quant.staging`), and finished layers are
+ahead of use, tensors are quantized (and moved to a GPU, `quant.gpu_upload`), finished layers are
 written to the cache.
 """
 
@@ -34,7 +34,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
-from quant.loading.prepacked import PrepackedLinear
+from quant.loading.onednn_linear import PrepackedLinear
 from quant.scheme import FULL_BITS
 
 

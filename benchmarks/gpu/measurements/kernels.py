@@ -31,8 +31,8 @@ from benchmarks.linear import (
     measure,
     random_weight,
 )
+from benchmarks.machine import BFLOAT16_CAPABILITY
 from benchmarks.timing import seconds_of
-from planner.cluster.accelerators import BFLOAT16_CAPABILITY
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
 from quant.backends.registry import BACKENDS, self_test

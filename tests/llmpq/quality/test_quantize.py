@@ -26,7 +26,7 @@ from quant.common.errors import CheckpointError, InputError, PlanMismatchError, 
 from quant.gptq import writer as gptq_writer
 from quant.gptq.format import read_gptq
 from quant.gptq.rounding import GptqOptions, gptq
-from quant.loading.representation import Compute, LayerScheme
+from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import Processor
 from tests.actors.models import (
     VOCABULARY,

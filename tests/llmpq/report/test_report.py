@@ -23,7 +23,7 @@ from planner.explanation.explain import Explanation, explain
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan as PlanData
-from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
 from planner.search.front import FrontPoint
 
 VOID = {"meta", "br"}
@@ -243,7 +243,7 @@ def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
     shape, bits = model_shape("opt-1.3b"), (3, 4, 8, 16)
     factors = np.random.default_rng(1).uniform(0.1, 3.0, shape.layers)
     omega = default_sensitivity(shape, bits) * factors[:, np.newaxis]
-    save_sensitivity(tmp_path / "omega.json", omega, bits, shape.fingerprint())
+    save_omega(tmp_path / "omega.json", OmegaContent(bits, shape.fingerprint(), omega))
     for group in (1, 2):
         plan = make_cluster().plan(
             "opt-1.3b",

@@ -21,11 +21,12 @@ from planner.costs.memory import (
     StageEnds,
     StageWork,
     embedding_bytes,
-    final_bytes,
     fixed_stage_memory,
+    head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
     margin_bytes,
+    norm_bytes,
     runtime_bytes,
     stage_memory,
     temporary_bytes,
@@ -159,9 +160,9 @@ def test_ends_are_the_librarys_tensors(model_type: str) -> None:
     shape, model = tiny(model_type)
     layers = sum(weight.nbytes for weight in model.parameters() if weight.dim() >= 1)
     ends = layers - shape.layers * layer_weight_bytes(shape, 16, device(), "float32")
-    one_stage = embedding_bytes(shape, "float32") + final_bytes(shape, "float32", on_first=True)
-    assert one_stage == ends
-    apart = final_bytes(shape, "float32") - final_bytes(shape, "float32", on_first=True)
+    shared = head_bytes(shape, "float32", on_first=True)
+    assert embedding_bytes(shape, "float32") + norm_bytes(shape, "float32") + shared == ends
+    apart = head_bytes(shape, "float32") - shared
     head = model.get_output_embeddings().weight.nbytes
     assert apart == (head if shape.tied_embeddings else 0)
 

@@ -9,7 +9,7 @@ import pytest
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.costs.kv_latency import EightBitCacheLatency
+from planner.costs.eight_bit_kv import EightBitCacheLatency
 from planner.costs.memory import StageEnds, StageWork, temporary_bytes
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches

@@ -20,7 +20,7 @@ _OURS: Mapping[str, str] = {
 _SENTENCE_END = re.compile(r"((?<=[.!?;])\s+|\n+)")
 
 
-def without_foreign_advice(text: str) -> str:
+def without_library_advice(text: str) -> str:
     """`text` with each sentence that proposes an argument of another library left out, and what
     llmpq has for it at the end.
     """
@@ -39,10 +39,10 @@ def without_foreign_advice(text: str) -> str:
     return f"{rest}; {'; '.join(told)}" if rest else "; ".join(told)
 
 
-def foreign_reason(error: BaseException) -> str:
+def library_reason(error: BaseException) -> str:
     """The type of an error of another library and the first lines of what it says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = without_foreign_advice(" ".join(lines[:4]))
+    said = without_library_advice(" ".join(lines[:4]))
     return f"{type(error).__name__}: {said:.400}" if said else type(error).__name__
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quant.loading.loader import module_nbytes
-from quant.loading.prepacked import PrepackedLinear, prepack, prepack_linears
+from quant.loading.onednn_linear import PrepackedLinear, prepack, prepack_linears
 from quant.processor import local_processor
 from quant.scheme import Processor
 

@@ -11,8 +11,8 @@ from planner.cluster.device import Device
 from planner.costs.latency import LatencyModel
 from planner.phases import PHASES, Phase
 from planner.profiles.fit import FittedLatency, row_length
+from planner.profiles.row_selection import applies
 from planner.profiles.rows import ProfileRow
-from planner.profiles.use import applies
 
 # One measured point in four is left out of the fit and foretold by it.
 _LEFT_OUT = 4

@@ -17,7 +17,7 @@ MAX_DEPTH = 64
 """Of lists and objects within each other; what is deeper breaks those who print or compare it."""
 
 
-def read_settings(
+def read_json_object(
     path: Path, remedy: str, refuse: type[LlmpqError], what: str = "JSON object"
 ) -> dict[str, Any]:
     """The entries of the JSON object in the file at `path`.
