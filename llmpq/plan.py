@@ -19,13 +19,14 @@ from llmpq.run.results import Results
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment
+from planner.explanation.rebuilt_costs import rebuilt_costs
+from planner.explanation.what_if import WhatIfOptions
 from planner.micro_batches import MicroBatches
 from planner.plan.plan import Plan as PlanData
 from planner.plan.plan import PlannedModel, Prediction, SolverRecord, StagePlan
 from planner.search.front import FrontPoint
 from planner.simulation.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
-from quant.common.errors import SpecError
 
 
 class Plan:
@@ -50,35 +51,41 @@ class Plan:
         self.data.save(path)
 
     @cached_property
-    def explanation(self) -> Explanation | None:
-        """Why the plan is as it is; takes seconds. None for a plan that was loaded from its file,
-        which does not hold the cluster.
+    def costs(self) -> CostModel:
+        """The cost model that the plan was made with; that of a loaded plan is built again.
+
+        Raises `SpecError` where a file that the plan was made from is gone or has changed.
         """
-        return None if self._costs is None else explain(self.data, self._costs)
+        return rebuilt_costs(self.data) if self._costs is None else self._costs
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        """Why the plan is as it is; takes seconds. Raises as `costs`."""
+        return self.explain()
+
+    def explain(self, options: WhatIfOptions | None = None) -> Explanation:
+        """Why the plan is as it is, and the answers to what `options` ask. Raises as `costs`."""
+        return explain(self.data, self.costs, options)
 
     def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
         """Write the plan and its explanation as one HTML page.
 
         `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it cannot be
-        written.
+        written, and as `costs`.
         """
         write_report(path, self.data, self.explanation, front)
 
-    @cached_property
+    @property
     def limits(self) -> tuple[StageLimits, ...]:
-        """What holds each stage; empty for a plan that was loaded from its file."""
-        if self._costs is None:
-            return ()
-        return stage_limits(planned_assignment(self.data, self._costs))
+        """What holds each stage. Raises as `costs`."""
+        return stage_limits(planned_assignment(self.data, self.costs))
 
     def trace(self, path: str | Path) -> None:
         """Write the simulated batch: an `.svg` Gantt picture, else JSON for Perfetto or Chrome.
 
-        Raises `SpecError` where it cannot be written, or for a plan that was loaded from its file.
+        Raises `SpecError` where it cannot be written, and as `costs`.
         """
-        if self._costs is None:
-            raise SpecError("a plan file holds no cost model to simulate; trace while planning")
-        simulated = planned_assignment(self.data, self._costs).simulate()
+        simulated = planned_assignment(self.data, self.costs).simulate()
         labels = [stage.device for stage in self.stages]
         if Path(path).suffix == ".svg":
             write_gantt(path, simulated, labels)
