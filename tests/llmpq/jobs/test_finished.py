@@ -22,7 +22,8 @@ from llmpq import Plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output.output import JobOutput, OutputOptions
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,

@@ -19,7 +19,7 @@ from llmpq.report import report_page
 from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
 from llmpq.report.markup import Html, tag
 from llmpq.report.pareto import pareto
-from planner.explanation.explain import Explanation, explain
+from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan as PlanData
@@ -35,8 +35,7 @@ NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
 
 
 def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
-    assert plan._costs is not None
-    return explain(plan.data, plan._costs, options)
+    return plan.explain(options)
 
 
 class Page(HTMLParser):
@@ -214,7 +213,7 @@ def hostile_plan() -> Plan:
         baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.data.baselines),
         stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.data.stages),
     )
-    return Plan(data, made_plan._costs)
+    return Plan(data, made_plan.costs)
 
 
 def test_hostile_names_stay_text() -> None:
@@ -225,17 +224,6 @@ def test_hostile_names_stay_text() -> None:
     for name, attributes in parsed.elements:
         assert not [key for key in attributes if key.startswith("on")], name
     assert HOSTILE in "".join(parsed.words)
-
-
-def test_a_loaded_plan_says_what_it_does_not_know(tmp_path: Path) -> None:
-    made().save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.explanation is None
-    loaded.report(tmp_path / "page.html")
-    parsed = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert "llmpq-algo --report" in parsed.text
-    assert len(parsed.all_of("li", "box")) == 24
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "plan.json"]
 
 
 def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:

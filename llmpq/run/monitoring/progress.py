@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from llmpq.rows.results import Result
-from llmpq.run.monitor import RunState
-from llmpq.run.slow_stages import slow_stages
+from llmpq.run.monitoring.meter import RunState
+from llmpq.run.monitoring.slow_stages import slow_stages
 from planner.plan.plan import Plan
 
 LOG_INTERVAL_S = 5.0

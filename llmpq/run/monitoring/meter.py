@@ -1,8 +1,7 @@
-"""Watching a run from beside it: a thread asks the stages about once a second how far they are."""
+"""How far a run is: what stages tell of themselves, and what has ended, as a state."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,9 +10,7 @@ from typing import Literal
 
 from actors.messages import QueueDepth, StageStats
 
-INTERVAL_S = 1.0
 WINDOW_S = 15.0  # tokens per second are of this time: long enough for several prefills
-WAIT_AT_END_S = 10.0  # for a poll that is under way: it waits for the stages for 5 s at most
 
 EARLY_PROMPTS = 16  # that have ended, before their lengths say anything of the others
 ENDS_EARLY = 0.95  # of its limit: below, answers end by themselves and prompts tell more
@@ -182,47 +179,3 @@ def _shares(
         return ()
     before_s = before_s or (0.0,) * len(busy_s)
     return tuple(min(1.0, (b - a) / passed_s) for a, b in zip(before_s, busy_s, strict=True))
-
-
-class Monitor:
-    """Context manager: while it is open, `poll` is asked again and again and `show` told the state.
-
-    `poll` returns None where the stages do not answer; the run never waits for either of them.
-    """
-
-    def __init__(
-        self,
-        meter: RunMeter,
-        poll: Callable[[], Sequence[StageStats] | None],
-        show: Sequence[Callable[[RunState], None]] = (),
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._meter, self._poll, self._show = meter, poll, tuple(show)
-        self._interval_s = interval_s
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="llmpq-monitor", daemon=True)
-
-    def __enter__(self) -> Monitor:
-        """Begin to poll."""
-        self._meter.begin()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End with the run."""
-        self._ended.set()
-        self._thread.join(WAIT_AT_END_S)
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._interval_s):
-            self.look()
-
-    def look(self) -> None:
-        """Poll once and show what is known."""
-        stages = self._poll()
-        if stages is not None:
-            self._meter.add(stages)
-        if not self._ended.is_set():
-            state = self._meter.state()
-            for show in self._show:
-                show(state)

@@ -17,8 +17,8 @@ from actors.messages import Request, Sampling
 from actors.stage_group import StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
-from llmpq.run.monitor import RunMeter, RunState, generated
-from llmpq.run.onlookers import watching
+from llmpq.run.monitoring.meter import RunMeter, RunState, generated
+from llmpq.run.monitoring.monitor import monitored
 from planner.plan.simulate import simulate_plan
 from tests.actors.models import random_prompts
 from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH
@@ -67,7 +67,7 @@ def test_a_trace_holds_every_micro_batch_of_every_stage(
 ) -> None:
     path, states = tmp_path / "trace.json", list[RunState]()
     meter = RunMeter(PROMPTS, PROMPTS * NEW_TOKENS)
-    with watching(group, plan.data, meter, [states.append], path):
+    with monitored(group, plan.data, meter, [states.append], path):
         for finished in group.generate(requests()):
             for each in finished:
                 meter.end(len(each.token_ids), NEW_TOKENS)
@@ -120,7 +120,7 @@ def test_a_run_that_is_interrupted_leaves_a_trace(
     path = tmp_path / "trace.json"
 
     def interrupted() -> None:
-        with watching(group, plan.data, RunMeter(None, None), [], path):
+        with monitored(group, plan.data, RunMeter(None, None), [], path):
             next(group.generate(requests()))
             raise KeyboardInterrupt
 

@@ -10,7 +10,8 @@ from types import TracebackType
 from actors.messages import Sampling
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.run import Run, RunSummary
+from llmpq.run.run import Run
+from llmpq.run.summary import RunSummary
 
 
 class Results(Iterator[Result], AsyncIterator[Result]):

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from actors.messages import PhaseWork, StageStats
 from llmpq import Plan
-from llmpq.run.monitor import RunState
-from llmpq.run.progress import RunProgress
-from llmpq.run.run import RunSummary
-from llmpq.run.slow_stages import slow_stages
+from llmpq.run.monitoring.meter import RunState
+from llmpq.run.monitoring.progress import RunProgress
+from llmpq.run.monitoring.slow_stages import slow_stages
+from llmpq.run.summary import RunSummary
 from llmpq.tables import summary_table
 
 PREFILL_S, DECODE_S = 0.5, 0.05

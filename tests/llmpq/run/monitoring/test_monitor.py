@@ -11,8 +11,9 @@ from rich.console import Console
 
 from actors.messages import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
-from llmpq.run.monitor import EARLY_PROMPTS, WINDOW_S, Monitor, RunMeter, RunState
-from llmpq.run.progress import LOG_INTERVAL_S, RunProgress, duration, state_lines
+from llmpq.run.monitoring.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
+from llmpq.run.monitoring.monitor import Monitor
+from llmpq.run.monitoring.progress import LOG_INTERVAL_S, RunProgress, duration, state_lines
 
 QUEUE = QueueDepth(waiting=7, in_slots=3, slots=4, micro_batches=2)
 
