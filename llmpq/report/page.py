@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
-from llmpq.report.comparison import baselines, what_binds, what_if
-from llmpq.report.layers import layers, why
-from llmpq.report.markup import Html, tag
-from llmpq.report.overview import overview, pipeline
-from llmpq.report.pareto import pareto
-from llmpq.report.provenance import provenance
-from llmpq.report.resources import memory, schedule, times
+from llmpq.report.rendering import render
+from llmpq.report.sections.comparison import baselines, what_binds, what_if
+from llmpq.report.sections.front import front_section
+from llmpq.report.sections.layers import layers, reasons
+from llmpq.report.sections.overview import overview, pipeline
+from llmpq.report.sections.provenance import provenance
+from llmpq.report.sections.resources import memory, schedule, times
 from planner.explanation.explain import Explanation
 from planner.plan.plan import Plan
 from planner.search.front import FrontPoint
@@ -29,30 +28,22 @@ def report_page(
     missing, and the page says so. `front`: as `planner.search.front.trace_front` finds it; by
     default the plans for other thetas of the explanation.
     """
-    title = f"{plan.model.name} on {plan.cluster}: plan of llmpq"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("style", Html(_style())),
+    return render(
+        "page.html.j2",
+        plan=plan,
+        overview=overview(plan, explanation),
+        pipeline=pipeline(plan, explanation),
+        layers=layers(plan, explanation),
+        reasons=explanation and reasons(plan, explanation),
+        memory=memory(plan),
+        times=times(plan),
+        pictures=schedule(plan, explanation) if explanation else (),
+        binds=explanation and what_binds(plan, explanation),
+        what_if=explanation and what_if(plan, explanation),
+        baselines=baselines(plan),
+        front=front_section(plan, explanation, front),
+        provenance=provenance(plan),
     )
-    sections = [
-        pipeline(plan, explanation),
-        layers(plan, explanation),
-        why(plan, explanation),
-        memory(plan),
-        times(plan),
-        schedule(plan, explanation),
-        what_binds(plan, explanation),
-        what_if(plan, explanation),
-        baselines(plan),
-        pareto(plan, explanation, front),
-        provenance(plan),
-    ]
-    body = tag("body", overview(plan, explanation), tag("main", *sections))
-    return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en").text + "\n"
 
 
 def write_report(
@@ -70,7 +61,3 @@ def write_report(
         write_whole(target, report_page(plan, explanation, front))
     except OSError as error:
         raise InputError(f"cannot write the report to {target}: {error.strerror}") from error
-
-
-def _style() -> str:
-    return files("llmpq.report").joinpath("style.css").read_text(encoding="utf-8")

@@ -1,25 +1,22 @@
-"""Against what the plan was held: what binds, what would change it, the baselines."""
+"""What the plan is compared with: its limits, plans under changed conditions, simpler plans."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from llmpq.report.figures import change, listed, number, seconds, size
-from llmpq.report.layers import NOT_KNOWN
-from llmpq.report.markup import Content, Html, join, section, table, tag
-from llmpq.report.overview import least_change_s
-from llmpq.report.reasons import binding, difference, lever, question
+from llmpq.report.elements import Cell, Table
+from llmpq.report.formatting import change, listed, number, seconds, size
+from llmpq.report.sections.overview import least_change_s
+from llmpq.report.sentences import binding, difference, lever, question
 from planner.explanation.explain import Explanation, Headroom, StageLimits
 from planner.explanation.what_if import Answer
 from planner.plan.plan import Baseline, Plan
 
 
-def what_binds(plan: Plan, explanation: Explanation | None) -> Html:
-    """Per stage what is used up, and what is left of the rest."""
-    if explanation is None:
-        return section("binds", "What binds", tag("p", NOT_KNOWN))
-    rows = [_limits_row(plan, limits) for limits in explanation.stages]
+def what_binds(plan: Plan, explanation: Explanation) -> Table:
+    """Per stage what is used up, and what is left of the other resources."""
     heads = [
         "stage",
         "used up",
@@ -29,25 +26,15 @@ def what_binds(plan: Plan, explanation: Explanation | None) -> Html:
         "1 ms prefill",
         "1 ms decode",
     ]
-    text = (
-        "A resource is used up where not even the smallest step fits any more: one more layer, or "
-        "more bits for one layer (the step is in brackets). For times, what is left is how much "
-        "longer a stage may compute per micro-batch before it holds up the others. The last "
-        "columns say how much longer a batch takes if that stage computes 1 ms longer."
-    )
-    return section(
-        "binds",
-        "What binds",
-        tag("p", text, class_="note"),
-        table("What each stage has used up and what is left", heads, rows, words=(0, 1)),
-    )
+    rows = [_limits_row(plan, limits) for limits in explanation.stages]
+    return Table("What each stage has used up and what is left", heads, rows, words=(0, 1))
 
 
-def _limits_row(plan: Plan, limits: StageLimits) -> list[Content]:
+def _limits_row(plan: Plan, limits: StageLimits) -> list[Cell | str]:
     stage = plan.stages[limits.stage]
     return [
         f"{stage.index}: {stage.device}",
-        tag("strong", binding(limits)),
+        Cell(binding(limits), "strong"),
         _left(limits.memory, size),
         _left(limits.prefill, seconds),
         _left(limits.decode, seconds),
@@ -56,15 +43,21 @@ def _limits_row(plan: Plan, limits: StageLimits) -> list[Content]:
     ]
 
 
-def _left(headroom: Headroom, text: Callable[[float], str]) -> Html:
+def _left(headroom: Headroom, text: Callable[[float], str]) -> Cell:
     step = "none" if math.isinf(headroom.least_step) else text(headroom.least_step)
-    return join([text(headroom.spare), tag("small", f" (step {step})")])
+    return Cell(text(headroom.spare), small=f" (step {step})")
 
 
-def what_if(plan: Plan, explanation: Explanation | None) -> Html:
+@dataclass(frozen=True)
+class WhatIf:
+    """Plans made under changed conditions; `table` is None where there was time for none."""
+
+    notes: Sequence[str]
+    table: Table | None
+
+
+def what_if(plan: Plan, explanation: Explanation) -> WhatIf:
     """Plans that were really made anew under changed conditions."""
-    if explanation is None:
-        return Html("")
     least_s, answers = least_change_s(plan), explanation.answers
     rows = [_answer_row(plan, group, least_s) for group in _grouped(answers.given, least_s)]
     heads = ["if there were", "new plan", "batch", "quality", "micro-batches", "proven"]
@@ -77,10 +70,8 @@ def what_if(plan: Plan, explanation: Explanation | None) -> Html:
     if answers.left_out:
         asked = [question(each, plan.stages) for each in answers.left_out]
         notes.append(f"There was no time to ask for {listed(asked)}.")
-    parts = [tag("p", note, class_="note") for note in notes if note]
-    if rows:
-        parts.append(table("Plans under changed conditions", heads, rows, words=(0, 1)))
-    return section("what-if", "What would change the answer", *parts)
+    table = Table("Plans under changed conditions", heads, rows, words=(0, 1)) if rows else None
+    return WhatIf([note for note in notes if note], table)
 
 
 def _grouped(answers: Sequence[Answer], least_s: float) -> list[list[Answer]]:
@@ -97,7 +88,7 @@ def _grouped(answers: Sequence[Answer], least_s: float) -> list[list[Answer]]:
     return [sorted(group, key=lambda each: each.theta) for group in groups.values()]
 
 
-def _answer_row(plan: Plan, group: Sequence[Answer], least_s: float) -> list[Content]:
+def _answer_row(plan: Plan, group: Sequence[Answer], least_s: float) -> list[Cell | str]:
     answer, sizes = group[0], group[0].sizes
     asked = question(answer.question, plan.stages)
     if len(group) > 1:
@@ -118,14 +109,14 @@ def _quality_range(group: Sequence[Answer], least_s: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
-def baselines(plan: Plan) -> Html:
-    """Simpler plans for the same cluster, the fastest first."""
+def baselines(plan: Plan) -> Table | None:
+    """Simpler plans for the same cluster, the fastest first; None where none were made."""
     if not plan.baselines:
-        return Html("")
+        return None
     present = plan.predicted
-    ours: list[Content] = [
-        tag("strong", "this plan"),
-        _bits(sorted({bits for stage in plan.stages for bits in stage.bitwidths})),
+    ours: list[Cell | str] = [
+        Cell("this plan", "strong"),
+        ", ".join(map(str, sorted({b for stage in plan.stages for b in stage.bitwidths}))),
         seconds(present.latency_s),
         number(present.tokens_per_s),
         number(plan.solver.sensitivity),
@@ -134,11 +125,10 @@ def baselines(plan: Plan) -> Html:
     ordered = sorted(plan.baselines, key=lambda each: each.latency_s or math.inf)
     rows = [ours, *(_baseline_row(each, present.latency_s) for each in ordered)]
     heads = ["plan", "bits", "batch", "tokens/s", "sensitivity", "time against this plan"]
-    caption = "Simpler plans for the same cluster and workload"
-    return section("baselines", "Baselines", table(caption, heads, rows))
+    return Table("Simpler plans for the same cluster and workload", heads, rows)
 
 
-def _baseline_row(baseline: Baseline, latency_s: float) -> list[Content]:
+def _baseline_row(baseline: Baseline, latency_s: float) -> list[Cell | str]:
     if baseline.latency_s is None or baseline.tokens_per_s is None:
         return [baseline.name, "does not fit", "–", "–", "–", "–"]
     return [
@@ -149,7 +139,3 @@ def _baseline_row(baseline: Baseline, latency_s: float) -> list[Content]:
         "–" if baseline.sensitivity is None else number(baseline.sensitivity),
         f"{baseline.latency_s / latency_s:.2f} times",
     ]
-
-
-def _bits(used: Sequence[int]) -> str:
-    return ", ".join(map(str, used))

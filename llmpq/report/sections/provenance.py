@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from llmpq.report.figures import number, plural, seconds, size
-from llmpq.report.markup import Content, Html, section, table, tag
+from llmpq.report.elements import Cell, Table
+from llmpq.report.formatting import number, plural, seconds, size
 from planner.plan.plan import Plan
 
 ESTIMATED = "estimated"
 
 
-def provenance(plan: Plan) -> Html:
-    """Sources, one a row; what is estimated and not measured is marked so."""
-    rows = [[name, text] for name, text in _sources(plan)]
+def provenance(plan: Plan) -> Sequence[Table]:
+    """Sources of the numbers, one a row, and what each stage computes with."""
     per_stage = [
         [
             f"{stage.index}: {stage.device}",
@@ -24,19 +23,17 @@ def provenance(plan: Plan) -> Html:
         for stage in plan.stages
     ]
     heads = ["stage", "compute type", "kernels", "memory limit"]
-    return section(
-        "provenance",
-        "Where the numbers come from",
-        table("Sources", ["what", "from"], rows, words=(0, 1)),
-        table("What each stage computes with", heads, per_stage, words=(0, 1, 2)),
+    return (
+        Table("Sources", ["what", "from"], list(_sources(plan)), words=(0, 1)),
+        Table("What each stage computes with", heads, per_stage, words=(0, 1, 2)),
     )
 
 
-def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
+def _sources(plan: Plan) -> Iterator[tuple[str, Cell | str]]:
     yield "model", f"{plan.model.source}: {plan.model.model_type}, shape {plan.model.fingerprint}"
     yield "cluster", f"{plan.cluster}, fingerprint {plan.cluster_fingerprint}"
     for source in sorted({stage.provenance for stage in plan.stages}):
-        yield "seconds of layers", _marked(source)
+        yield "seconds of layers", Cell(source, "estimated" if ESTIMATED in source else "plain")
     yield "seconds of links", "rates and latencies of the cluster file or the device registry"
     yield (
         "memory",
@@ -61,12 +58,6 @@ def _kept_free(plan: Plan) -> str:
     """The margin of the stages' devices."""
     margins = sorted({stage.memory_margin_bytes for stage in plan.stages})
     return " or ".join(map(size, margins))
-
-
-def _marked(source: str) -> Content:
-    if ESTIMATED not in source:
-        return source
-    return tag("span", tag("span", ESTIMATED, class_="pill"), " ", source)
 
 
 def _solver(plan: Plan) -> str:
