@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING
 
-from llmpq.report.formatting import percent, plural
+from llmpq.report import formatting, sentences
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+FILTERS = (
+    formatting.change,
+    formatting.layer_numbers,
+    formatting.listed,
+    formatting.number,
+    formatting.percent,
+    formatting.plural,
+    formatting.seconds,
+    formatting.size,
+    formatting.size_change,
+    sentences.binding,
+    sentences.difference,
+    math.isinf,
+)
+"""Functions that the templates call on values, under their own names."""
 
 
 def render(template: str, **values: object) -> str:
@@ -18,7 +35,7 @@ def render(template: str, **values: object) -> str:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # plans need it for pages alone
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # planning alone needs none
 
     environment = Environment(
         loader=PackageLoader("llmpq.report"),
@@ -28,5 +45,5 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"percent": percent, "plural": plural}
+    environment.filters |= {function.__name__: function for function in FILTERS}
     return environment

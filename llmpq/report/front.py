@@ -1,14 +1,16 @@
-"""The Pareto front as a picture: latency of a batch against summed sensitivity."""
+"""The Pareto front, latency of a batch against summed sensitivity: a picture and its plans."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.report.formatting import number, seconds
 from llmpq.report.rendering import render
+from planner.explanation.explain import Explanation
+from planner.plan.plan import Plan
 from planner.search.front import FrontPoint, front_json
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
@@ -95,6 +97,41 @@ class Chart:
         """Each point with its pixels."""
         x, y = self.latency, self.sensitivity
         return [(x.at(point.latency_s), y.at(point.sensitivity), point) for point in self.points]
+
+
+@dataclass(frozen=True)
+class Front:
+    """Plans that no other one beats in both, fastest first, from those of `thetas`, ascending."""
+
+    present: PlanPoint
+    points: Sequence[PlanPoint]
+    thetas: Sequence[float]
+
+
+def front_of(
+    plan: Plan, explanation: Explanation | None, front: Sequence[FrontPoint]
+) -> Front | None:
+    """The given front, else what other thetas gave, with `plan`; None where neither is known."""
+    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
+    others = [PlanPoint(each.theta, each.latency_s, each.omega) for each in front]
+    if not others and explanation is not None:
+        others = [
+            PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
+            for answer in explanation.answers.of("theta")
+        ]
+    if not others:
+        return None
+    thetas = sorted({point.theta for point in (present, *others)})
+    return Front(present, _undominated([present, *others]), thetas)
+
+
+def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    """From the fastest on; of equals the first one given."""
+    kept: list[PlanPoint] = []
+    for point in sorted(points, key=lambda each: (each.latency_s, each.sensitivity)):
+        if not kept or point.sensitivity < kept[-1].sensitivity:
+            kept.append(point)
+    return kept
 
 
 def write_front(path: str | Path, points: Sequence[FrontPoint]) -> None:
