@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.messages import Transport
 from actors.recovery.policy import OnDeviceLoss, OnEvent, Recovery, ignore_event
-from llmpq.jobs.formats.items import rows_of
+from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.quality.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.quality.text import Document
 from llmpq.report import write_report

@@ -12,7 +12,7 @@ from actors.messages import TRANSPORTS, Sampling
 from actors.recovery.policy import Recovery
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
-from llmpq.jobs.output.output import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.run import RunOptions

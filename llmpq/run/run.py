@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from actors.messages import Finished, Request, Sampling, StageStats, Transport
 from actors.recovery.policy import OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.model_identity import model_digest
+from llmpq.jobs.records.model_digest import model_digest
 from llmpq.model_check import checked_shape
 from llmpq.remote.session import ray_session
 from llmpq.rows.results import Result
