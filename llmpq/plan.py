@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.items import rows_of
+from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.quality.perplexity import AUTO, EvaluationOptions, Perplexity
 from llmpq.quality.text import Document
 from llmpq.report import write_report

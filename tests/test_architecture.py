@@ -10,7 +10,9 @@ from tests.paths import ROOT
 
 PACKAGES = ("llmpq", "actors", "planner", "quant")
 MAP = ROOT / "docs" / "architecture.md"
-_PATH = re.compile(r"`((?:llmpq|actors|planner|quant|tests|benchmarks|docs|examples|cluster_specs)/[^\s`]*)`")
+_PATH = re.compile(
+    r"`((?:llmpq|actors|planner|quant|tests|benchmarks|docs|examples|cluster_specs)/[^\s`]*)`"
+)
 
 
 def rooms() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.csv_files import csv_rows
-from llmpq.jobs.formats.format import SUFFIXES, FileFormat, input_format
+from llmpq.jobs.formats.file_format import SUFFIXES, FileFormat, input_format
 from llmpq.jobs.formats.parquet import parquet_rows
 from llmpq.jobs.formats.streams import (
     READ_ERRORS,
@@ -19,7 +19,7 @@ from llmpq.jobs.formats.streams import (
     numbered_lines,
     reason,
 )
-from llmpq.jobs.records.record import FileRecord, InputRecord, settled_identities
+from llmpq.jobs.records.completion_record import FileRecord, InputRecord, settled_identities
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError

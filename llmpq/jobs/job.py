@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.output.sinks import Output
-from llmpq.jobs.records.changes import shown_id
-from llmpq.jobs.records.ledger import Kind, Ledger, Wanted
+from llmpq.jobs.output.output import Output
+from llmpq.jobs.records.completion_record import InputRecord
+from llmpq.jobs.records.input_changes import shown_id
 from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.record import InputRecord
+from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
@@ -78,15 +78,15 @@ class Job:
         self._source = source
         self._output = output
         self._identity = identity
-        self._ledger = Ledger()
+        self._database = RowDatabase()
         self._written = self._errors = 0
         options = options or JobOptions()
         self._before = source.identities()
-        output.load(identity, self._ledger, options.retry_errors)
+        output.load(identity, self._database, options.retry_errors)
         self.tally = self._check(options)
 
     def _check(self, options: JobOptions) -> Tally:
-        twice = self._ledger.want_all(self._wanted(options))
+        twice = self._database.want_all(self._wanted(options))
         if twice is not None:
             second, first = map(self._source.place_name, twice)
             custom_id = shown_id(self._custom_ids(twice[0])[twice[0]])
@@ -97,8 +97,8 @@ class Job:
         changes = self._output.changes(options.extend)
         if changes:
             names = self._custom_ids(*changes.places)
-            raise changes.error(self._output.path, names, self._output.gone())
-        found = self._ledger.progress()
+            raise changes.error(self._output.path, names, self._output.results_without_row())
+        found = self._database.progress()
         if not found.rows:
             raise no_prompts(", ".join(map(str, self._source.files)))
         return Tally(found.rows, found.done, found.failed, found.tokens_left)
@@ -127,7 +127,7 @@ class Job:
         return dict(islice(found, len(places)))
 
     def _is_done(self, custom_id: str, fingerprint: str) -> bool:
-        done = self._ledger.done(custom_id)
+        done = self._database.done(custom_id)
         if done is None or done.forgotten:
             return False
         if done.fingerprint != fingerprint and not done.failed:
@@ -142,7 +142,7 @@ class Job:
         for placed in self._source.rows():
             row = placed.row
             fingerprint = self._identity.fingerprint(row)
-            if self._ledger.wanted(row.custom_id) != fingerprint:
+            if self._database.wanted(row.custom_id) != fingerprint:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
                 yield row
@@ -159,7 +159,7 @@ class Job:
     def finish(self) -> None:
         """All rows are done: join the results."""
         self._output.finish(self._record)
-        self._ledger.close()
+        self._database.close()
 
     def _record(self) -> InputRecord | None:
         """What may be told of the input; None if not all of its rows are done after all."""

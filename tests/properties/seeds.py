@@ -293,7 +293,7 @@ def manifest_seed() -> tuple[bytes, ...]:
 
 def result_seed() -> tuple[bytes, ...]:
     """A line of results."""
-    from llmpq.jobs.output.finished import line_of
+    from llmpq.jobs.output.result_rows import line_of
     from llmpq.rows.results import Result
 
     result = Result("a", "text", (1, 2), "stop")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.jobs.formats import streams
-from llmpq.jobs.formats.format import Compression
+from llmpq.jobs.formats.file_format import Compression
 from llmpq.jobs.formats.parquet import plain_row
 from llmpq.jobs.formats.streams import numbered_lines
 from llmpq.rows.results import Result

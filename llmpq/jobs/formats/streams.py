@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from llmpq.jobs.formats.format import Compression, FileFormat
+from llmpq.jobs.formats.file_format import Compression, FileFormat
 from llmpq.jobs.formats.parquet import require_pyarrow
 
 MAX_LINE_BYTES = 2**26

@@ -10,8 +10,8 @@ from typing import Any
 
 from actors.messages import Sampling
 from actors.sampling import GREEDY
-from llmpq.jobs.records.files import Files, write_whole
-from llmpq.jobs.records.record import JobRecord
+from llmpq.jobs.records.completion_record import JobRecord
+from llmpq.jobs.records.disk import Disk, commit_file
 from llmpq.jobs.records.row_list import known_digest
 from llmpq.rows.ids import FINGERPRINT_HEX, digest
 from llmpq.rows.row import BadRow, Row, merge_sampling
@@ -102,10 +102,10 @@ class Manifest:
             )
         return manifest
 
-    def write(self, files: Files, path: Path, aside: Path) -> None:
+    def write(self, disk: Disk, path: Path, aside: Path) -> None:
         """Write as JSON, whole or not at all."""
         data = (json.dumps(asdict(self), indent=1) + "\n").encode()
-        write_whole(files, path, aside, lambda sink: sink.write(data))
+        commit_file(disk, path, aside, lambda sink: sink.write(data))
 
     def check_same_job(self, identity: JobIdentity, output: Path) -> None:
         """`InputError` that says what differs, if `identity` is another job's."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.records.files import Files, Sink, file_digest, new_digest, write_whole
+from llmpq.jobs.records.disk import Disk, Sink, commit_file, file_digest, new_digest
 from quant.common.errors import InputError
 
 ROWS_ASIDE = "rows.part"
@@ -39,7 +39,7 @@ class RowList:
         """Where it is."""
         return self.folder / f"{_PREFIX}{self.digest}"
 
-    def write(self, files: Files, blocks: Iterable[bytes]) -> None:
+    def write(self, disk: Disk, blocks: Iterable[bytes]) -> None:
         """Write `blocks`, whose digest it is, unless that is done."""
 
         def fill(sink: Sink) -> None:
@@ -47,7 +47,7 @@ class RowList:
                 sink.write(block)
 
         if not self.path.exists():
-            write_whole(files, self.path, self.folder / ROWS_ASIDE, fill)
+            commit_file(disk, self.path, self.folder / ROWS_ASIDE, fill)
 
     def blocks(self) -> Iterator[bytes]:
         """Records of rows, many at once; `InputError` where they are not what they were."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.records.files import Files, write_whole
+from llmpq.jobs.records.disk import Disk, commit_file
 
 _NAME = re.compile(r"part-(\d+)-(\d+)-(\d+)-([0-9a-f]{16})\.jsonl")
 _READ_BYTES = 2**20
@@ -62,11 +62,11 @@ def shards_in(folder: Path) -> list[Shard]:
 
 
 def write_shard(
-    files: Files, folder: Path, generation: int, number: int, lines: Sequence[bytes]
+    disk: Disk, folder: Path, generation: int, number: int, lines: Sequence[bytes]
 ) -> Shard:
     """Commit `lines`; doing it again after it was cut off changes nothing."""
     data = b"".join(lines)
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     path = folder / f"part-{generation:03d}-{number:06d}-{len(lines)}-{digest}.jsonl"
-    write_whole(files, path, folder / SHARD_ASIDE, lambda sink: sink.write(data))
+    commit_file(disk, path, folder / SHARD_ASIDE, lambda sink: sink.write(data))
     return Shard(generation, number, len(lines), digest, path)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
 from actors.attention.kv_cache import SlotRows, Stored, quantized
 from actors.messages import MicroBatch
-from quant import compiled
+from quant import numba_loops
 
 CPU = torch.device("cpu")
 SCALE = 0.21
@@ -112,15 +112,15 @@ def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
 def test_without_numba_one_message_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled.has_numba.cache_clear()
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    numba_loops.has_numba.cache_clear()
+    monkeypatch.setattr(numba_loops, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         warm_up(torch.float32)
         assert not can_attend(torch.zeros(1))
     assert [record.message for record in caplog.records] == [
         "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
     ]
-    compiled.has_numba.cache_clear()
+    numba_loops.has_numba.cache_clear()
 
 
 def test_kinds_of_caches_that_it_leaves_to_pytorch() -> None:

@@ -21,7 +21,7 @@ from llmpq import Plan
 from llmpq.cli import algo, convert, dist
 from llmpq.cli.common import EXIT_BAD_INPUT
 from llmpq.jobs.job import Job
-from llmpq.jobs.output.output import JobOutput
+from llmpq.jobs.output.job_output import JobOutput
 from llmpq.rows.results import Result
 from planner.simulation.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache

@@ -24,7 +24,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Changes:
+class InputChanges:
     """Rows that are `new`; how many of before are `gone`; rows whose id has got `another` prompt or
     sampling. What ended in an error, or could not be read, may be mended or taken out.
 

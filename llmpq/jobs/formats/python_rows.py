@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmpq.jobs.records.ledger import Ledger
+from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, RowInput, row_from_mapping
 from quant.common.errors import InputError
@@ -36,7 +36,7 @@ def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | 
 def _from_items(
     items: Iterable[RowInput], occurrences: Occurrences | None
 ) -> Iterator[Row | BadRow]:
-    ledger = Ledger()
+    database = RowDatabase()
     number = -1
     for number, item in enumerate(items):
         place = f"row-{number}"
@@ -44,7 +44,7 @@ def _from_items(
         if not row.custom_id and isinstance(row, Row):
             made = place if occurrences is None else occurrences.custom_id(row.content)
             row = row.named(made)
-        earlier = ledger.want(row.custom_id, "", number)
+        earlier = database.want(row.custom_id, "", number)
         if earlier is not None:
             raise InputError(
                 f"custom_id {row.custom_id!r:.80} of row {number} stands in row {earlier} already; "

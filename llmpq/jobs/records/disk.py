@@ -24,7 +24,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, new_digest).hexdigest()
 
 
-class Files:
+class Disk:
     """The calls of the operating system."""
 
     def open_new(self, path: Path) -> int:
@@ -67,8 +67,8 @@ class Files:
 class Sink(io.RawIOBase):
     """An open file as what libraries write to; `error` is what they may have swallowed."""
 
-    def __init__(self, files: Files, descriptor: int) -> None:
-        self._files = files
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk = disk
         self._descriptor = descriptor
         self._seen = new_digest()
         self.error: OSError | None = None
@@ -84,7 +84,7 @@ class Sink(io.RawIOBase):
         size = len(left)
         try:
             while left:
-                left = left[self._files.write(self._descriptor, left) :]
+                left = left[self._disk.write(self._descriptor, left) :]
         except OSError as error:
             self.error = error
             raise
@@ -95,26 +95,26 @@ class Sink(io.RawIOBase):
         return str(self._seen.hexdigest())
 
 
-def write_whole(files: Files, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
+def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
     """A file that is there whole or not at all, whatever happens: `fill` it under the name `aside`
     in the same file system, bring it to the disk, then give it its name. Returns its digest.
 
     What could not be finished for lack of room is removed.
     """
-    descriptor = files.open_new(aside)
+    descriptor = disk.open_new(aside)
     try:
         try:
-            sink = Sink(files, descriptor)
+            sink = Sink(disk, descriptor)
             fill(sink)
             if sink.error is not None:
                 raise sink.error
-            files.fsync(descriptor)
+            disk.fsync(descriptor)
         finally:
-            files.close(descriptor)
-        files.rename(aside, path)
-        files.sync_folder(path.parent)
+            disk.close(descriptor)
+        disk.rename(aside, path)
+        disk.sync_folder(path.parent)
         return sink.digest()
     except OSError:
         with suppress(OSError):
-            files.unlink(aside)
+            disk.unlink(aside)
         raise

@@ -64,9 +64,14 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 def layer_span(layers: range) -> str:
     """For instance "layer 7", or "layers 8 to 11"."""
-    if len(layers) == 1:
-        return f"layer {layers.start}"
-    return f"layers {layers.start} to {layers.stop - 1}"
+    return f"{'layer' if len(layers) == 1 else 'layers'} {layer_numbers(layers)}"
+
+
+def layer_numbers(layers: range) -> str:
+    """For instance "7", "8 to 11", or "none"."""
+    if len(layers) < 2:
+        return str(layers.start) if layers else "none"
+    return f"{layers.start} to {layers.stop - 1}"
 
 
 def listed(names: list[str], word: str = "and") -> str:

@@ -1,4 +1,4 @@
-"""The ledger of a job: many rows at once are judged as one by one, against plain dictionaries."""
+"""The database of a job: many rows at once are judged as one by one, against plain dictionaries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from llmpq.jobs.records.ledger import Done, Ledger, Progress, Wanted
+from llmpq.jobs.records.row_database import Done, Progress, RowDatabase, Wanted
 
 
 def random_results(rng: random.Random, count: int) -> list[tuple[str, Done]]:
@@ -32,18 +32,18 @@ def judged(results: list[tuple[str, Done]]) -> tuple[dict[str, Done], int]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.ledger.BATCH_ROWS", 7)
+    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 7)
     results = random_results(random.Random(seed), 60)
     kept, replaced = judged(results)
-    single, many = Ledger(), Ledger()
+    single, many = RowDatabase(), RowDatabase()
     for custom_id, done in results:
         assert single.record(custom_id, done) == (single.done(custom_id) == done)
     many.record_all(iter(results))
-    for ledger in (single, many):
-        assert {custom_id: ledger.done(custom_id) for custom_id, _ in results} == kept
-        assert ledger.replaced == replaced
+    for database in (single, many):
+        assert {custom_id: database.done(custom_id) for custom_id, _ in results} == kept
+        assert database.replaced == replaced
         counted = [
-            done.line for custom_id, done in results if ledger.counts(custom_id, 1, done.line)
+            done.line for custom_id, done in results if database.counts(custom_id, 1, done.line)
         ]
         assert len(counted) == len(results) - replaced
     wanted = [Wanted(f"id{i}", f"f{i % 2}", i, i) for i in range(40)]
@@ -75,7 +75,7 @@ def test_many_results_are_judged_as_one_by_one(seed: int, monkeypatch: pytest.Mo
 def test_an_id_that_comes_twice_is_found_with_both_places(
     second: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.ledger.BATCH_ROWS", 3)
+    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 3)
     rows = [Wanted(f"id{i}", "f", 10 * i, 1) for i in range(21)]
     rows[second] = rows[second]._replace(custom_id="id0")
-    assert Ledger().want_all(rows) == (10 * second, 0)
+    assert RowDatabase().want_all(rows) == (10 * second, 0)

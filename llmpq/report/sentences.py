@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmpq.report.figures import (
+from llmpq.report.formatting import (
     change,
     layer_span,
     listed,

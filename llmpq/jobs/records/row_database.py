@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import islice
 from typing import Any, NamedTuple
 
-from llmpq.jobs.records.changes import NAMED, Changes, Places
+from llmpq.jobs.records.input_changes import NAMED, InputChanges, Places
 from llmpq.jobs.records.row_list import RECORD_BYTES
 from llmpq.rows.ids import FINGERPRINT_HEX
 from quant.common.errors import InputError
@@ -97,7 +97,7 @@ class Done(NamedTuple):
     forgotten: bool = False
 
 
-class Ledger:
+class RowDatabase:
     """A temporary database in a file without a name, which no kill leaves behind.
 
     `replaced` counts the results that have a newer one, or are forgotten: lines of which the output
@@ -162,7 +162,7 @@ class Ledger:
         while batch := found.fetchmany(BATCH_ROWS):
             yield bytes.fromhex("".join(digits for (digits,) in batch))
 
-    def compare(self, earlier: Iterable[bytes]) -> Changes:
+    def compare(self, earlier: Iterable[bytes]) -> InputChanges:
         """What is different since the input had the rows of these records, and gave the results."""
         self._database.execute("DROP TABLE IF EXISTS earlier")
         self._database.execute(
@@ -175,7 +175,7 @@ class Ledger:
             self._insert_all(_EARLIER + "VALUES (?, ?)", rows)
         self._insert_all(_EARLIER + "SELECT id, substr(fingerprint, ?) FROM done", [(-_HEX,)])
         (gone,) = self._database.execute(f"SELECT COUNT(*) {_GONE}").fetchone()
-        return Changes(self._places(_NEW), gone, self._places(_ANOTHER))
+        return InputChanges(self._places(_NEW), gone, self._places(_ANOTHER))
 
     def _places(self, rows: str) -> Places:
         (count,) = self._database.execute(f"SELECT COUNT(*) {rows}").fetchone()

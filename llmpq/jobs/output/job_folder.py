@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.records.files import Files
-from llmpq.jobs.records.ledger import Ledger
+from llmpq.jobs.records.disk import Disk
 from llmpq.jobs.records.manifest import Manifest
+from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.jobs.records.row_list import ROWS_ASIDE, RowList, is_row_list, row_lists_in
 from llmpq.jobs.records.shards import SHARD_ASIDE, Shard, shards_in
 
@@ -21,7 +21,7 @@ class JobFolder:
     """What lies in a job's folder `path`, and how it changes; OSError as the disk has them."""
 
     path: Path
-    files: Files
+    disk: Disk
 
     @property
     def joined(self) -> Path:
@@ -34,17 +34,17 @@ class JobFolder:
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Put it in the place of the one before."""
-        manifest.write(self.files, self.path / MANIFEST, self.path / _ASIDE)
+        manifest.write(self.disk, self.path / MANIFEST, self.path / _ASIDE)
 
     def shards(self, generation: int) -> list[Shard]:
         """Those that count."""
         return [shard for shard in shards_in(self.path) if shard.generation == generation]
 
-    def begin(self, manifest: Manifest, ledger: Ledger) -> None:
+    def begin(self, manifest: Manifest, database: RowDatabase) -> None:
         """Note whose job it is from now on: shards of an older one count no more from then on."""
-        self.files.sync_folder(self.path.parent)
+        self.disk.sync_folder(self.path.parent)
         if manifest.input_digest is not None:
-            RowList(self.path, manifest.input_digest).write(self.files, ledger.row_blocks())
+            RowList(self.path, manifest.input_digest).write(self.disk, database.row_blocks())
         self.write_manifest(manifest)
         self._keep(manifest.generation, manifest.input_digest)
 
@@ -53,7 +53,7 @@ class JobFolder:
         self._keep(generation, None)
         for path in self.path.iterdir():
             if path.name in _ASIDES:
-                self.files.unlink(path)
+                self.disk.unlink(path)
 
     def holds_leftovers(self) -> bool:
         """Whether something is there that a finished job has not."""
@@ -71,7 +71,7 @@ class JobFolder:
     def _keep(self, generation: int | None, rows: str | None) -> None:
         for shard in shards_in(self.path):
             if shard.generation != generation:
-                self.files.unlink(shard.path)
+                self.disk.unlink(shard.path)
         for path in row_lists_in(self.path):
             if rows is None or path != RowList(self.path, rows).path:
-                self.files.unlink(path)
+                self.disk.unlink(path)

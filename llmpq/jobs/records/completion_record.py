@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmpq.jobs.records.files import file_digest, new_digest
+from llmpq.jobs.records.disk import file_digest, new_digest
 from llmpq.jobs.records.shards import Shard
 from llmpq.version import llmpq_version
 from quant.common.file_identity import FileIdentity
@@ -79,7 +79,7 @@ class InputRecord:
     files: tuple[FileRecord, ...]
 
 
-TellInput = Callable[[], InputRecord | None]
+ReadInputAgain = Callable[[], InputRecord | None]
 """Reads the files of the input once more; None where nothing may be told of them."""
 
 
