@@ -21,7 +21,8 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.emulation.emulation import check_planned_memory, hold_of, stand_in_spec
+from actors.emulation.stand_in import check_planned_memory, stand_in_spec
+from actors.emulation.times import emulated_times
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
 from actors.processes.environment import stage_environment
 from actors.processes.placement import Placement, place
@@ -36,7 +37,7 @@ from actors.stage.planned import stage_spec
 from actors.stage.spec import StageSpec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
-from actors.transport.meeting import CONTROL, Meeting
+from actors.transport.rendezvous import CONTROL, Meeting
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -213,7 +214,7 @@ class StageGroup:
             self._spec(stage),
             self._checkpoint,
             placement.threads,
-            hold_of(plan, stage),
+            emulated_times(plan, stage),
             self._cache,
             self._telemetry,
         )

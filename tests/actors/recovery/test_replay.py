@@ -15,7 +15,7 @@ from actors.schedule.pipeline import LocalPipeline, PipelineDriver, drive
 from actors.schedule.static import QueueScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
-from actors.transport.wire import decode, encode
+from actors.transport.message_format import decode, encode
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
 
 NEW_TOKENS = 12
