@@ -27,12 +27,13 @@ from actors.messages import Chunk, Finished, Request, StageStats, Transport
 from actors.processes.environment import stage_environment
 from actors.processes.placement import Placement, place
 from actors.processes.ray_head import LOOK_S, check_head, ended_process, get_while_it_lives
-from actors.processes.stage_actor import QueueSizes, StageActor
+from actors.processes.stage_actor import StageActor
 from actors.recovery.generation import Generation
 from actors.recovery.ledger import Ledger
 from actors.recovery.liveness import Watch, get_watched
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import bring_up
+from actors.schedule.scheduler import QueueSizes
 from actors.stage.planned import stage_spec
 from actors.stage.spec import StageSpec
 from actors.telemetry.meter import TelemetryOptions
@@ -103,7 +104,7 @@ class StageGroup:
         self._hosts: tuple[str, ...] = ()  # addresses of the stages' nodes
         self._placements: Sequence[Placement] = ()
         self._strategies: Sequence[Mapping[str, Any]] = ()
-        self.sizes = QueueSizes(plan.workload.global_batch, sizes.prefill, sizes.decode)
+        self.sizes = QueueSizes.of(plan)
         self._recovery = recovery
         self._on_event = on_event
         self._ledger: Ledger | None = None

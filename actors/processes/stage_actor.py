@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ray
 import torch
@@ -16,8 +16,9 @@ from actors.emulation.times import ScaledTimes
 from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
 from actors.processes.device import local_device
 from actors.processes.health import Health, Pulse, Settled, SoFar
-from actors.schedule.pipeline import Pipeline, PipelineDriver
-from actors.schedule.static import QueueScheduler
+from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.policies import make_scheduler
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
@@ -37,21 +38,6 @@ from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
 from quant.processor import local_processor
-
-
-@dataclass(frozen=True)
-class QueueSizes:
-    """KV slots, and the planned requests of a micro-batch of each phase."""
-
-    slots: int
-    prefill_micro_batch: int
-    decode_micro_batch: int
-
-    def limits(self, max_tokens: int, columns: int) -> Limits:
-        """What messages may hold where a slot has room for `max_tokens`."""
-        rows = max(self.prefill_micro_batch * max_tokens, self.decode_micro_batch)
-        requests = max(self.prefill_micro_batch, self.decode_micro_batch)
-        return Limits(requests, rows, columns, self.slots, max_tokens)
 
 
 class StageActor(BoardKeeper):
@@ -237,7 +223,7 @@ class _Leader:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
-        self._scheduler: QueueScheduler
+        self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
 
@@ -271,11 +257,6 @@ class _Leader:
     def _begin(self, run: int) -> None:
         if self._run is not None and not self._failed:
             self._driver.drop()
-        self._scheduler = QueueScheduler(
-            self._sizes.slots,
-            self._sizes.prefill_micro_batch,
-            self._sizes.decode_micro_batch,
-            self._pipeline.stages,
-        )
+        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
         self._driver = PipelineDriver(self._scheduler, self._pipeline)
         self._run = run  # last: `queue` looks at what comes before

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from actors.messages import MicroBatch, Sampled
-from actors.schedule.pipeline import LocalPipeline
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
 from quant.scheme import Processor
+from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
     LAYERS,
