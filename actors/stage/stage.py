@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu_decode import warm_up
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.stage.families import (
@@ -33,7 +33,7 @@ from quant.common.errors import DeviceError
 from quant.linear import warm_up_codes
 from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
 from quant.loading.prepacked import prepack, prepack_linears
-from quant.scheme import FULL_BITS, Processor
+from quant.scheme import Processor
 
 
 class Stage:
@@ -60,9 +60,8 @@ class Stage:
         self._model = _load_shard(
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
-        self._cache = make_cache(
-            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device, spec.kv_bits
-        )
+        form = CacheForm(self.dtype, device, spec.kv_bits)
+        self._cache = make_cache(config, spec.layers, spec.slots, spec.max_tokens, form)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_codes(self._model)
@@ -200,19 +199,13 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
 
 
 def make_cache(
-    config: PretrainedConfig,
-    layers: range,
-    slots: int,
-    max_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_bits: int = FULL_BITS,
+    config: PretrainedConfig, layers: range, slots: int, max_tokens: int, form: CacheForm
 ) -> KVCache:
     """An empty KV cache for some decoder layers of the model of `config`."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device, kv_bits)
+    return KVCache(layers, CacheShape(slots, max_tokens, kv_heads, head_dim), form)
 
 
 def _load_shard(
