@@ -68,7 +68,7 @@ class Stored:
         return HeldArrays(numbers, _as_array(self.scales))
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Set the content of `slots` to zero; codes are finite, so that a scale of zero is enough."""
+        """Set `slots` to zero; codes are finite, so that a scale of zero is enough."""
         (self.numbers if self.scales is None else self.scales)[list(slots)] = 0
 
     def write(self, where: SlotRows, new: Tensor) -> None:
