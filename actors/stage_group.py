@@ -34,8 +34,7 @@ from actors.recovery.liveness import Watch, get_watched
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import bring_up
 from actors.schedule.scheduler import QueueSizes
-from actors.stage.planned import stage_spec
-from actors.stage.spec import StageSpec
+from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL, Meeting

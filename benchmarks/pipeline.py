@@ -25,7 +25,7 @@ import torch
 from actors.messages import Request, Sampling, StageStats
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from actors.stage_group import StageGroup
 from benchmarks.machine import processor_name

@@ -29,8 +29,9 @@ from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.library_config import read_config
+from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
-from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
+from actors.stage.stage import make_cache, run_decoder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name

@@ -14,7 +14,7 @@ from pathlib import Path
 from actors.messages import MicroBatch, Request, Sampled, TokenIds
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.layers import profile_of

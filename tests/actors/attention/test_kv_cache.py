@@ -23,7 +23,7 @@ from actors.attention.kv_cache import (
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape

@@ -19,7 +19,7 @@ from actors.emulation.stage import EmulatedStage, warm_up
 from actors.emulation.stand_in import check_planned_memory, stand_in_spec
 from actors.emulation.times import ScaledTimes, emulated_times
 from actors.messages import MicroBatch, Sampled
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
 from planner.micro_batches import MicroBatches
