@@ -81,15 +81,13 @@ class MicroBatch:
 
     `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the
     requests' new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the
-    requests that begin with this micro-batch (prefill). `ready_at_s`: when emulated links bring
-    it, by a clock that all processes of the machine share.
+    requests that begin with this micro-batch (prefill).
     """
 
     slots: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
-    ready_at_s: float = 0.0
 
     @property
     def is_decode(self) -> bool:
@@ -131,13 +129,11 @@ class MicroBatch:
 class Sampled:
     """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did.
 
-    `error`: its logits were not finite; the token means nothing then. `ready_at_s` as in
-    `MicroBatch`.
+    The reason "error" means that its logits were not finite; the token has no meaning then.
     """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]
-    ready_at_s: float = 0.0
 
 
 @dataclass(frozen=True)

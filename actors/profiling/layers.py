@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.library_config import with_layers
@@ -129,10 +129,8 @@ class TimedLayers:
         """Random keys and values of what stands before; slots as wide as the workload needs."""
         form, requests, length = self._form, workload.batch_size, workload.length
         past = length if workload.phase == "decode" else 0
-        cache = make_cache(
-            self._model.config, range(copies), requests, max(past + 1, length), form.dtype,
-            form.device,
-        )  # fmt: skip
+        room, held = max(past + 1, length), CacheForm(form.dtype, form.device)
+        cache = make_cache(self._model.config, range(copies), requests, room, held)
         made = torch.randn(past, *_kv_shape(self._model.config), generator=self._generator)
         made = made.to(form.device, form.dtype)
         for slot in range(requests if past else 0):

@@ -19,10 +19,10 @@ from actors.messages import MicroBatch
 from actors.processes.environment import stage_environment
 from actors.processes.placement import CRUMB, Placement
 from actors.processes.ray_head import get_while_it_lives
-from actors.transport.links import Links
-from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
-from actors.transport.packed import PackedTensor, pack, unpack
-from actors.transport.wire import decode, encode
+from actors.transport.gloo_links import Links
+from actors.transport.message_format import decode, encode
+from actors.transport.pipelines import RayMessage, from_ray
+from actors.transport.rendezvous import CONTROL, BoardKeeper, Meeting, RemoteBoard
 from planner.cluster.links import Place, Way
 from quant.common.errors import DeviceError, LlmpqError
 
@@ -63,22 +63,27 @@ class End(BoardKeeper):
         board = RemoteBoard(first, meeting) if index else self.board(meeting.secret)
         self._links = Links(meeting, index, board)
 
-    def echo(self, batch: MicroBatch, hidden: PackedTensor) -> PackedTensor:
-        """Take what Ray brought to the device, and from there."""
-        return pack(self._arrived(unpack(hidden)))
+    def echo(self, message: RayMessage) -> RayMessage:
+        """Move the hidden states that Ray brought to the device, and send them back from there."""
+        returned: RayMessage = self._returned(from_ray(message)).numpy()
+        return returned
 
     def serve(self, messages: int) -> None:
         """Send back what comes over the link, so many times."""
         receiver, sender = self._links.receiver(0, _ANSWER_S), self._links.sender(0)
         for _ in range(messages):
-            batch, hidden = _hidden(receiver.receive())
-            sender.send(encode(batch, self._arrived(hidden)))
+            sender.send(self._returned(receiver.receive()))
+
+    def _returned(self, message: Tensor) -> Tensor:
+        batch, hidden = _hidden(message)
+        return encode(batch, self._arrived(hidden))
 
     def by_ray(self, other: Any, turns: int) -> list[MeasuredHop]:
         """Round trips by object references, of every payload."""
 
         def trip(batch: MicroBatch, hidden: Tensor) -> None:
-            self._arrived(unpack(ray.get(other.echo.remote(batch, pack(hidden)))))
+            answer = ray.get(other.echo.remote(encode(batch, hidden).numpy()))
+            self._arrived(_hidden(from_ray(answer))[1])
 
         return self._timed("ray", trip, turns)
 

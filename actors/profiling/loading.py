@@ -26,7 +26,7 @@ from actors.processes.ray_head import get_while_it_lives
 from actors.profiling.task import Wanted
 from actors.stage.families import architecture_of, empty_model, keep_stage
 from actors.stage.library_config import library_config, with_layers
-from actors.stage.stage import path_of
+from actors.stage.shard import path_of
 from planner.cluster.device import Device
 from planner.profiles.loading import Origin
 from quant.backends.selection import backend_name

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actors.attention.ragged import RAGGED_ATTENTION, RaggedContext, attend, register
+from actors.attention.masks import Scoring
+from actors.attention.ragged import (
+    RAGGED_ATTENTION,
+    NewTokens,
+    RaggedContext,
+    attend,
+    register,
+)
 from planner.model.families.family import Architecture
 from planner.model.families.table import FAMILIES, supported_model_types
 from quant.common.errors import SpecError
@@ -136,16 +143,11 @@ def _bloom_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out = attend(
-        layer_past.context,
-        self.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        self.inv_norm_factor,
-        alibi_slopes=self.alibi_slopes.to(query.device),
-    )
+    projected = self._reshape(self.query_key_value(hidden_states))
+    new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
+    slopes = self.alibi_slopes.to(hidden_states.device)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=slopes)
+    out = attend(layer_past.context, self.layer_idx, new, scoring)
     return self.dense(out.flatten(1)[None]) + residual, None
 
 

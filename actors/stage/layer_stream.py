@@ -24,13 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.library_config import read_config
+from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
-from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
+from actors.stage.stage import make_cache, run_decoder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
@@ -131,8 +132,8 @@ class LayerStream:
             self.compute,
         )
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
-        kv_bits = (scheme or LayerScheme()).kv_bits
-        return StreamedLayer(self, index, module, hidden, dtype, represented, kv_bits)
+        form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
+        return StreamedLayer(self, index, module, hidden, form, represented)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
         """Final norm and LM head, held in `dtype` (None: in the compute type)."""
@@ -141,14 +142,14 @@ class LayerStream:
 
     def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
         """Half-open ranges of sequences and what the layer's module makes of them, on the host."""
-        length, device = layer.hidden.shape[1], self.compute.device
+        length = layer.hidden.shape[1]
         slots = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        cache = make_cache(self.config, own, slots, length, layer.dtype, device, layer.kv_bits)
+        cache = make_cache(self.config, own, slots, length, layer.form)
         self._stack[layer.index] = layer.module
         try:
             for rows in self._rows(layer.hidden):
-                inputs = layer.hidden[rows].to(layer.dtype)
+                inputs = layer.hidden[rows].to(layer.form.dtype)
                 yield rows, self.one_pass(self._middle, inputs, cache).to("cpu")
         finally:
             self._stack[layer.index] = self._pass_through
@@ -175,7 +176,7 @@ class LayerStream:
             counts=np.full(count, length, dtype=np.int64),
         )
         if cache is None:  # no layer will ask for keys
-            cache = make_cache(self.config, range(0), 0, 0, self.compute.dtype, device)
+            cache = make_cache(self.config, range(0), 0, 0, CacheForm(self.compute.dtype, device))
         context = RaggedContext(cache, batch, SlotRows.of(batch, device))
         hidden = run_decoder(model, context, inputs.flatten(0, 1).to(device))
         return hidden.view(count, length, -1)
@@ -203,9 +204,9 @@ class StreamedLayer:
     """One loaded decoder layer and the hidden states that it is for.
 
     `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
-    the host, goes into the layer, which computes in `dtype` and holds keys and values in `kv_bits`;
-    `advance` overwrites it by what comes out. `represented` names the backends of another device
-    that plain products stand for.
+    the host, goes into the layer; `advance` overwrites it by the layer's outputs. The layer
+    computes in the type of `form`, in which it also holds keys and values. `represented` names the
+    backends of another device that plain products stand for.
     """
 
     def __init__(
@@ -214,16 +215,14 @@ class StreamedLayer:
         index: int,
         module: nn.Module,
         hidden: Tensor,
-        dtype: torch.dtype,
+        form: CacheForm,
         represented: frozenset[str],
-        kv_bits: int,
     ) -> None:
         self.index = index
         self.module = module
         self.hidden = hidden
-        self.dtype = dtype
+        self.form = form
         self.represented = represented
-        self.kv_bits = kv_bits
         self.advanced = False
         self._stream = stream
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.cluster.accelerators import find_accelerator
+from planner.plan.plan import Plan, StagePlan
+
 
 @dataclass(frozen=True)
 class StageSpec:
@@ -49,3 +52,24 @@ class StageSpec:
     def has_head(self) -> bool:
         """Whether LM head and sampling live here."""
         return self.is_first if self.head_on_first else self.is_last
+
+
+def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
+    """What the actor of `stage` is told."""
+    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    return StageSpec(
+        index=stage.index,
+        stages=len(plan.stages),
+        layers=stage.layers,
+        bitwidths=stage.bitwidths,
+        dtype=stage.dtype,
+        slots=plan.workload.global_batch,
+        max_tokens=plan.workload.total_length,
+        backends=dict(stage.backends),
+        memory_limit_bytes=stage.memory_limit_bytes,
+        device_name=stage.device,
+        accelerator=None if on_host else stage.accelerator,
+        head_on_first=plan.head_on_first,
+        rounding=plan.rounding,
+        kv_bits=plan.kv_bits,
+    )

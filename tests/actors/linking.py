@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.transport.links import Links
-from actors.transport.meeting import Board, LocalBoard, Meeting
+from actors.transport.gloo_links import Links
+from actors.transport.rendezvous import Board, LocalBoard, Meeting
 
 HOST = "192.0.2.7"  # of no machine (RFC 5737): ends on one node do not listen there
 

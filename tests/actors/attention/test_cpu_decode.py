@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
 from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from quant import numba_loops
 
@@ -28,17 +29,18 @@ def asked(
     slots = np.arange(len(lengths))[::-1].copy()
     starts = np.array(lengths) - 1
     batch = MicroBatch(slots, starts, np.ones_like(starts))
-    return DecodeQuery(query, SlotRows.of(batch, CPU), SCALE, window, slopes)
+    return DecodeQuery(query, SlotRows.of(batch, CPU), Scoring(SCALE, window, slopes))
 
 
 def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
     """PyTorch's product with an explicit mask, in float64."""
-    where, positions = question.where, torch.arange(keys.shape[2])
+    where, scoring = question.where, question.scoring
+    positions = torch.arange(keys.shape[2])
     visible = positions < where.lengths[:, None]
-    if question.window is not None:
-        visible &= positions >= where.lengths[:, None] - question.window
+    if scoring.window is not None:
+        visible &= positions >= where.lengths[:, None] - scoring.window
     heads = question.query.shape[1]
-    slopes = torch.zeros(heads) if question.alibi_slopes is None else question.alibi_slopes
+    slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes
     bias = (slopes[:, None] * positions).double().expand(len(visible), -1, -1)
     out = functional.scaled_dot_product_attention(
         question.query.double()[:, :, None],

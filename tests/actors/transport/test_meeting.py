@@ -13,8 +13,8 @@ import torch
 # isort: split
 import psutil
 
-from actors.transport.links import Links
-from actors.transport.meeting import BoardKeeper, LocalBoard, Meeting
+from actors.transport.gloo_links import Links
+from actors.transport.rendezvous import BoardKeeper, LocalBoard, Meeting
 from quant.common.errors import DeviceError
 from tests.actors.linking import HOST, meet
 

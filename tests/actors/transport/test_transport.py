@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.transport.links import FRAME_BYTES, Links
-from actors.transport.wire import decode, encode, message_bytes
+from actors.transport.gloo_links import FRAME_BYTES, Links
+from actors.transport.message_format import decode, encode, message_bytes
 from quant.common.errors import StageLostError
 from tests.actors.linking import meet
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
 from actors.stage.layer_stream import LayerStream, stream_layers
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo

@@ -1,9 +1,10 @@
-"""Links between the processes of the stages over torch.distributed's gloo, point to point."""
+"""Point-to-point links between the processes of the stages over torch.distributed's gloo."""
 
 from __future__ import annotations
 
 import hmac
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
@@ -13,8 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from actors.transport.meeting import Board, Meeting, MeetingStore
-from actors.transport.wire import Limits, host_memory, message_bytes
+from actors.transport.message_format import host_memory, message_bytes
+from actors.transport.rendezvous import Board, Meeting, MeetingStore
 from quant.common.errors import DeviceError, StageLostError
 
 FRAME_BYTES = 4 * 2**20
@@ -78,7 +79,7 @@ class Links:
             work.wait(timeout)
 
     def sender(self, to: int) -> Sender:
-        """For messages to stage `to`."""
+        """A sender of messages to stage `to`."""
         self._senders.append(Sender(self._group, to, self.stages))
         return self._senders[-1]
 
@@ -88,10 +89,16 @@ class Links:
             sender.stop()
 
     def receiver(
-        self, source: int, timeout_s: float | None = None, limits: Limits | None = None
+        self,
+        source: int,
+        timeout_s: float | None = None,
+        bytes_of: Callable[[Tensor], int] = message_bytes,
     ) -> Receiver:
-        """For messages from stage `source` within `limits`, each of which may take `timeout_s`."""
-        return Receiver(self._group, source, timeout_s, limits)
+        """A receiver of messages from stage `source`, each of which may take `timeout_s`.
+
+        `bytes_of` gives the length of a message by its first frame.
+        """
+        return Receiver(self._group, source, timeout_s, bytes_of)
 
 
 class Sender:
@@ -130,9 +137,13 @@ class Receiver:
     """Receives into buffers that are posted ahead, so that transfer overlaps computation."""
 
     def __init__(
-        self, group: Any, source: int, timeout_s: float | None, limits: Limits | None
+        self,
+        group: Any,
+        source: int,
+        timeout_s: float | None,
+        bytes_of: Callable[[Tensor], int],
     ) -> None:
-        self._group, self._source, self._limits = group, source, limits
+        self._group, self._source, self._bytes_of = group, source, bytes_of
         self._timeout = _FOR_EVER if timeout_s is None else timedelta(seconds=timeout_s)
         self._posted: deque[tuple[Any, Tensor]] = deque()
         self._in_use: Tensor | None = None
@@ -148,13 +159,13 @@ class Receiver:
     def receive(self) -> Tensor:
         """The next message `[bytes]`; valid until the next call.
 
-        Raises `StageLostError` when none comes, or one that goes beyond the limits.
+        Raises `StageLostError` when none comes, and what `bytes_of` raises.
         """
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None
         first = self._frame()
-        size = message_bytes(first, self._limits)
+        size = self._bytes_of(first)
         if not size:
             raise StageLostError(f"stage {self._source} broke the run off")
         if size <= FRAME_BYTES:

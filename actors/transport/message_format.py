@@ -1,8 +1,8 @@
 """A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
 
 A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
-begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle. Nothing in it is believed
-either: what it says of its sizes is held against what was planned before memory is taken for it.
+begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle. Nothing in it is trusted
+either: the sizes that it states are checked against the plan before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
 from quant.common.errors import LlmpqError, StageLostError
 
-_PREFIX = struct.Struct("<QQQQQQQd")
-"""Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns, when an emulated
-link brings it."""
+_PREFIX = struct.Struct("<QQQQQQQ")
+"""Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns."""
 
 _BATCH, _SAMPLED = 0, 1
 _ALIGNMENT = 64
@@ -31,13 +30,14 @@ _MOST = 2**62
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
 
 ADMISSION_BYTES = 16 * 2**20
-"""Of JSON, for each request: ids, stop strings, tokens and biases of 256,000 take less."""
+"""Most bytes of JSON for each request: ids, stop strings, and 256,000 tokens and biases take less.
+"""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a message may hold: requests, their new tokens (rows of hidden states), columns
-    of these; KV slots and tokens in each that the stages have.
+    """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
+    of hidden states, and the KV `slots` that the stages have, of `max_tokens` each.
     """
 
     requests: int
@@ -48,7 +48,7 @@ class Limits:
 
 
 class _Prefix(NamedTuple):
-    """What `_PREFIX` holds."""
+    """The fields of `_PREFIX`."""
 
     message_bytes: int
     kind: int
@@ -57,7 +57,6 @@ class _Prefix(NamedTuple):
     dtype: int
     rows: int
     columns: int
-    ready_at_s: float
 
     @property
     def array_bytes(self) -> int:
@@ -69,21 +68,21 @@ class _Prefix(NamedTuple):
 
     @property
     def planned_bytes(self) -> int:
-        """Of a message with these parts."""
+        """Bytes of a message with these parts."""
         return self.tensor_begin + self.rows * self.columns * _DTYPES[self.dtype].itemsize
 
 
-def encode(batch: MicroBatch, result: Tensor | Sampled, ready_at_s: float = 0.0) -> Tensor:
+def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     """A message `[bytes]` of uint8 on the host: `batch` with hidden states `[tokens, hidden_size]`,
-    or just its sampled tokens; `ready_at_s` as in `MicroBatch`.
+    or just its sampled tokens.
     """
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
-        return _message(_SAMPLED, (result.token_ids, codes), b"", None, ready_at_s)
-    admitted = json.dumps([_to_json(admission) for admission in batch.admitted]).encode()
+        return _message(_SAMPLED, (result.token_ids, codes), b"", None)
+    admitted = json.dumps([asdict(admission) for admission in batch.admitted]).encode()
     arrays = (batch.slots, batch.starts, batch.counts)
     text = admitted if batch.admitted else b""
-    return _message(_BATCH, arrays, text, result, ready_at_s)
+    return _message(_BATCH, arrays, text, result)
 
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
@@ -94,10 +93,10 @@ def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
 
 
 def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, Tensor] | Sampled:
-    """What was encoded; its tensor is a view of `message`.
+    """The content of an encoded `message`; the tensor is a view of it.
 
     Raises `StageLostError` for what no stage sends: sizes that disagree or go beyond `limits`,
-    slots and positions that there are not, admissions that are none.
+    slots and positions that do not exist, admissions that are malformed.
     """
     data = message.numpy()
     prefix = _prefix(message, limits)
@@ -106,12 +105,41 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
     end = _PREFIX.size + prefix.array_bytes
     arrays = data[_PREFIX.size : end].view(np.int64).reshape(-1, prefix.requests).copy()
     if prefix.kind == _SAMPLED:
-        return _sampled(arrays, prefix.ready_at_s)
+        return _sampled(arrays)
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
-    batch = MicroBatch(arrays[0], arrays[1], arrays[2], admitted, prefix.ready_at_s)
+    batch = MicroBatch(arrays[0], arrays[1], arrays[2], admitted)
     _check_batch(batch, prefix.rows, limits)
     hidden = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
     return batch, hidden.reshape(prefix.rows, prefix.columns)
+
+
+class Codec(Protocol):
+    """How stages encode their messages: plainly, or with the time of an emulated link."""
+
+    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+        """A message `[bytes]` with the `result` of `batch`."""
+
+    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+        """The content of `message`, when it has arrived."""
+
+    def message_bytes(self, first_frame: Tensor) -> int:
+        """Length of the message that begins with `first_frame`; 0: the end of all messages."""
+
+
+@dataclass(frozen=True)
+class PlainCodec:
+    """Messages of real links, within `limits`."""
+
+    limits: Limits | None = None
+
+    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+        return encode(batch, result)
+
+    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+        return decode(message, self.limits)
+
+    def message_bytes(self, first_frame: Tensor) -> int:
+        return message_bytes(first_frame, self.limits)
 
 
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
@@ -134,15 +162,17 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     return prefix
 
 
-def _sampled(arrays: TokenIds, ready_at_s: float) -> Sampled:
+def _sampled(arrays: TokenIds) -> Sampled:
     token_ids, codes = arrays
     if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
         _refuse("has tokens or reasons that there are not")
-    return Sampled(token_ids, tuple(_REASONS[code] for code in codes), ready_at_s)
+    return Sampled(token_ids, tuple(_REASONS[code] for code in codes))
 
 
 def _check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
-    """Against what the stages hold; its hidden states are one for each token, or each request."""
+    """Check `batch` against what the stages hold; hidden states have a row for each token, or for
+    each request.
+    """
     slots, starts, counts = batch.slots, batch.starts, batch.counts
     tokens = limits.max_tokens if limits is not None else _MOST
     most_slots = limits.slots if limits is not None else _MOST
@@ -166,9 +196,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _message(
-    kind: int, arrays: Sequence[TokenIds], text: bytes, tensor: Tensor | None, ready_at_s: float
-) -> Tensor:
+def _message(kind: int, arrays: Sequence[TokenIds], text: bytes, tensor: Tensor | None) -> Tensor:
     flat = np.concatenate(arrays).view(np.uint8)
     end = _PREFIX.size + flat.size + len(text)
     begin = _aligned(end)
@@ -177,7 +205,7 @@ def _message(
     message = host_memory(begin + tensor.nbytes)
     data = message.numpy()
     dtype = _DTYPES.index(tensor.dtype)
-    prefix = (len(data), kind, len(arrays[0]), len(text), dtype, rows, columns, ready_at_s)
+    prefix = (len(data), kind, len(arrays[0]), len(text), dtype, rows, columns)
     _PREFIX.pack_into(data.data, 0, *prefix)
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)
@@ -195,10 +223,6 @@ def host_memory(size: int) -> Tensor:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
-
-
-def _to_json(admission: Admission) -> dict[str, Any]:
-    return asdict(admission)
 
 
 def _admitted(text: bytes) -> tuple[Admission, ...]:
