@@ -33,7 +33,7 @@ from actors.transport.pipelines import (
     relay,
     serve,
 )
-from actors.transport.rendezvous import CONTROL, BoardKeeper, Meeting, RemoteBoard
+from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
@@ -113,14 +113,16 @@ class StageActor(BoardKeeper):
         self.sent()
         return answer
 
-    def connect(self, meeting: Meeting, first: ActorHandle[StageActor], sizes: QueueSizes) -> None:
-        """Link this stage to all others, which do the same at this time, over the board that the
+    def connect(
+        self, rendezvous: Rendezvous, first: ActorHandle[StageActor], sizes: QueueSizes
+    ) -> None:
+        """Link this stage to all others, which connect at the same time, over the board that the
         `first` stage keeps.
         """
         mine = self._spec.is_first  # a call to itself would wait for this one
-        board = self.board(meeting.secret) if mine else RemoteBoard(first, meeting)
+        board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
         self._codec = self._make_codec(sizes.limits(self._spec.max_tokens, self._loaded().widest))
-        self._links = Links(meeting, self._spec.index, board)
+        self._links = Links(rendezvous, self._spec.index, board)
 
     def serve(self) -> None:
         """All but the first stage: compute what comes over the links, until one of them breaks."""
@@ -130,7 +132,7 @@ class StageActor(BoardKeeper):
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         so_far = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
-        self.close_meeting()
+        self.close_rendezvous()
         return Settled(self._health.take_failure(), so_far)
 
     def begin(self, epoch: int) -> str:
