@@ -103,12 +103,10 @@ class BoardKeeper:
 
     @ray.method(concurrency_group=CONTROL)
     def board_put(self, secret: bytes, key: str, value: bytes) -> None:
-        """As `Board.put`."""
         self.board(secret).put(key, value)
 
     @ray.method(concurrency_group=CONTROL)
     def board_read(self, secret: bytes, keys: Sequence[str]) -> dict[str, bytes]:
-        """As `Board.read`."""
         return self.board(secret).read(keys)
 
     def board(self, secret: bytes) -> LocalBoard:
@@ -129,11 +127,9 @@ class RemoteBoard:
         self._keeper, self._rendezvous = keeper, rendezvous
 
     def put(self, key: str, value: bytes) -> None:
-        """As `Board.put`."""
         self._get(self._keeper.board_put.remote(self._rendezvous.secret, key, value))
 
     def read(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """As `Board.read`."""
         found: dict[str, bytes] = self._get(
             self._keeper.board_read.remote(self._rendezvous.secret, list(keys))
         )
