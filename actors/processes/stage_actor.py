@@ -132,7 +132,7 @@ class StageActor(BoardKeeper):
         serve(self, self._linked(), self._codec)
 
     def settle(self) -> Settled:
-        """Leave a broken run and refuse its late micro-batches; the shard stays loaded."""
+        """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         so_far = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
@@ -200,7 +200,7 @@ class StageActor(BoardKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def pulse(self, with_tokens: bool = False) -> Pulse:
-        """A sign of life; from the first stage also the tokens of requests in slots, if asked."""
+        """A sign of life; the first stage's `with_tokens` of the requests it has in slots."""
         leader = self._leader
         so_far = leader.so_far() if with_tokens and leader is not None else None
         is_held = self._emulated is not None and self._emulated.is_waiting
@@ -245,7 +245,7 @@ class _Leader:
         return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
 
     def so_far(self) -> SoFar:
-        """The requests in slots and their new tokens; for any thread."""
+        """Requests in slots, and their tokens; for any thread."""
         run = self._run
         return SoFar(run, {} if run is None else self._driver.so_far())
 
