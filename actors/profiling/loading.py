@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.stage.families import architecture_of, empty_model, keep_stage
-from actors.stage.library_config import library_config, with_layers
 from actors.stage.shard import path_of
+from actors.stage.transformers_config import config_of_values, with_layers
 from planner.profiles.loading import Origin
 from quant.cache.folder import ShardCache
 from quant.cache.layer import LayerForm
@@ -77,7 +77,7 @@ class _Loads:
 
     def __init__(self, task: LoadTask, folder: Path) -> None:
         self._task, self._folder = task, folder
-        config = library_config(task.config)
+        config = config_of_values(task.config)
         one = _bytes_of(_stage(with_layers(config, 1)))
         self._layers, self._turns = _LARGE if one > _LARGE_LAYER_BYTES else _SMALL
         self._config = with_layers(config, self._layers)

@@ -14,7 +14,7 @@ import torch
 
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.reference_work import ReferenceWork
-from actors.stage.library_config import library_config
+from actors.stage.transformers_config import config_of_values
 from planner.phases import Phase
 from planner.profiles.design import LayerWorkload
 from quant.cache.layer import LayerForm
@@ -149,7 +149,7 @@ class _Profiler:
     def _layers(self, bits: int) -> TimedLayers:
         task = self._task
         form = LayerForm(bits, self._processor, getattr(torch, task.dtype), self._device)
-        return TimedLayers(library_config(task.config), form, task.seed)
+        return TimedLayers(config_of_values(task.config), form, task.seed)
 
     def _groups(
         self, layers: TimedLayers, workloads: Sequence[LayerWorkload]

@@ -28,10 +28,10 @@ from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
-from actors.stage.library_config import read_config
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import make_cache, run_decoder
+from actors.stage.transformers_config import read_config
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name

@@ -16,10 +16,10 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.stage.families import ContextAsCache, architecture_of
-from actors.stage.library_config import read_config
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, weight_bytes
 from actors.stage.spec import StageSpec
+from actors.stage.transformers_config import read_config
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings

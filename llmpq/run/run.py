@@ -114,7 +114,7 @@ class Run:
     """
 
     def __init__(self, plan: Plan, options: RunOptions) -> None:
-        from actors.stage.library_config import check_library_takes
+        from actors.stage.transformers_config import check_transformers_builds
         from quant.checkpoint.reader import Checkpoint
 
         if options.trace is not None:
@@ -140,7 +140,7 @@ class Run:
             )
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
-            check_library_takes(self._folder)
+            check_transformers_builds(self._folder)
             if tokenizer is not None:
                 tokenizer.wait()
             undo.pop_all()

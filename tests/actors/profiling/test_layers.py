@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from actors.profiling.layers import TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.profiling.task import ProfileTask, _Passes, measure
-from actors.stage.library_config import library_config
+from actors.stage.transformers_config import config_of_values
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.model.families import shape_from_config
@@ -69,7 +69,7 @@ def test_what_stands_before_is_filled() -> None:
 def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
     node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
     device = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
-    layers = timed(library_config(TINY), bits)
+    layers = timed(config_of_values(TINY), bits)
     planned = layer_weight_bytes(shape_from_config("tiny", TINY), bits, device, "bfloat16")
     assert layers.weight_bytes == planned
 

@@ -28,7 +28,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def library_config(values: Mapping[str, Any]) -> PretrainedConfig:
+def config_of_values(values: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration of a parsed `config.json`, without how its weights are stored."""
     kept = {k: v for k, v in values.items() if k not in (CONFIG_KEY, "names")}
     model_type = str(kept.pop("model_type"))
@@ -44,7 +44,7 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return type(config).from_dict(values)
 
 
-def check_library_takes(folder: Path) -> None:
+def check_transformers_builds(folder: Path) -> None:
     """Build a model of one layer from the configuration in `folder`, without memory.
 
     Raises `CheckpointError` where transformers cannot.
