@@ -37,7 +37,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
-from actors.transport.rendezvous import CONTROL, Meeting
+from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -156,8 +156,8 @@ class StageGroup:
         timeout_s = self._timeouts.meeting_s
         if self._epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
-        meeting = Meeting(self._hosts, timeout_s)
-        self._get_watched([first.open_meeting.remote(meeting)], timeout_s)
+        meeting = Rendezvous(self._hosts, timeout_s)
+        self._get_watched([first.open_rendezvous.remote(meeting)], timeout_s)
         # The first to fail is the one to blame: the others wait for it.
         connecting = [a.connect.remote(meeting, first, self.sizes) for a in self._actors]
         self._get_watched(connecting, 2 * timeout_s)

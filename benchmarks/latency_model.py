@@ -6,7 +6,7 @@
 
 `cpu`: a LLaMA layer is profiled as `llmpq-profile` does, then random workloads that are not in the
 profile are measured afresh, one thread; both at the usual pace of the machine
-(`actors.profiling.machine_speed`), the raw column as the clock ran. `--together` measures both in
+(`actors.profiling.reference_work`), the raw column as the clock ran. `--together` measures both in
 turns, so that a machine that gets slower meanwhile counts for neither. `gpus`: measured fp16 times
 of a LLaMA-30B layer (Helix, ASPLOS'25 artifact), fitted on alternate points. `memory`: stages with
 random bitwidths are loaded, and the bytes of their tensors counted.
@@ -31,7 +31,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen2Config
 from transformers.utils import logging
 
-from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.profiling.on_cluster import measure_on_cluster
+from actors.profiling.task import ProfileState, ProfileTask
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.machine import processor_name
@@ -189,8 +190,8 @@ def measured_pair(
         )
         return first, second
     profiled = _measured(task)
-    pace = profiled.usual_pace_s
-    fresh = replace(task, todo={bits: unseen}, seed=bits + 1, usual_pace_s=pace)
+    usual_s = profiled.usual_reference_s
+    fresh = replace(task, todo={bits: unseen}, seed=bits + 1, usual_reference_s=usual_s)
     return profiled, _measured(fresh)
 
 

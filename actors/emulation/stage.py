@@ -49,7 +49,7 @@ class EmulatedStage:
         return result
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """LM head and sampling, which are part of no modelled time and take their own."""
+        """Compute LM head and sampling as `Stage.finish`, in their real time."""
         return self._stage.finish(batch, last_hidden)
 
     def stats(self) -> StageStats:
@@ -57,9 +57,9 @@ class EmulatedStage:
         return self._stage.stats()
 
     @property
-    def widest(self) -> int:
-        """Columns at most of the hidden states that stages send each other."""
-        return self._stage.widest
+    def max_columns(self) -> int:
+        """Most columns of hidden states between stages."""
+        return self._stage.max_columns
 
     def _check(self, batch: MicroBatch, computed_s: float, modelled_s: float) -> None:
         self._modelled_s += modelled_s

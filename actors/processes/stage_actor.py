@@ -1,4 +1,4 @@
-"""The Ray actor around a stage, and what the first stage's does beside: lead a run."""
+"""The Ray actor around a stage; the first stage's actor also schedules and drives the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from actors.transport.pipelines import (
     relay,
     serve,
 )
-from actors.transport.rendezvous import CONTROL, BoardKeeper, Meeting, RemoteBoard
+from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
@@ -66,11 +66,12 @@ class StageActor(BoardKeeper):
         self._codec = self._make_codec()
         self._leader: _Leader | None = None
         self._health = Health()
-        self._epoch: int | None = 0  # of what the other stages' calls belong to
+        self._epoch: int | None = 0  # calls of other stages must be of the same one
 
     def load(self) -> StageStats:
-        """Read, quantize and keep the stage's shard, or take it from this node's cache; raises what
-        `Stage` raises.
+        """Read, quantize and keep the stage's shard, or take it from this node's cache.
+
+        Raises what `Stage` raises.
         """
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
@@ -97,12 +98,12 @@ class StageActor(BoardKeeper):
             return self._loaded().step(batch, inputs)
 
     def finish(self, batch: MicroBatch, last_hidden: torch.Tensor) -> Sampled:
-        """LM head and sampling, of what came back from the last stage."""
+        """LM head and sampling of the hidden states that came back from the last stage."""
         with self._health.computing(batch), self._meter.sampling():
             return self._loaded().finish(batch, last_hidden)
 
     def sent(self) -> None:
-        """What was computed last was passed on."""
+        """Note that the last result was passed on."""
         self._meter.sent()
 
     def step(self, message: RayMessage, epoch: int) -> RayMessage:
@@ -113,33 +114,40 @@ class StageActor(BoardKeeper):
         self.sent()
         return answer
 
-    def connect(self, meeting: Meeting, first: ActorHandle[StageActor], sizes: QueueSizes) -> None:
-        """Link this stage to all others, which do the same at this time, over the board that the
+    def connect(
+        self, rendezvous: Rendezvous, first: ActorHandle[StageActor], sizes: QueueSizes
+    ) -> None:
+        """Link this stage to all others, which connect at the same time, over the board that the
         `first` stage keeps.
         """
         mine = self._spec.is_first  # a call to itself would wait for this one
-        board = self.board(meeting.secret) if mine else RemoteBoard(first, meeting)
-        self._codec = self._make_codec(sizes.limits(self._spec.max_tokens, self._loaded().widest))
-        self._links = Links(meeting, self._spec.index, board)
+        board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
+        self._codec = self._make_codec(
+            sizes.limits(self._spec.max_tokens, self._loaded().max_columns)
+        )
+        self._links = Links(rendezvous, self._spec.index, board)
 
     def serve(self) -> None:
-        """All but the first stage: compute what comes over the links, until one of them breaks."""
+        """Compute what comes over the links until one breaks; for all but the first stage."""
         serve(self, self._linked(), self._codec)
 
     def settle(self) -> Settled:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         so_far = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
-        self.close_meeting()
+        self.close_rendezvous()
         return Settled(self._health.take_failure(), so_far)
 
     def begin(self, epoch: int) -> str:
-        """All stages are about to be linked again, in the same `epoch`; the address of its node."""
+        """Enter `epoch`, in which all stages are linked again; returns the address of the node."""
         self._epoch = epoch
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
-        """First stage only: what `generate` schedules, over `following` by Ray or over links."""
+        """Make the pipeline that `generate` drives: over `following` by Ray, or over links.
+
+        For the first stage only.
+        """
         pipeline: Pipeline
         if following is None:
             pipeline = GlooPipeline(self, self._linked(), self._codec)
@@ -148,11 +156,11 @@ class StageActor(BoardKeeper):
         self._leader = _Leader(sizes, pipeline)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """First stage only: run until the queue wants more than `chunk` has; yields what ended.
+        """Run until the queue wants more requests than `chunk` has; yields those that ended.
 
-        Micro-batches stay under way until the next call, which should be waiting by then. The last
-        chunk of a run ends all of its requests. A chunk of another run drops what is left of the
-        one before; after an error, what is left of its run is ignored.
+        For the first stage only. Micro-batches stay under way until the next call, which should be
+        waiting by then. The last chunk of a run ends all of its requests. A chunk of another run
+        drops the rest of the run before; after an error, the rest of its run is ignored.
         """
         if self._leader is None:
             raise RuntimeError(f"stage {self._spec.index} was not told to lead")
@@ -182,12 +190,12 @@ class StageActor(BoardKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def clock_s(self) -> float:
-        """What the clock of `spans` shows now."""
+        """The present time of the clock of `spans`."""
         return time.perf_counter()
 
     @ray.method(concurrency_group=CONTROL)
     def spans(self) -> Spans | None:
-        """When each micro-batch was computed, where that is kept."""
+        """The times of each micro-batch, where they are kept."""
         return self._meter.spans(self._spec.index)
 
     @ray.method(concurrency_group=CONTROL)
@@ -217,7 +225,7 @@ class StageActor(BoardKeeper):
 
 
 class _Leader:
-    """The first stage's part of a run: its scheduler, and what is under way between two calls."""
+    """The first stage's scheduler and driver, which stay between two calls of a run."""
 
     def __init__(self, sizes: QueueSizes, pipeline: Pipeline) -> None:
         self._sizes = sizes
@@ -229,7 +237,7 @@ class _Leader:
 
     @property
     def queue(self) -> QueueDepth | None:
-        """What waits and what is under way; None before the first run."""
+        """Requests and micro-batches in the queue; None before the first run."""
         if self._run is None:
             return None
         scheduler, slots = self._scheduler, self._sizes.slots

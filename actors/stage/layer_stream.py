@@ -1,16 +1,16 @@
-"""A model run over a whole text one decoder layer at a time, for calibration and perplexity.
+"""Running a model over a whole text one decoder layer at a time, for calibration and perplexity.
 
 Only one layer's weights are held, so that a 70B model needs the memory of one layer (or of
-embedding or head, where those are larger) and the hidden states of all tokens, which stay in host
-memory in the compute type: sequences x length x hidden size elements, overwritten in place. Layers,
-attention and loading are those of `actors.stage.stage.Stage`.
+embedding or head, where those are larger) and of the hidden states of all tokens, which stay in
+host memory in the compute type: sequences x length x hidden size elements, overwritten in place.
+Layers, attention and loading are the same as in `actors.stage.stage.Stage`.
 
     stream = LayerStream(folder, compute_on(torch.device("cpu"), torch.float32))
     for layer in stream_layers(stream, token_ids):
         with hooks_on(layer.linears):
             layer.observe()                      # all tokens pass, nothing changes
         replace_weights_of(layer.module)
-                                                 # then the text passes through what is there now
+                                                 # then the text passes through the new weights
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
-from actors.stage.library_config import read_config
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import make_cache, run_decoder
+from actors.stage.transformers_config import read_config
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
@@ -46,7 +46,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
-    """Computing in `dtype` with the kernels that this machine's `device` runs."""
+    """How to compute in `dtype` with the kernels that this machine's `device` runs."""
     return Compute(device, dtype, local_processor(device))
 
 
@@ -76,7 +76,7 @@ class LayerStream:
             self._stack[index] = self._pass_through
 
     def _part(self, position: int, layers: range, compute: Compute) -> PreTrainedModel:
-        """The model less what belongs to the other parts; `layers` still on the meta device."""
+        """The model without the parts of other positions; `layers` are still on the meta device."""
         spec = StageSpec(
             index=position,
             stages=_LAST + 1,
@@ -105,8 +105,8 @@ class LayerStream:
         """Hidden states `[sequences, length, hidden_size]` that go into the first layer.
 
         `token_ids`: `[sequences, length]` int64; the embedding is held in `dtype` (None: in the
-        compute type). SpecError for ids beyond the vocabulary and sequences longer than the model
-        has positions for.
+        compute type). Raises `SpecError` for ids beyond the vocabulary and sequences longer than
+        the model has positions for.
         """
         self._check(token_ids)
         first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
@@ -141,7 +141,7 @@ class LayerStream:
         return Tail(self, self._part(_LAST, range(self.layers, self.layers), compute), compute)
 
     def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
-        """Half-open ranges of sequences and what the layer's module makes of them, on the host."""
+        """Half-open ranges of sequences and the outputs of the layer's module, on the host."""
         length = layer.hidden.shape[1]
         slots = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
@@ -237,7 +237,7 @@ class StreamedLayer:
         return self._stream.through_layer(self)
 
     def observe(self) -> None:
-        """Send all sequences through for the sake of hooks; nothing is kept."""
+        """Send all sequences through for hooks to see; the outputs are dropped."""
         for _ in self.outputs():
             pass
 
@@ -274,11 +274,11 @@ class Tail:
 def stream_layers(
     stream: LayerStream, token_ids: Tensor, schemes: Sequence[LayerScheme] | None = None
 ) -> Iterator[StreamedLayer]:
-    """Every decoder layer in turn, loaded, with what goes into it.
+    """Every decoder layer in turn, loaded, with its inputs.
 
     `token_ids`: `[sequences, length]`; `schemes`: one a layer (None: all at 16 bit). When the loop
-    comes back for the next layer, the text is sent through the present one as it then is, unless
-    the loop's body called `advance` itself (as one does whose hooks shall watch this very pass).
+    asks for the next layer, the text is sent through the present one as it is by then, unless the
+    loop's body called `advance` itself (so that its hooks see this pass).
     Raises `SpecError` for schemes that are not one a layer, and what `LayerStream` raises.
     """
     if schemes is not None and len(schemes) != stream.layers:

@@ -26,8 +26,9 @@ def load_shard(
     processor: Processor,
     cache: ShardCache | None,
 ) -> PreTrainedModel:
-    """The stage's part of the model, quantized while it is read or taken from the cache; everything
-    else stays a pass-through.
+    """The stage's part of the model, quantized while it is read, or taken from the cache.
+
+    The parts of other stages are pass-throughs.
     """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
@@ -68,7 +69,7 @@ def load_ends(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Fill what the stage of `spec` owns beside layers: embedding, final norm, head, frequencies.
+    """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
 
     Raises `CheckpointError` for unusable weights.
     """
@@ -97,7 +98,7 @@ def _load_head(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The LM head: shared with the embedding when tied and both live here, else read (again)."""
+    """Load the LM head, or share the embedding where both are one tensor and live here."""
     head = model.get_output_embeddings()
     if _shares_head(model.config, spec):
         head.weight = model.get_input_embeddings().weight
@@ -117,6 +118,6 @@ def path_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes that came from the checkpoint: all but the rotary frequencies."""
+    """Bytes of all tensors that came from the checkpoint: all but the rotary frequencies."""
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)

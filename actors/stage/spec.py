@@ -1,6 +1,4 @@
-"""What one pipeline stage is told: its layers and bits, its numbers of slots and tokens, its memory
-limit.
-"""
+"""The specification of one pipeline stage: its layers and bits, its KV slots, its memory limit."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class StageSpec:
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
-    `rounding` is a way of `quant.rounding`; with `kv_bits` 8 keys and values are held in codes.
+    `rounding` is a method of `quant.rounding`; with `kv_bits` 8 keys and values are held as codes.
     """
 
     index: int
@@ -55,7 +53,7 @@ class StageSpec:
 
 
 def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
-    """What the actor of `stage` is told."""
+    """The specification of `stage` for its actor."""
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     return StageSpec(
         index=stage.index,

@@ -16,10 +16,10 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.stage.families import ContextAsCache, architecture_of
-from actors.stage.library_config import read_config
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, weight_bytes
 from actors.stage.spec import StageSpec
+from actors.stage.transformers_config import read_config
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -49,7 +49,7 @@ class Stage:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = read_config(checkpoint)
-        self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
+        self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
         self._model = load_shard(
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
@@ -80,8 +80,8 @@ class Stage:
         return int(self._model.config.hidden_size)
 
     @property
-    def widest(self) -> int:
-        """Columns at most of what stages send each other; some heads take fewer than layers do."""
+    def max_columns(self) -> int:
+        """Most columns of hidden states between stages; some heads take fewer than layers do."""
         return max(self.hidden_size, getattr(self._model.config, "word_embed_proj_dim", 0))
 
     @torch.inference_mode()
@@ -109,9 +109,10 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Head and sampling on the first stage, of what came back from the last one.
+        """Compute LM head and sampling on the first stage.
 
-        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`.
+        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`,
+        from the last stage.
         """
         began = time.perf_counter()
         sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
@@ -169,7 +170,7 @@ def run_in_passes(
 
 
 def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
-    """Pass a flattened batch through what `keep_stage` left of the decoder.
+    """Pass a flattened batch through the part of the decoder that `keep_stage` has left.
 
     `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
     hidden_size]`; returns hidden states.
@@ -189,7 +190,11 @@ def make_cache(
     config: PretrainedConfig, layers: range, slots: int, max_tokens: int, form: CacheForm
 ) -> KVCache:
     """An empty KV cache for some decoder layers of the model of `config`."""
+    return KVCache(layers, CacheShape(slots, max_tokens, *kv_shape(config)), form)
+
+
+def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Number of key and value heads of the model of `config`, and the width of each."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KVCache(layers, CacheShape(slots, max_tokens, kv_heads, head_dim), form)
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim

@@ -15,14 +15,14 @@ import torch.distributed
 from torch import Tensor
 
 from actors.transport.message_format import host_memory, message_bytes
-from actors.transport.rendezvous import Board, Meeting, MeetingStore
+from actors.transport.rendezvous import Board, Rendezvous, RendezvousStore
 from quant.common.errors import DeviceError, StageLostError
 
 FRAME_BYTES = 4 * 2**20
 """A message goes in frames of at most this size: 512 tokens of 4,096 fp16 values are one frame."""
 
 _FRAMES_AHEAD = 2  # receives that are posted: one message is computed while the next one arrives
-_STOP = torch.zeros(64, dtype=torch.uint8)  # a message of no bytes: there is no other like it
+_STOP = torch.zeros(64, dtype=torch.uint8)  # states a length of 0, as no message does
 _PROOF = 1  # the tag of proofs, messages have 0
 _FOR_EVER = timedelta(days=365)
 
@@ -35,42 +35,44 @@ def check_available() -> None:
 
 
 class Links:
-    """All connections of end `index` of those that meet, over the `board` of their meeting.
+    """The connections of stage `index` to all others, which find each other by the `board` of their
+    rendezvous.
 
-    Raises `DeviceError` when they do not meet in time, or one does not prove that it was invited.
+    Raises `DeviceError` when they do not connect in time, or one does not prove that it was
+    invited.
     """
 
-    def __init__(self, meeting: Meeting, index: int, board: Board) -> None:
+    def __init__(self, rendezvous: Rendezvous, index: int, board: Board) -> None:
         check_available()
-        self.index, self.stages = index, len(meeting.hosts)
+        self.index, self.stages = index, len(rendezvous.hosts)
         self._senders: list[Sender] = []
-        address = meeting.address(index)
+        address = rendezvous.address(index)
         distributed: Any = torch.distributed
         gloo = distributed.ProcessGroupGloo
         # Python's part of the store goes with its last reference here, and gloo keeps the other
-        self._store = MeetingStore(board, meeting.timeout_s)
+        self._store = RendezvousStore(board, rendezvous.timeout_s)
         try:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=address)]
-            options._timeout = timedelta(seconds=meeting.timeout_s)
+            options._timeout = timedelta(seconds=rendezvous.timeout_s)
             self._group = gloo(self._store, index, self.stages, options)
-            self._check_neighbours(meeting)
+            self._check_neighbours(rendezvous)
         except (RuntimeError, DeviceError) as error:
             raise DeviceError(
                 f"stage {index} on {address} did not meet the others within "
-                f"{meeting.timeout_s:g} s: {error}"
+                f"{rendezvous.timeout_s:g} s: {error}"
             ) from error
 
-    def _check_neighbours(self, meeting: Meeting) -> None:
-        """Gloo takes whoever comes first under a neighbour's number; those we send to and receive
-        from show that they know the secret.
+    def _check_neighbours(self, rendezvous: Rendezvous) -> None:
+        """Check that both neighbours know the secret: gloo takes whoever comes first under their
+        numbers.
         """
-        timeout = timedelta(seconds=meeting.timeout_s)
+        timeout = timedelta(seconds=rendezvous.timeout_s)
         near = {(self.index + step) % self.stages for step in (1, -1)} - {self.index}
-        shown = {other: _bytes(meeting.proof(self.index, other)) for other in near}
+        shown = {other: _bytes(rendezvous.proof(self.index, other)) for other in near}
         sending = [self._group.send([proof], other, _PROOF) for other, proof in shown.items()]
         for other in sorted(near):
-            expected = meeting.proof(other, self.index)
+            expected = rendezvous.proof(other, self.index)
             found = torch.zeros(len(expected), dtype=torch.uint8)
             self._group.recv([found], other, _PROOF).wait(timeout)
             if not hmac.compare_digest(found.numpy().tobytes(), expected):
@@ -84,7 +86,7 @@ class Links:
         return self._senders[-1]
 
     def stop(self) -> None:
-        """Tell those who receive from here that no more comes; for any thread."""
+        """Tell the stages that receive from this one that no more comes; for any thread."""
         for sender in self._senders:
             sender.stop()
 
@@ -102,8 +104,9 @@ class Links:
 
 
 class Sender:
-    """Sends without waiting. At most `2 * stages` micro-batches are under way: of those before them
-    the send is known to be over, and only then is its memory let go.
+    """Sends without waiting, and keeps the memory of a message until its send is over.
+
+    At most `2 * stages` micro-batches are under way, so that earlier sends are known to be over.
     """
 
     def __init__(self, group: Any, to: int, stages: int) -> None:
@@ -122,7 +125,7 @@ class Sender:
             self._sending.append([(self._send(frame), frame) for frame in frames])
 
     def stop(self) -> None:
-        """Send the end of all messages; one that is lost already knows."""
+        """Send the end of all messages; a receiver that is lost needs none."""
         with self._lock, suppress(StageLostError):
             self._sending.append([(self._send(_STOP), _STOP)])
 

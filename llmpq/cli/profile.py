@@ -117,14 +117,14 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, and the machine's pace."""
+    """The fit's error on held-out points, and how the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state
     if state.measured:
         console().print(
-            f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
-            "right by it",
+            f"the machine's speed varied by {state.speed_spread:.1%} (interquartile); times are "
+            "corrected by it",
             highlight=False,
         )
     if state.too_large:

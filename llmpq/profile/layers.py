@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.profiling.on_cluster import measure_on_cluster
+from actors.profiling.task import ProfileState, ProfileTask
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape

@@ -12,8 +12,8 @@ import ray
 
 from actors.processes.placement import place
 from actors.profiling.links import MeasuredHop, measure_hops
-from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading_on_cluster
-from actors.profiling.task import Wanted
+from actors.profiling.loading import LoadTask, MeasuredLoad
+from actors.profiling.on_cluster import Wanted, time_loading_on_cluster
 from planner.cluster.device import Device
 from planner.cluster.links import Place
 from planner.cluster.spec import ClusterSpec

@@ -55,7 +55,7 @@ class Run:
         job: str = "llmpq",
         on_event: OnEvent | None = None,
     ) -> None:
-        from actors.stage.library_config import check_library_takes
+        from actors.stage.transformers_config import check_transformers_builds
         from quant.checkpoint.reader import Checkpoint
 
         if options.trace_path is not None:
@@ -83,7 +83,7 @@ class Run:
             self._maker = RequestMaker(plan.workload, shape.vocab_size, sampling, tokenizer)
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
-            check_library_takes(self._folder)
+            check_transformers_builds(self._folder)
             if tokenizer is not None:
                 tokenizer.wait()
             undo.pop_all()

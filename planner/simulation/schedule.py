@@ -17,7 +17,7 @@ from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.workload import Workload
 
-UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.pipeline lets be under way, per stage
+UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.driver lets be under way, per stage
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,23 @@ class Emulated:
     clock: Clock
     computes_s: float
     index: int = 0
+    waited: list[tuple[str, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.spec: Any = self  # only its index is asked for
-        shared: Any = EmulatedClock(self.clock, self.clock.sleep)
+        self.spec = self  # only its index is asked for
+        self.emulated_clock = EmulatedClock(self.clock, self.sleep)
         computing: Any = self
-        self.waits = shared
-        self.stage = EmulatedStage(computing, self.times, shared)
-        self.link = EmulatedLink(PlainCodec(), self.times, shared)
+        self.stage = EmulatedStage(computing, self.times, self.emulated_clock)
+        self.link = EmulatedLink(PlainCodec(), self.times, self.emulated_clock)
 
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        self.waited.append(("computing", self.emulated_clock.is_waiting))
         self.clock.now += self.computes_s
         return inputs
+
+    def sleep(self, seconds: float) -> None:
+        self.waited.append(("sleeping", self.emulated_clock.is_waiting))
+        self.clock.sleep(seconds)
 
     def send(self, batch: MicroBatch, inputs: Tensor) -> tuple[float, Tensor]:
         """The message of the next micro-batch, and when it is really sent."""
@@ -183,19 +188,10 @@ def test_compute_that_outlasts_its_modelled_time_is_an_error() -> None:
 
 def test_a_stage_that_waits_says_so() -> None:
     """While it sleeps, not while it computes."""
-    stage, seen = one_stage(1.0, computes_s=0.01), list[bool]()
-
-    def sleep(seconds: float) -> None:
-        seen.append(clock.is_waiting)
-        stage.clock.sleep(seconds)
-
-    clock = EmulatedClock(stage.clock, sleep)
-    emulated: Any = EmulatedStage(stage, stage.times, clock)  # type: ignore[arg-type]
-    stage.step = lambda batch, inputs: seen.append(not clock.is_waiting) or inputs  # type: ignore
-    emulated.step(ONE_STEP, torch.zeros(1, 1))
-    assert not clock.is_waiting
-    assert len(seen) > 1
-    assert all(seen)
+    stage = one_stage(1.0, computes_s=0.01)
+    stage.pass_through(ONE_STEP)
+    assert not stage.emulated_clock.is_waiting
+    assert set(stage.waited) == {("computing", False), ("sleeping", True)}
 
 
 def test_a_stall_of_less_than_a_hundredth_is_lateness() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from actors.stage.library_config import check_library_takes, read_config
+from actors.stage.transformers_config import check_transformers_builds, read_config
 from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from tests.actors.models import (
@@ -50,10 +50,10 @@ def test_a_stored_head_is_tied_where_transformers_ties_it(differs: bool, tmp_pat
 
 def test_what_no_model_can_be_built_of_is_refused_in_our_words(tmp_path: Path) -> None:
     save_tiny(tmp_path, CONFIGS["llama"])
-    check_library_takes(tmp_path)
+    check_transformers_builds(tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     for entry in ({"id2label": [1]}, {"use_cache": None}, {"layer_types": ["x"]}):
         path.write_text(json.dumps(values | entry))
         with pytest.raises(CheckpointError, match=r"config\.json: transformers cannot build"):
-            check_library_takes(tmp_path)
+            check_transformers_builds(tmp_path)

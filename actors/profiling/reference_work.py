@@ -1,8 +1,8 @@
-"""How fast this machine is at the moment, against which other times can be put right.
+"""A fixed piece of work whose time shows how fast this machine is at the moment.
 
 Clocks, neighbours on a shared machine and heat make the same work take 10 to 20 % longer a few
-seconds later. A fixed piece of work that is timed right before and after a measurement tells by how
-much: a matrix product, as in prefill, and the sum of more memory than caches hold, as in decode.
+seconds later. Reference work that is timed right before and after a measurement tells by how much:
+a matrix product, as in prefill, and the sum of more memory than caches hold, as in decode.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 2048, 4096, 128 * 2**20
 
 
 @dataclass(frozen=True)
-class Probe:
+class ReferenceTimes:
     """Seconds of the two parts of the reference work."""
 
     compute_s: float
     memory_s: float
 
     def seconds(self, phase: Phase) -> float:
-        """What passes of `phase` go along with.
+        """Seconds in proportion to which passes of `phase` become slower or faster.
 
         Decode is held up by memory as the sum is; prefill by both (on a shared machine whose
         memory became a quarter slower, prefill took an eighth longer).
@@ -39,8 +39,8 @@ class Probe:
         return math.sqrt(self.compute_s * self.memory_s)
 
 
-class Pace:
-    """The reference work on `device`; a probe also leaves its caches without anybody's weights."""
+class ReferenceWork:
+    """The reference work on `device`, which also empties the device's caches of weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -54,16 +54,16 @@ class Pace:
         self._right = torch.full((width, width), 0.5, dtype=dtype, device=device)
         self._memory = torch.ones(elements, device=device)
 
-    def probe(self) -> Probe:
-        """Do the reference work."""
+    def run(self) -> ReferenceTimes:
+        """Do the reference work and time it."""
         began = self.now()
         torch.mm(self._left, self._right)
         between = self.now()
         self._memory.sum()
-        return Probe(between - began, self.now() - between)
+        return ReferenceTimes(between - began, self.now() - between)
 
     def now(self) -> float:
-        """The clock, once all that was started on the device is done."""
+        """Seconds of the clock, once everything that was started on the device is done."""
         if self._on_gpu:
             torch.cuda.synchronize(self._left.device)
         return time.perf_counter()

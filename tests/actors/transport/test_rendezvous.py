@@ -14,7 +14,7 @@ import torch
 import psutil
 
 from actors.transport.gloo_links import Links
-from actors.transport.rendezvous import BoardKeeper, LocalBoard, Meeting
+from actors.transport.rendezvous import BoardKeeper, LocalBoard, Rendezvous
 from quant.common.errors import DeviceError
 from tests.actors.linking import HOST, meet
 
@@ -56,18 +56,18 @@ def test_ends_on_one_node_listen_on_loopback_alone_and_have_no_store_for_strange
 
 
 def test_ends_on_several_nodes_listen_on_the_addresses_of_their_nodes() -> None:
-    meeting = Meeting(("127.0.0.1", "127.0.0.2"), 20.0)
+    rendezvous = Rendezvous(("127.0.0.1", "127.0.0.2"), 20.0)
     before = listening()
-    links = meet(2, meeting=meeting)
+    links = meet(2, rendezvous=rendezvous)
     assert len(links) == 2
-    assert {address for address, _ in listening() - before} == set(meeting.hosts)
+    assert {address for address, _ in listening() - before} == set(rendezvous.hosts)
 
 
 def test_who_does_not_know_the_secret_is_not_linked() -> None:
     """A stranger may have come first under a neighbour's number."""
     board = LocalBoard(2)
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(Links, Meeting((HOST,) * 2, 20.0), i, board) for i in range(2)]
+        ends = [pool.submit(Links, Rendezvous((HOST,) * 2, 20.0), i, board) for i in range(2)]
     for index, end in enumerate(ends):
         with pytest.raises(DeviceError, match=f"stage {1 - index} is not the one that was invited"):
             end.result()
@@ -87,10 +87,10 @@ def test_strangers_at_the_door_do_not_keep_the_others_from_meeting() -> None:
         stranger.close()
 
 
-def test_nobody_at_the_meeting_is_an_error() -> None:
-    meeting = Meeting((HOST, HOST), 0.1)
+def test_nobody_at_the_rendezvous_is_an_error() -> None:
+    rendezvous = Rendezvous((HOST, HOST), 0.1)
     with pytest.raises(DeviceError, match=r"stage 0 on 127.0.0.1 did not meet"):
-        Links(meeting, 0, LocalBoard(2))
+        Links(rendezvous, 0, LocalBoard(2))
 
 
 def test_the_board_is_small_and_nothing_on_it_is_overwritten() -> None:
@@ -107,16 +107,16 @@ def test_the_board_is_small_and_nothing_on_it_is_overwritten() -> None:
     assert board.read(["0/0", "0/1"]) == {"0/0": b"first"}
 
 
-def test_the_board_is_for_its_meeting_alone() -> None:
-    keeper, old, new = BoardKeeper(), Meeting((HOST,), 1.0), Meeting((HOST,), 1.0)
-    for meeting in (old, new):
-        keeper.open_meeting(meeting)
-        keeper.board_put(meeting.secret, "key", meeting.secret)
+def test_the_board_is_for_its_rendezvous_alone() -> None:
+    keeper, old, new = BoardKeeper(), Rendezvous((HOST,), 1.0), Rendezvous((HOST,), 1.0)
+    for rendezvous in (old, new):
+        keeper.open_rendezvous(rendezvous)
+        keeper.board_put(rendezvous.secret, "key", rendezvous.secret)
     assert keeper.board_read(new.secret, ["key"]) == {"key": new.secret}
     for other in (old.secret, b""):
         with pytest.raises(DeviceError, match="over"):
             keeper.board_put(other, "key", b"")
-    keeper.close_meeting()
+    keeper.close_rendezvous()
     with pytest.raises(DeviceError, match="over"):
         keeper.board_read(new.secret, ["key"])
     assert new.secret.hex() not in repr(new)

@@ -1,4 +1,4 @@
-"""Transformers' configuration of a model, and whether it can build a model of it."""
+"""The configuration of a model as transformers reads it, and whether it can build the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quant.common.library_errors import library_reason
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration in `folder`; CheckpointError where transformers does not take it.
+    """The configuration in `folder`; raises `CheckpointError` where transformers does not take it.
 
     Embedding and LM head are tied only where the weights do not differ (`has_own_head`).
     """
@@ -28,7 +28,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def library_config(values: Mapping[str, Any]) -> PretrainedConfig:
+def config_of_values(values: Mapping[str, Any]) -> PretrainedConfig:
     """The configuration of a parsed `config.json`, without how its weights are stored."""
     kept = {k: v for k, v in values.items() if k not in (CONFIG_KEY, "names")}
     model_type = str(kept.pop("model_type"))
@@ -37,17 +37,17 @@ def library_config(values: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of a model of so many layers."""
+    """`config` with another number of `layers`."""
     values = config.to_dict() | {"num_hidden_layers": layers}
     if values.get("layer_types"):  # one for each layer: sliding windows or not
         values["layer_types"] = (values["layer_types"] * layers)[:layers]
     return type(config).from_dict(values)
 
 
-def check_library_takes(folder: Path) -> None:
+def check_transformers_builds(folder: Path) -> None:
     """Build a model of one layer from the configuration in `folder`, without memory.
 
-    CheckpointError where transformers cannot.
+    Raises `CheckpointError` where transformers cannot.
     """
     config = read_config(folder)
     with _named(folder / CONFIG_FILE):
@@ -58,8 +58,8 @@ def check_library_takes(folder: Path) -> None:
 def _named(file: Path | str) -> Iterator[None]:
     try:
         yield
-    # Whatever transformers raises at values that it did not foresee: its own checks, torch's, and
-    # errors of arithmetic and types far from them. The values are what is wrong.
+    # Transformers raises anything at values that it did not foresee: errors of its own checks, of
+    # torch's, of arithmetic and of types. The fault is in the values.
     except Exception as error:
         raise CheckpointError(
             f"{file}: transformers cannot build the model that it describes "
