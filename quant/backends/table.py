@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from quant.scheme import DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
 
 INT8PACK_COLUMNS = 16
-"""torch's int8 CPU kernel reads rows so many weights at a time, beyond their end if need be."""
+"""Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
 
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
@@ -65,7 +65,7 @@ def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
 
 
 def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """What `_convert_weight_to_int4pack_for_cpu` and its matmul check, and bfloat16 activations.
+    """Check what `_convert_weight_to_int4pack_for_cpu` and its matmul do, and for bfloat16.
 
     The kernel also takes float32 and float16, at a hundredth of the speed.
     """
@@ -74,33 +74,37 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
 
 
 def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Without VNNI u8 x s8 products saturate; whole 64 x 64 tiles are packed without padding."""
+    """Ask for VNNI, without which u8 x s8 products saturate, and whole 64 x 64 tiles, which are
+    packed without padding.
+    """
     whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
     vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
     return vnni and whole_tiles and dtype in ("bfloat16", "float32")
 
 
 def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Rows that the kernel does not read beyond; other types than bfloat16 have no fast path."""
+    """Ask for rows that the kernel does not read beyond, and bfloat16, which alone has a fast
+    path.
+    """
     whole = shape.in_features % INT8PACK_COLUMNS == 0
     return processor.is_cpu and dtype == "bfloat16" and whole
 
 
 def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Compute capability 6.0; rows of whole blocks, which bitsandbytes' decode kernel asks for; no
-    codes of a checkpoint, which are not nf4's.
+    """Ask for compute capability 6.0, rows of whole blocks, as bitsandbytes' decode kernel does,
+    and a weight that is not quantized already: its codes are not those of nf4.
     """
     whole_blocks = shape.in_features % NF4_BLOCK == 0
     return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
 
 
 def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """INT8 tensor cores: compute capability 7.5."""
+    """Ask for INT8 tensor cores: compute capability 7.5."""
     return _has_capability(processor, (7, 5))
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Groups of whole runs of 32 columns, the 8 rows of a block; bfloat16 where GPUs have it."""
+    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False

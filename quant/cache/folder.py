@@ -1,4 +1,5 @@
-"""A folder of packed decoder layers, one safetensors file each, shared by all stages of a node.
+"""The cache: a folder of packed decoder layers, one safetensors file each, for all stages of a
+node.
 
 A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
 What is in a file is told by its key (`quant.cache.layer`), whose hash is in the name and whose
@@ -36,7 +37,7 @@ from quant.checkpoint.tensor_header import DamagedFileError, Header, read_header
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"
 _LAYER_NAME = re.compile(r"[A-Za-z0-9._-]*-[0-9a-f]{32}\.safetensors")
-"""Names of `CacheKey`; weights of others have the same suffix."""
+"""Names of files of a `CacheKey`; other weights may have the same suffix."""
 
 _PART_PREFIX = ".llmpq-shard-"
 _PART_SUFFIX = ".part"
@@ -46,21 +47,21 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a cached layer is: `label` for people, `text` for everything that it depends on."""
+    """The identity of a cached layer: `label` is for people, `text` says all that it depends on."""
 
     label: str
     text: str
 
     @property
     def file_name(self) -> str:
-        """Label and hash, in characters that every file system takes."""
+        """The label and a hash, in characters that every file system takes."""
         label = re.sub(r"[^A-Za-z0-9._-]", "_", self.label).strip(".")[:80]
         return f"{label}-{hashlib.sha256(self.text.encode()).hexdigest()[:32]}{_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class CachedTensors:
-    """The tensors of one file, each read when it is asked for; `notes` is what was stored along."""
+    """The tensors of one file, which are read one by one; `notes` were stored with them."""
 
     file: BinaryIO
     header: Header
@@ -68,7 +69,7 @@ class CachedTensors:
 
     @property
     def notes(self) -> Mapping[str, str]:
-        """The file's own metadata."""
+        """The metadata of the file."""
         return self.header.metadata
 
     @property
@@ -77,7 +78,7 @@ class CachedTensors:
         return frozenset(self.header.places)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own; DamagedFileError if it is missing or damaged."""
+        """Read a tensor into memory of its own; DamagedFileError if it is missing or damaged."""
         if name not in self.header.places:
             raise DamagedFileError(f"it lacks {name}")
         return read_tensor(self.file, self.header.places[name], self.crc32[name])
@@ -85,7 +86,7 @@ class CachedTensors:
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A layer to be written: `tensors` makes them one after the other, at most `nbytes` in all."""
+    """A layer to write: `tensors` yields its tensors by name, of at most `nbytes` in all."""
 
     key: CacheKey
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -94,11 +95,11 @@ class NewEntry:
 
 
 class ShardCache:
-    """The cache in `folder`, made when it is first written to.
+    """The cache in `folder`, which is created by the first write.
 
-    `limit_bytes`: of all files in it; None for the default. As a context manager it writes in a
-    thread of its own, and on leaving waits for what is left to write; else at once. `ahead`: the
-    reader that brings its files into memory, if there is one.
+    `limit_bytes` limits all its files together; None takes the default. As a context manager it
+    writes in a thread of its own and waits for it on leaving; otherwise `store` writes before it
+    returns. `ahead` is the reader that brings its files into memory, if there is one.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -113,7 +114,7 @@ class ShardCache:
         self._pending: list[Future[str | None]] = []
 
     def __enter__(self) -> ShardCache:
-        """Write in the background from here on."""
+        """Write in the background from now on."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-cache")
         return self
 
@@ -123,7 +124,7 @@ class ShardCache:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish writing; after an error only what is being written."""
+        """Finish writing; after an error only the layer that is being written."""
         assert self._writer is not None, "left without having been entered"
         self._writer.shutdown(wait=True, cancel_futures=kind is not None)
         self._writer = self.ahead = None
@@ -131,13 +132,13 @@ class ShardCache:
         self._pending = []
 
     def path_of(self, key: CacheKey) -> Path:
-        """Where the layer of that key is, if it is there."""
+        """The path at which the layer of that key is stored, if it is."""
         return self.folder / key.file_name
 
     def restore(self, key: CacheKey, build: Callable[[CachedTensors], Built]) -> Built | None:
-        """What `build` makes of the layer's tensors; None if it is not there.
+        """Read a layer and pass its tensors to `build`; None if it is not in the cache.
 
-        A damaged file is taken away, with one warning.
+        A damaged file is removed, with one warning.
         """
         path = self.path_of(key)
         try:
@@ -167,7 +168,9 @@ class ShardCache:
         return built
 
     def store(self, entry: NewEntry) -> None:
-        """Write a layer, whose tensors must not change until this cache is left."""
+        """Write a layer, whose tensors must not change until the cache is left as a context
+        manager.
+        """
         if not self._is_writable:
             return
         if self._writer is None:
@@ -187,7 +190,7 @@ class ShardCache:
             self._warn("write", complaint)
 
     def _warn(self, kind: str, problem: str) -> None:
-        """One warning of each kind: a folder that fails once fails for every layer."""
+        """Warn once for each kind of problem: a folder that fails once fails for every layer."""
         if kind in self._warned:
             return
         self._warned.add(kind)
@@ -195,7 +198,7 @@ class ShardCache:
         warnings.warn(f"packed-shard cache: {problem}; {remedy}", RuntimeWarning, stacklevel=4)
 
     def _write(self, entry: NewEntry) -> str | None:
-        """Write one layer; what went wrong, after which nothing more is written."""
+        """Write one layer; returns what went wrong, after which nothing more is written."""
         if not self._is_writable:
             return None
         path = self.path_of(entry.key)
@@ -212,7 +215,7 @@ class ShardCache:
         return None
 
     def _write_file(self, path: Path, entry: NewEntry) -> bool:
-        """Whether there was room; the file is complete when it gets its name."""
+        """Write the file and rename it when it is complete; returns whether there was room."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as unfinished:
             with self._locked():
@@ -238,7 +241,7 @@ class ShardCache:
         return True
 
     def _hold(self, path: Path, file: BinaryIO) -> None:
-        """Note the use, and keep the file open: its lock tells others that it is in use."""
+        """Mark the file as used now and keep it open: its lock tells others that it is in use."""
         _lock_shared(file)
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(file.fileno())
@@ -249,13 +252,15 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time looks for room or gives a file its name."""
+        """Hold the folder's lock, so that one writer at a time makes room or renames a file."""
         with (self.folder / _LOCK_FILE).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Delete the least recently used files nobody uses, if that makes room for `size` bytes."""
+        """Delete the least recently used of the unused files, if that makes room for `size`
+        bytes.
+        """
         self._sweep()
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
@@ -272,14 +277,14 @@ class ShardCache:
         return True
 
     def _sweep(self) -> None:
-        """Delete what killed writers left: unfinished files that nobody locks."""
+        """Delete unfinished files of writers that were killed: nobody locks them."""
         for path in self._files():
             with contextlib.ExitStack() as locks:
                 if _is_part(path.name) and _is_unused(path, locks):
                     path.unlink(missing_ok=True)
 
     def _files(self) -> dict[Path, os.stat_result]:
-        """What counts towards the limit: layers, also those being written."""
+        """The files that count towards the limit: layers, also those that are being written."""
         files = {}
         for item in os.scandir(self.folder):
             if _is_part(item.name) or _LAYER_NAME.fullmatch(item.name):
@@ -295,7 +300,7 @@ class ShardCache:
 
 
 def open_cache(settings: CacheSettings) -> ShardCache | None:
-    """The cache of these settings; None where it is switched off."""
+    """Open the cache of these settings; None where it is switched off."""
     return ShardCache(settings.path, settings.limit_bytes) if settings.enabled else None
 
 
@@ -305,7 +310,7 @@ def _close_all(files: Mapping[Path, BinaryIO]) -> None:
 
 
 def file_range(path: Path) -> FileRange:
-    """All of a file."""
+    """The whole file as a range."""
     return FileRange(path, 0, path.stat().st_size)
 
 
@@ -317,7 +322,9 @@ def _checked(file: BinaryIO, key: CacheKey) -> CachedTensors:
 
 
 def _lock_shared(file: BinaryIO) -> bool:
-    """False if the file is being taken away; True also where files cannot be locked."""
+    """Lock a file for reading; False if it is being removed, True also where locks are not
+    supported.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -332,7 +339,7 @@ def _is_part(name: str) -> bool:
 
 
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether a file can be taken away; it then cannot be used until `locks` are left."""
+    """Whether a file can be removed; nobody can use it then until `locks` are released."""
     try:
         file = locks.enter_context(path.open("r+b"))  # NFS asks for that where a lock is exclusive
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -342,7 +349,7 @@ def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
 
 
 def _remove(path: Path, file: BinaryIO) -> None:
-    """Take away the file that was opened, not one that another writer put in its place."""
+    """Remove the file that was opened, but not one that another writer put in its place."""
     with contextlib.suppress(OSError):
         if os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
             path.unlink()
