@@ -1,4 +1,4 @@
-"""The registry of accelerators: datasheet figures, names, and the memory they really offer."""
+"""The registry of accelerators: names, figures of the datasheets, and the memory that is usable."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _USABLE_SHARE_INLINE_ECC = 0.9125
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One type of device; sizes in bytes, rates per second, links in one direction.
+    """A type of device; sizes in bytes, rates per second, links in one direction.
 
-    `link_bytes_per_s` joins it to one of its type on the node (NVLink, where it has that),
-    `host_link_bytes_per_s` to the host's memory and to devices of other types.
+    `link_bytes_per_s` is the rate to a device of its type on the node (NVLink, where it has that),
+    `host_link_bytes_per_s` that to the host's memory and to devices of other types.
     `compute_capability` and `ray_type` are None for a CPU; `ray_type` also where Ray has no name
     for the GPU. The rates of the CPU are those of one core.
     """
@@ -52,7 +52,7 @@ class Accelerator:
 
     @property
     def processor(self) -> Processor:
-        """What the kernel rules of `quant.scheme` need to know of it."""
+        """Its properties that decide on kernels (`quant.backends.table`)."""
         return Processor(compute_capability=self.compute_capability)
 
     @property
@@ -69,7 +69,7 @@ def registry() -> tuple[Accelerator, ...]:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, alias or Ray type; case, `_`, `-` and spaces do not matter.
+    """Find an accelerator by name, alias or Ray type; case, `_`, `-` and spaces do not matter.
 
     Raises SpecError for an unknown name, with the nearest known ones.
     """
@@ -84,7 +84,9 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def assumption(name: str) -> str | None:
-    """What is assumed where `name` fits accelerators that differ, and how to name the others."""
+    """A note on which accelerator is assumed where `name` fits several, and how to name the
+    others.
+    """
     meant = find_accelerator(name)
     others = [each.name for each in _meanings().get(_key(name), ()) if each != meant]
     if not others:
@@ -98,7 +100,7 @@ def assumption(name: str) -> str | None:
 
 @cache
 def _meanings() -> dict[str, tuple[Accelerator, ...]]:
-    """By each short name, the accelerators whose full names have all of its parts: those of `V100`
+    """By short name, the accelerators whose full names have all of its parts: those of `V100`
     differ in memory, those of `V100-16GB` in links.
     """
     found = {}

@@ -1,8 +1,8 @@
-"""Latency from measured layer times: fitted (LLM-PQ section 4.1), or as measured where measured.
+"""Latency models from measured layer times: fitted (LLM-PQ section 4.1), or the measured times.
 
 Beside the paper's terms a fit of prefill has a constant (weights are read, and restored by some
-kernels, once a pass) and bends at some numbers of rows. A layer that was measured itself may depart
-from the terms as a whole (`planner.profiles.correction`).
+kernels, once in each pass) and breakpoints at some numbers of rows. For a layer that was itself
+measured, the fit is corrected (`planner.profiles.correction`).
 
 Names for the paper's symbols: v requests of a micro-batch, s prompt tokens, t + s context tokens.
 """
@@ -55,13 +55,13 @@ _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 def layer_features(
     phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
 ) -> Vector:
-    """The terms of one layer's time, each scaled by what it counts: float64 [terms].
+    """Compute the terms of a layer's time, each scaled by what it counts: float64 [terms].
 
-    Prefill on v, s, vs, vs^2 and a constant: hidden states, lengths, products with weights,
-    attention, weights read; on the rows up to those at which kernels change their ways, and on
-    those whose hidden states outgrow caches; all of it in as many passes as `tokens_at_once` asks
-    for. Decode on v, v(t+s), t+s and a constant: products, keys and values read, lengths, weights
-    read.
+    Prefill has terms in v, s, vs, vs^2 and a constant: hidden states, lengths, products with
+    weights, attention, weights read; in the rows up to those at which kernels change their method,
+    and in those whose hidden states do not fit into caches; all of it for as many passes as
+    `tokens_at_once` requires. Decode has terms in v, v(t+s), t+s and a constant: products, keys and
+    values read, lengths, weights read.
     """
     if phase == "decode":
         v, s = float(batch_size), float(length)
@@ -79,7 +79,7 @@ def layer_features(
 
 
 def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
-    """The terms of one pass of prefill."""
+    """Compute the terms of one pass of prefill."""
     v, s = float(batch_size), float(length)
     terms = [
         v * layer.hidden_size,
@@ -95,7 +95,9 @@ def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The time of a layer at one bitwidth and phase: terms, and how measured times depart."""
+    """The time of a layer at one bitwidth and phase: coefficients of its terms, and a
+    correction.
+    """
 
     phase: Phase
     coefficients: Vector
@@ -103,19 +105,19 @@ class LayerFit:
     tokens_at_once: float = inf
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
-        """Of one pass through `layer`."""
+        """The seconds of one pass through `layer`."""
         terms = layer_features(self.phase, layer, batch_size, length, self.tokens_at_once)
         return float(self.coefficients @ terms) * self.correction.factor(batch_size, length)
 
 
 @dataclass(frozen=True)
 class FittedLatency:
-    """Layer times fitted to `profiles` per device, bitwidth and phase; else those of `fallback`.
+    """Layer times fitted to `profiles` by device, bitwidth and phase; else those of `fallback`.
 
-    Non-negative least squares on relative errors over `layer_features`, so that a profile of one
-    model scales to another; rows of the very shape are used alone where there are any, and then
-    with a correction. What the rows do not determine keeps the proportions of `fallback`, scaled to
-    the rows.
+    The fit is non-negative least squares of relative errors over `layer_features`, so that a
+    profile of one model can be scaled to another. Rows of the very shape are used alone where there
+    are any, and then with a correction. What the rows do not determine keeps the proportions of
+    `fallback`, scaled to the rows.
     """
 
     profiles: tuple[ProfileRow, ...]
@@ -124,13 +126,11 @@ class FittedLatency:
 
     @property
     def shape(self) -> ModelShape:
-        """The model that the times are of."""
         return self.fallback.shape
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
         fit = self._fit(device, bits, dtype, "prefill")
         if fit is None:
             return self.fallback.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
@@ -139,26 +139,23 @@ class FittedLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one new token a request."""
         fit = self._fit(device, bits, dtype, "decode")
         if fit is None:
             return self.fallback.layer_decode_s(device, bits, micro_batch, context_length, dtype)
         return fit.seconds(LayerTerms.of(self.shape), micro_batch, context_length)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """As `fallback`: profiles measure layers."""
         return self.fallback.embedding_s(device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As `fallback`: profiles measure layers."""
         return self.fallback.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Which bitwidths and phases were fitted to how many rows, and why others were not."""
+        """Says which bitwidths and phases were fitted to how many rows, and why others were not."""
         return self.described("fitted to", device, dtype, bits)
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """The same in other words."""
+        """The provenance, with `verb` in place of "fitted to"."""
         found = uses(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
         return describe_uses(verb, found, self.fallback.provenance(device, dtype, bits))
 
@@ -180,7 +177,7 @@ class FittedLatency:
 
 @dataclass(frozen=True)
 class ProfiledLatency:
-    """The median of what was measured for this very layer and workload, else the fit."""
+    """The median of the times measured for this very layer and workload, else the fit."""
 
     fitted: FittedLatency
     _times: dict[Precision, dict[tuple[int, int], float]] = field(
@@ -189,13 +186,11 @@ class ProfiledLatency:
 
     @property
     def shape(self) -> ModelShape:
-        """The model that the times are of."""
         return self.fitted.shape
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
         found = self._measured(device, bits, dtype, "prefill", micro_batch, prompt_length)
         if found is not None:
             return found
@@ -204,22 +199,21 @@ class ProfiledLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one new token a request."""
         found = self._measured(device, bits, dtype, "decode", micro_batch, context_length)
         if found is not None:
             return found
         return self.fitted.layer_decode_s(device, bits, micro_batch, context_length, dtype)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """As the fallback: profiles measure layers."""
         return self.fitted.embedding_s(device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As the fallback: profiles measure layers."""
         return self.fitted.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Which bitwidths and phases were measured in how many rows, and why others were not."""
+        """Says which bitwidths and phases were measured in how many rows, and why others were
+        not.
+        """
         return self.fitted.described("measured in", device, dtype, bits)
 
     def _measured(
@@ -239,7 +233,7 @@ class ProfiledLatency:
 
 
 def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
-    """Seconds by batch size and length; rows of the same workload count as one."""
+    """Median seconds by batch size and length; rows of the same workload count as one."""
     times: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         times.setdefault((row.batch_size, row_length(row)), []).append(row.seconds)
@@ -247,16 +241,17 @@ def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
 
 
 def row_length(row: ProfileRow) -> int:
-    """The length a row is about: of the prompts in prefill, of what stands before in decode."""
+    """The length of a row's workload: of the prompts in prefill, of the context in decode."""
     return row.prompt_length if row.phase == "prefill" else row.context_length
 
 
 def fit_rows(
     rows: Sequence[ProfileRow], phase: Phase, prior: Vector, tokens_at_once: float = inf
 ) -> Vector:
-    """Coefficients [terms] of `layer_features` of least squared relative error, none negative.
+    """Fit coefficients [terms] of `layer_features` with least squared relative error, none
+    negative.
 
-    `prior` [terms]: proportions to keep where the rows leave a direction open.
+    `prior` [terms]: proportions to keep in directions that the rows do not determine.
     """
     seconds = np.array([row.seconds for row in rows])
     features = np.stack(
@@ -276,19 +271,21 @@ def fit_rows(
 
 
 def _tokens_at_once(device: Device) -> float:
-    """Of prefill, as the runtime passes them through the layers of a stage."""
+    """Tokens of prefill that the runtime passes through a layer of a stage at once."""
     return CPU_TOKENS_AT_ONCE if device.accelerator.is_cpu else inf
 
 
 def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) -> Correction:
-    """Of rows of that very `layer`."""
+    """Fit the correction to `rows` of that very `layer`."""
     measured = medians(rows)
     ratios = [seconds / plain.seconds(layer, *workload) for workload, seconds in measured.items()]
     return fit_correction(tuple(measured), np.array(ratios))
 
 
 def _units(relative: Matrix) -> Vector:
-    """Per term what makes up one whole row's time on average; 1 where no row has the term."""
+    """For each term the coefficient that makes up a row's whole time on average; 1 where no row has
+    it.
+    """
     mean = relative.mean(axis=0)
     return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)
 
@@ -296,7 +293,7 @@ def _units(relative: Matrix) -> Vector:
 def _proportions(
     model: LatencyModel, device: Device, bits: int, dtype: str, phase: Phase
 ) -> Vector:
-    """`layer_features` coefficients that come closest to `model`."""
+    """Fit coefficients of `layer_features` to the times of `model`."""
     time = model.layer_prefill_s if phase == "prefill" else model.layer_decode_s
     points = [(batch, length) for batch in _PRIOR_BATCHES for length in _PRIOR_LENGTHS]
     layer = LayerTerms.of(model.shape)

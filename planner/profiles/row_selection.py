@@ -1,4 +1,4 @@
-"""Which rows of a profile a device's times are taken from, and why others are not used."""
+"""Selecting the rows of a profile for a device's times, and saying why others are not used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from quant.scheme import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Wanted:
-    """A question for times: of layers of these sizes on a device, at one precision."""
+    """The times that are asked for: of layers of these sizes on a device, at one precision and
+    phase.
+    """
 
     device: Device
     dtype: str
@@ -25,23 +27,23 @@ class Wanted:
 
     @property
     def threads(self) -> int:
-        """Threads of the device; 1 where that is no property of it."""
+        """Threads of the device; 1 where it has no such property."""
         return self.device.threads or 1
 
     @property
     def backend(self) -> str:
-        """The kernel whose time is meant, also where a CPU emulates the device."""
+        """The kernel backend that is timed, also where a CPU emulates the device."""
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
         return backend_name(self.device.accelerator.processor, self.bits, dtype)
 
     def dtype_of(self, row: ProfileRow) -> str:
-        """The compute type of a row; where it says none, the device's own."""
+        """The compute type of a row, or that of the device where the row has none."""
         return row.dtype or self.device.default_dtype
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A property without which a row is not used, and the words where none has it."""
+    """A condition that rows have to fulfil, and the words for messages where none does."""
 
     holds: Callable[[Wanted, ProfileRow], bool]
     lack: Callable[[Wanted, Sequence[ProfileRow]], str]
@@ -75,18 +77,20 @@ CONDITIONS = (
         ),
     ),
 )
-"""In the order in which it is said what is missing."""
+"""The conditions, in the order in which messages say what is missing."""
 
 
 def applies(row: ProfileRow, device: Device, dtype: str) -> bool:
-    """Whether it was measured on such a device and precision, with the kernel used now."""
+    """Whether a row was measured on such a device and precision, with the kernel that is used
+    now.
+    """
     wanted = Wanted(device, dtype, row.layer, row.bits, row.phase)
     return all(condition.holds(wanted, row) for condition in CONDITIONS)
 
 
 @dataclass(frozen=True)
 class Used:
-    """The rows for what is wanted, or `lack`: why there are none, or none of this very model."""
+    """The rows for what is wanted, and `lack`: why there are none, or none of this very model."""
 
     wanted: Wanted
     rows: tuple[ProfileRow, ...]
@@ -94,7 +98,7 @@ class Used:
 
 
 def used_rows(profiles: Sequence[ProfileRow], wanted: Wanted) -> Used:
-    """Rows of the very layer alone where there are any, else those of other models."""
+    """Select rows of the very layer where there are any, else those of other models."""
     left = profiles
     for condition in CONDITIONS:
         kept = [row for row in left if condition.holds(wanted, row)]
@@ -114,7 +118,7 @@ def uses(
     layer: LayerTerms,
     bits: Iterable[int],
 ) -> list[Used]:
-    """Rows for both phases at each bitwidth, or why there are none."""
+    """Select rows for both phases at each bitwidth."""
     return [
         used_rows(profiles, Wanted(device, dtype, layer, each, phase))
         for each in bits
@@ -123,7 +127,9 @@ def uses(
 
 
 def describe_uses(verb: str, found: Sequence[Used], estimate: str) -> str:
-    """`verb` so many rows of which files, bits and kernels; for what is not, `estimate` and why."""
+    """Describe from which rows, files, bits and kernels times are taken (`verb` them), and for all
+    others `estimate` and the reason.
+    """
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
     scaled = [used for used in found if used.rows and used.lack]
@@ -149,8 +155,8 @@ def refuse_estimates(
     bits: Sequence[int],
     path: str,
 ) -> None:
-    """SpecError for the first of `devices`, each with its compute type, of which some layer's time
-    was not measured with this very layer, and what is missing.
+    """Raise SpecError for the first of `devices`, each with its compute type, for which a time of
+    this very layer was not measured; the message says what is missing.
     """
     for device, dtype in devices:
         lacking = [used for used in uses(profiles, device, dtype, layer, bits) if used.lack]
@@ -163,7 +169,7 @@ def refuse_estimates(
 
 
 def _lacks(found: Sequence[Used]) -> Iterator[str]:
-    """What is lacking, by reason: `decode of bits 3, 8: no rows`."""
+    """Yield what is lacking by reason, such as `decode of bits 3, 8: no rows`."""
     for lack in dict.fromkeys(used.lack for used in found):
         by_bits = {
             bits: tuple(u.wanted.phase for u in found if (u.lack, u.wanted.bits) == (lack, bits))

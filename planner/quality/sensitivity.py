@@ -1,4 +1,4 @@
-"""How much quality each layer loses at each bitwidth: from an omega file, else from sizes."""
+"""The sensitivity of each layer at each bitwidth: from an omega file, else from sizes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
 _TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
-"""Provenance that plans repeat."""
+"""Entries of the provenance that plans repeat."""
 _MOST = sys.float_info.max  # JSON's integers have no end
 _LONGEST = 40  # characters of one item of provenance, which anyone may have written
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Perplexity of the model with `bitwidths`, one a layer.
+    """The measured perplexity of the model with `bitwidths`, one for each layer.
 
     `error`: standard error of its distance to the perplexity at 16 bit on the same text.
     """
@@ -49,7 +49,7 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class WeighedPoint:
-    """A measured point by its summed sensitivity."""
+    """A measured perplexity by its summed sensitivity."""
 
     omega: float
     perplexity: float
@@ -58,7 +58,7 @@ class WeighedPoint:
 
 @dataclass(frozen=True)
 class Omega:
-    """Sensitivities `matrix` [L, K] of the bitwidths asked for, where they come from, and measured
+    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and measured
     perplexities, if any.
     """
 
@@ -69,7 +69,7 @@ class Omega:
 
 @dataclass(frozen=True)
 class OmegaContent:
-    """What an omega file of ours holds; `matrix` [L, K], K ascending `bits`."""
+    """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`."""
 
     bits: tuple[int, ...]
     model_fingerprint: str
@@ -78,7 +78,7 @@ class OmegaContent:
     points: tuple[MeasuredPoint, ...] = ()
 
     def summed(self, bitwidths: Sequence[int]) -> float:
-        """Sensitivity of the whole model with `bitwidths`, one a layer."""
+        """The sensitivity of the whole model with `bitwidths`, one for each layer."""
         columns = [self.bits.index(bits) for bits in bitwidths]
         return math.fsum(self.matrix[range(len(columns)), columns])
 
@@ -91,9 +91,11 @@ class OmegaContent:
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Sensitivity [L, K] without measurement: noise grows with the squared step, (2^b - 1)^-2.
+    """Estimate sensitivities [L, K] without measurement: noise grows with the squared step, (2^b -
+    1)^-2.
 
-    None at 16 bit; `bitwidths` [K] ascending. Normalised so that all layers at 4 bit sum to 1.
+    They are 0 at 16 bit; `bitwidths` [K] ascend. They are normalised so that all layers at 4 bit
+    sum to 1.
     """
     noise = np.array([0.0 if bits == FULL_BITS else _noise(bits) for bits in bitwidths])
     row = noise / (_noise(REFERENCE_BITS) * shape.layers)
@@ -101,7 +103,7 @@ def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
 
 
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
-    """Measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
+    """Read measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
 
     `planner.quality.omega_file` has the forms of file that are read. SpecError for a pickle,
     another model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
@@ -148,7 +150,7 @@ def _noise(bits: int) -> float:
 
 
 def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[list[Any], Matrix]:
-    """Bits and matrix of the keyed form, if it belongs to `shape`."""
+    """Read bits and matrix of the keyed form; SpecError where it belongs to another shape."""
     missing = [key for key in _KEYS if key not in content]
     if missing:
         raise SpecError(
@@ -167,7 +169,7 @@ def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[l
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:
-    """The measured points by their sensitivity; SpecError for one that cannot be used."""
+    """Yield the measured points by their sensitivity; SpecError for one that cannot be used."""
     if not isinstance(items, list):
         raise SpecError(f"omega file {path}: points is no list of measured perplexities")
     layers = len(measured.matrix)
@@ -191,7 +193,7 @@ def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[Weigh
 
 
 def _told(provenance: object) -> str:
-    """What a plan repeats of the provenance, in brackets."""
+    """The provenance that plans repeat, in brackets."""
     given = provenance if isinstance(provenance, Mapping) else {}
     items = [
         f"{key.replace('_', ' ')} {given[key]}" if key.startswith("calibration") else given[key]
