@@ -56,8 +56,8 @@ class CudaCopyStream:
         return torch.empty(elements, dtype=dtype, pin_memory=True)
 
     def send(self, host: torch.Tensor) -> Sent:
-        # Memory of the stream that computes, where work on its last tenant may still be queued.
-        # That stream waits for the copy in `receive`: the allocator need not know of the other one.
+        # The memory belongs to the stream that computes, where work on its last user may be queued.
+        # That stream waits for the copy in `receive`, so the allocator need not know this one.
         tensor = torch.empty_like(host, device=self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -108,6 +108,6 @@ def staged_blocks(
                 yield blocks[number - 1], stream.receive(sent[0])
         if sent:
             yield blocks[-1], stream.receive(sent[-1])
-    finally:  # nobody may get this memory while it is being written
+    finally:  # the memory must not be reused while it is written
         for each in sent:
             stream.wait(each)

@@ -142,7 +142,7 @@ def linear_of_codes(
     packed: PackedWeight
     if issubclass(kernel, CanonicalPacked):
         packed = kernel.from_canonical(canonical.to(form.device))
-    else:  # at 8 bit, on a grid as fine as ours
+    else:  # at 8 bit, with a grid as fine
         packed = kernel.from_weight(dequantize(canonical), form.dtype, form.device)
     _check_bytes(packed, rule, shape, form.dtype)
     order = None if input_order is None else input_order.to(form.device)

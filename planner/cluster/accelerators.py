@@ -15,8 +15,9 @@ from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.scheme import Processor
 
-# Where no size was measured: the lowest measured share of the HBM devices (P100 0.992, V100 0.991,
-# A100 0.985 and 0.989), and for error correction inside the memory the T4's 14.6 of 16 GiB.
+# Usable shares where no size was measured: the lowest measured one of the HBM devices (P100 0.992,
+# V100 0.991, A100 0.985 and 0.989), and for error correction within the memory that of the T4,
+# 14.6 of 16 GiB.
 _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
@@ -73,7 +74,7 @@ def find_accelerator(name: str) -> Accelerator:
 
     Raises SpecError for an unknown name, with the nearest known ones.
     """
-    known = _by_key()
+    known = _by_full_name_or_alias()
     key = _key(name)
     if key in known:
         return known[key]
@@ -88,7 +89,7 @@ def assumption(name: str) -> str | None:
     others.
     """
     meant = find_accelerator(name)
-    others = [each.name for each in _meanings().get(_key(name), ()) if each != meant]
+    others = [each.name for each in _by_short_name().get(_key(name), ()) if each != meant]
     if not others:
         return None
     size_gib = meant.nominal_memory_bytes // GIB
@@ -99,8 +100,8 @@ def assumption(name: str) -> str | None:
 
 
 @cache
-def _meanings() -> dict[str, tuple[Accelerator, ...]]:
-    """By short name, the accelerators whose full names have all of its parts: those of `V100`
+def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
+    """The accelerators whose full names have all parts of a short name, by its key: those of `V100`
     differ in memory, those of `V100-16GB` in links.
     """
     found = {}
@@ -117,7 +118,7 @@ def _parts(name: str) -> set[str]:
 
 
 @cache
-def _by_key() -> dict[str, Accelerator]:
+def _by_full_name_or_alias() -> dict[str, Accelerator]:
     return {_key(name): entry for entry in registry() for name in (entry.name, *entry.aliases)}
 
 

@@ -9,9 +9,9 @@ from planner.cluster.accelerators import Accelerator
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, Processor
 
-# What a process pays on a GPU before it holds a tensor: CUDA context and the libraries' workspaces.
-# 300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN; the budget keeps the round 600.
 CUDA_CONTEXT_BYTES = 600 * 2**20
+"""Memory that a process takes on a GPU before any tensor: CUDA context and workspaces of libraries.
+300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN."""
 
 
 CPU_TOKENS_AT_ONCE = 1024

@@ -58,7 +58,7 @@ def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
             waiting += missing
             continue
         waiting.pop()
-        # A node that is still open here contains itself, which ends its expansion.
+        # A node that is still open here contains itself: its expansion ends there.
         sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for child in _children(node))
         if sizes[id(node)] > MOST_NODES:
             line = node.start_mark.line + 1

@@ -26,8 +26,8 @@ __all__ = ["ClusterSpec", "Device", "Emulation"]
 
 DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ table 3
 
-# One hop of a small message through torch.distributed, measured with gloo on one machine; between
-# machines one network round trip comes on top.
+# Seconds of a hop of a small message through torch.distributed, measured with gloo on one machine;
+# between machines one network round trip is added.
 LINK_LATENCY_S = 7e-5
 INTERNODE_LATENCY_S = 1.2e-4
 

@@ -22,7 +22,7 @@ class LatencyModel(Protocol):
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
+        """Seconds of one decoder layer over the prompts of a micro-batch."""
 
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
@@ -60,7 +60,7 @@ class RememberedLatency:
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
+        """Seconds of one decoder layer over the prompts of a micro-batch."""
         workload = bits, micro_batch, prompt_length, dtype
         return self._once(self._model.layer_prefill_s, device, *workload)
 

@@ -29,11 +29,11 @@ _ORDERED_BITS = (3, 4)
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
-# Sampling works in float64. At most, while it sorts: logits with bias and penalties, their scaled
-# copy, the sorted one, its 64-bit order, and the sort's own space for both.
+# Sampling works in float64. Its peak is in sorting: logits with bias and penalties, their scaled
+# copy, the sorted copy, its 64-bit order, and the sort's own space for both.
 _SAMPLING_BYTES_PER_LOGIT = 6 * 8
-# Elements as wide as the MLP that are alive at once: gate, up and their product; else the matrix
-# product and its activation.
+# Buffers of the MLP's width that exist at once: gate, up and their product; else the matrix product
+# and its activation.
 _GATED_BUFFERS, _PLAIN_BUFFERS = 3, 2
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 

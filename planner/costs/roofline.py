@@ -27,7 +27,7 @@ class Efficiency:
     bandwidth: float
 
 
-# Newest generation first; the first entry that a GPU's compute capability reaches holds.
+# Newest generation first; the first entry counts whose compute capability a GPU has.
 # 8.0: LLaMA-30B layers on an A100 (Helix, ASPLOS'25): 215 to 240 of 312 TFLOPS, 1.2 of 1.55 TB/s.
 # 7.5: OPT-30B (LLM-PQ's published profiles, 2023) and LLaMA-30B (Helix) layers on a T4, which
 #      lowers its clock under load: 19 to 27 of 65 TFLOPS, 0.21 to 0.23 of 0.32 TB/s.
@@ -52,15 +52,16 @@ _ATTENTION_SHARE = 0.5
 # over the MLP's width (activation, gate), each read and written.
 _HIDDEN_PASSES = 12
 _MLP_PASSES = 4
-# Sampling sorts 64-bit numbers: about this many bytes moved for each logit.
+# Sampling sorts 64-bit numbers, which moves about this many bytes for each logit.
 _SAMPLING_BYTES_PER_LOGIT = 200
 
 
 _CPU_RESTORE_SHARE = 0.3
-# Widened to float32, magnitude, maximum, divided, rounded, narrowed. One core takes 0.5 to 1 ns.
+# A code takes six passes: widen to float32, magnitude, maximum, divide, round, narrow. One core
+# makes it in 0.5 to 1 ns.
 _BYTES_PER_CODE_MADE = 39
-# The loop that reads codes spends its time on arithmetic: 0.9 of that for bf16, whose 2 bytes are
-# what the bandwidth above stands for (benchmarks.attention, one core: 0.63 to 0.99).
+# The loop that reads codes is bound by arithmetic. It takes 0.9 of the time of that for bf16, whose
+# 2 bytes are those of the bandwidth above (benchmarks.attention, one core: 0.63 to 0.99).
 _CPU_CODE_BYTES = 1.8
 
 

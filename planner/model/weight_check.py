@@ -29,7 +29,7 @@ _HARMLESS = re.compile(
 with this one."""
 
 _LISTED = 3
-_REMEDY = "mend config.json, or take the weights of this model"
+_REMEDY = "correct config.json, or take the weights of this model"
 
 
 def check_weights(folder: Path, shape: ModelShape) -> str | None:
@@ -48,7 +48,7 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
     weights.check_all(end_tensors(shape))
     weights.check_head()
     weights.check_layers()
-    return weights.told()
+    return weights.warning()
 
 
 class _Weights:
@@ -57,7 +57,7 @@ class _Weights:
     def __init__(self, folder: Path, shape: ModelShape, stored: Mapping[str, StoredTensor]) -> None:
         self.folder, self.shape, self.stored = folder, shape, stored
         self.names = FAMILIES[shape.model_type].architecture
-        self.taken: set[str] = set()
+        self.known: set[str] = set()
 
     def check_layer_count(self) -> None:
         """Check that there are as many layers as the configuration says: more would be ignored
@@ -97,11 +97,11 @@ class _Weights:
                 if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                     self._check(full, size)
 
-    def told(self) -> str | None:
+    def warning(self) -> str | None:
         """A warning about tensors that belong to no layer; None where there are none that
         matter.
         """
-        left = [n for n in self.stored if n not in self.taken and not _HARMLESS.search(n)]
+        left = [n for n in self.stored if n not in self.known and not _HARMLESS.search(n)]
         if not left:
             return None
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
@@ -114,7 +114,7 @@ class _Weights:
     def _find(self, name: str) -> tuple[str, StoredTensor] | None:
         for spelling in spellings(name, self.names.base):
             if spelling in self.stored:
-                self.taken.add(spelling)
+                self.known.add(spelling)
                 return spelling, self.stored[spelling]
         return None
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from planner.phases import Phase
 from quant.common.errors import SpecError
 
-# Lengths that are tried between the shortest and the longest: finer than points are ever spread.
+# Lengths that are tried between the shortest and the longest: more than points are measured.
 _LENGTHS = 24
 
 

@@ -23,7 +23,7 @@ from planner.costs.latency import LatencyModel
 from planner.model.finding import ModelShape
 from planner.phases import Phase
 from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
-from planner.profiles.row_selection import Wanted, describe_uses, used_rows, uses
+from planner.profiles.row_selection import TimeQuery, describe_selections, select_all, select_rows
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 
 __all__ = [
@@ -39,13 +39,14 @@ Matrix = npt.NDArray[np.float64]
 Precision = tuple[Device, int, str, Phase]
 
 # Weight of the prior, the datasheet's proportions, against one measured row: it decides only what
-# the rows leave open (one length, or fewer rows than terms), and hardly moves what they determine.
+# the rows do not (one length, or fewer rows than terms), and hardly changes what they determine.
 _PRIOR_WEIGHT = 1e-3
 # Rows from which kernels restore weights instead of multiplying row by row: 24 at 8 bit, 96 at 3
-# and 4 bit on CPUs, 25 on GPUs; and up to which other products are not at their full rate.
+# and 4 bit on CPUs, 25 on GPUs; other products are below their full rate up to these.
 _KERNEL_ROWS = (24, 96)
-# Hidden states that, with what a layer makes of them, fill the caches of a processor: from here on
-# rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of last-level cache).
+# Elements of hidden states that fill, with the intermediate results of a layer, the caches of a
+# processor: with more, rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of
+# last-level cache).
 _CACHED_ELEMENTS = 2**20
 # Where the datasheet's times are sampled to find their proportions: batch sizes, tokens.
 _PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -156,21 +157,21 @@ class FittedLatency:
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
         """The provenance, with `verb` in place of "fitted to"."""
-        found = uses(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
-        return describe_uses(verb, found, self.fallback.provenance(device, dtype, bits))
+        found = select_all(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
+        return describe_selections(verb, found, self.fallback.provenance(device, dtype, bits))
 
     def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)
         if key not in self._fits:
             layer = LayerTerms.of(self.shape)
-            used = used_rows(self.profiles, Wanted(device, dtype, layer, bits, phase))
+            used = select_rows(self.profiles, TimeQuery(device, dtype, layer, bits, phase))
             self._fits[key] = None
             if used.rows:
                 prior = _proportions(self.fallback, device, bits, dtype, phase)
                 at_once = _tokens_at_once(device)
                 coefficients = fit_rows(used.rows, phase, prior, at_once)
                 plain = LayerFit(phase, coefficients, NO_CORRECTION, at_once)
-                same = () if used.lack else used.rows
+                same = () if used.problem else used.rows
                 self._fits[key] = replace(plain, correction=_correction(plain, layer, same))
         return self._fits[key]
 
@@ -227,9 +228,9 @@ class ProfiledLatency:
     def _medians(self, key: Precision) -> dict[tuple[int, int], float]:
         """Measured seconds of this layer by batch size and length."""
         device, bits, dtype, phase = key
-        wanted = Wanted(device, dtype, LayerTerms.of(self.shape), bits, phase)
-        used = used_rows(self.fitted.profiles, wanted)
-        return {} if used.lack else medians(used.rows)
+        wanted = TimeQuery(device, dtype, LayerTerms.of(self.shape), bits, phase)
+        used = select_rows(self.fitted.profiles, wanted)
+        return {} if used.problem else medians(used.rows)
 
 
 def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:

@@ -14,7 +14,7 @@ from planner.profiles.fit import FittedLatency, row_length
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import ProfileRow
 
-# One measured point in four is left out of the fit and foretold by it.
+# One measured point in four is left out of the fit, which then predicts it.
 _LEFT_OUT = 4
 
 
@@ -29,12 +29,12 @@ class FitError:
 
     @property
     def mean(self) -> float:
-        """The statistic of the absolute relative errors."""
+        """The mean of the absolute relative errors."""
         return float(np.mean(self.errors))
 
     @property
     def percentile_95(self) -> float:
-        """The statistic of the absolute relative errors."""
+        """The 95th percentile of the absolute relative errors."""
         return float(np.quantile(self.errors, 0.95))
 
     @property

@@ -100,7 +100,7 @@ def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
     """Fit the seconds of a hop without bytes, and those of a byte."""
     seconds = np.array([row.seconds for row in rows])
     payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
-    unit = float(payload.max())  # or its column would dwarf the other
+    unit = float(payload.max())  # so that both columns are of one magnitude
     matrix = np.stack([1 / seconds, payload / unit / seconds], axis=1)
     (latency_s, per_unit_s), _ = nnls(matrix, np.ones(len(rows)))
     return float(latency_s), float(per_unit_s) / unit

@@ -228,7 +228,7 @@ class _Fields:
 
     def milliseconds(self) -> float:
         value = self.real("ms_per_layer")
-        if value / 1e3 <= 0:  # the smallest of numbers are no seconds any more
+        if value / 1e3 <= 0:  # the smallest numbers underflow in seconds
             raise self.error(
                 f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
             )

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from tokenize import TokenError  # of a header that numpy takes for one of Python 2
+from tokenize import TokenError  # raised for a header that numpy takes for one of Python 2
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,9 @@ _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
 _NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
 """Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
 
-_MOST_DIGITS = 2  # of a bitwidth
+_MOST_DIGITS = 2
+"""Most digits of a bitwidth."""
+
 _MOST_BYTES = 1 << 26
 """Largest file, 64 MiB: ten thousand layers and as many measured points take less than 10 MiB."""
 
@@ -91,7 +93,9 @@ def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) 
     if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
         columns = BITWIDTHS
         by_text = sorted(BITWIDTHS, key=str)
-        if not falls(matrix) and falls(matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]):
+        if not is_falling(matrix) and is_falling(
+            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
+        ):
             columns = by_text
     check_shape(matrix, path, (layers, len(columns)))
     return matrix[:, [columns.index(bits) for bits in bitwidths]]
@@ -146,12 +150,12 @@ def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
         )
 
 
-def falls(matrix: Matrix) -> bool:
+def is_falling(matrix: Matrix) -> bool:
     """Whether no layer loses more in a later column."""
     return bool((np.diff(matrix, axis=1) <= 0).all())
 
 
-def check_falls(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
+def check_falling(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
     """Raise SpecError where a layer loses more at a higher bitwidth."""
     for column, (low, high) in enumerate(pairwise(bitwidths)):
         rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])

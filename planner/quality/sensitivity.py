@@ -17,7 +17,7 @@ from planner.quality.omega_file import (
     Matrix,
     as_matrix,
     bare_array,
-    check_falls,
+    check_falling,
     check_shape,
     nested,
     read_content,
@@ -26,13 +26,18 @@ from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
 from quant.scheme import FULL_BITS
 
-REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
+REFERENCE_BITS = 4
+"""Default sensitivities of all layers at this bitwidth sum to 1."""
+
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
-_TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
+_REPEATED_ENTRIES = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
 """Entries of the provenance that plans repeat."""
-_MOST = sys.float_info.max  # JSON's integers have no end
-_LONGEST = 40  # characters of one item of provenance, which anyone may have written
+_MOST = sys.float_info.max
+"""Largest number, as integers of JSON may have any size."""
+
+_LONGEST = 40
+"""Most characters of one entry of the provenance, which anyone may have written."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     content = read_content(path)
     if not isinstance(content, Mapping):
         matrix = bare_array(content, path, shape.layers, bitwidths)
-        check_falls(matrix, path, bitwidths)
+        check_falling(matrix, path, bitwidths)
         return Omega(matrix, str(path))
     if content and all(key.isdecimal() for key in content):
         bits, full = nested(content, path, shape.layers)
@@ -127,10 +132,10 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
             f"omega file {path} has no column for {', '.join(missing)} bits; has {bits}"
         )
     chosen = full[:, [bits.index(wanted) for wanted in bitwidths]]
-    check_falls(chosen, path, bitwidths)
+    check_falling(chosen, path, bitwidths)
     measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
     points = tuple(_points(content.get("points", []), path, measured))
-    return Omega(chosen, f"{path}{_told(content.get('provenance'))}", points)
+    return Omega(chosen, f"{path}{_provenance_text(content.get('provenance'))}", points)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:
@@ -192,12 +197,12 @@ def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[Weigh
         yield WeighedPoint(measured.summed(bits), float(numbers[0]), float(numbers[1]))
 
 
-def _told(provenance: object) -> str:
+def _provenance_text(provenance: object) -> str:
     """The provenance that plans repeat, in brackets."""
     given = provenance if isinstance(provenance, Mapping) else {}
     items = [
         f"{key.replace('_', ' ')} {given[key]}" if key.startswith("calibration") else given[key]
-        for key in _TOLD
+        for key in _REPEATED_ENTRIES
         if isinstance(given.get(key), str | int | float)
     ]
     texts = ("".join(filter(str.isprintable, str(item)))[:_LONGEST] for item in items)

@@ -1,12 +1,12 @@
 """The cache: a folder of packed decoder layers, one safetensors file each, for all stages of a
 node.
 
-A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
-What is in a file is told by its key (`quant.cache.layer`), whose hash is in the name and whose
-text is inside. Files appear whole, under a name that nobody had, or not at all. Those that a live
-stage uses or writes carry its shared lock and stay; of the others the least recently used go where
-room is needed, and unfinished ones in any case. Files of other names are no business of the cache.
-Whatever is wrong with the folder, a stage loads without it and says so once.
+A stage that starts again finds its packed layers and neither reads nor quantizes weights. The
+content of a file is identified by its key (`quant.cache.layer`): a hash of the key is in the name,
+its text is inside. Files are written atomically. Those that a live stage uses or writes carry its
+shared lock and stay; of the others the least recently used are deleted where room is needed, and
+unfinished ones in any case. The cache leaves files of other names alone. Whatever is wrong with the
+folder, a stage loads without it and warns once.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class ShardCache:
         with contextlib.ExitStack() as opened:
             opened.callback(file.close)
             if not _lock_shared(file):
-                return None  # it is being taken away
+                return None  # it is being removed
             try:
                 if self.ahead is not None:
                     self.ahead.wait_for(file_range(path))
@@ -176,7 +176,7 @@ class ShardCache:
         if self._writer is None:
             self._complain(self._write(entry))
             return
-        # No bound on what waits: it is the stage's own weights, which stay in memory anyway.
+        # The queue has no limit: its tensors are the stage's weights, which stay in memory anyway.
         self._pending.append(self._writer.submit(self._write, entry))
         self._report(future for future in self._pending if future.done())
         self._pending = [future for future in self._pending if not future.done()]
@@ -224,15 +224,15 @@ class ShardCache:
                     return False
                 descriptor, name = tempfile.mkstemp(_PART_SUFFIX, _PART_PREFIX, self.folder)
                 file = unfinished.enter_context(os.fdopen(descriptor, "w+b"))
-                unfinished.callback(os.unlink, name)  # before its lock is free
+                unfinished.callback(os.unlink, name)  # before its lock is released
                 _lock_shared(file)
-                file.truncate(size)  # so that other writers count it
+                file.truncate(size)  # so that other writers count its bytes
             writer = TensorWriter(file)
             for tensor_name, tensor in entry.tensors():
                 writer.add(tensor_name, tensor)
             writer.finish({**entry.notes, "key": entry.key.text})
             with self._locked():
-                if path.exists():  # another writer was faster: both have the same to say
+                if path.exists():  # another writer was faster, with the same content
                     self._hold(path, path.open("rb"))
                     return True
                 os.rename(name, path)
@@ -265,14 +265,14 @@ class ShardCache:
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
         with contextlib.ExitStack() as locks:
-            doomed = []
+            unneeded = []
             for path, found in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
                 if excess > 0 and not _is_part(path.name) and _is_unused(path, locks):
-                    doomed.append(path)
+                    unneeded.append(path)
                     excess -= found.st_size
             if excess > 0:
                 return False
-            for path in doomed:
+            for path in unneeded:
                 path.unlink(missing_ok=True)
         return True
 
@@ -288,7 +288,7 @@ class ShardCache:
         files = {}
         for item in os.scandir(self.folder):
             if _is_part(item.name) or _LAYER_NAME.fullmatch(item.name):
-                with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     files[Path(item.path)] = item.stat(follow_symlinks=False)
         return files
 
@@ -329,7 +329,7 @@ def _lock_shared(file: BinaryIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks on this file system: nothing is in use as far as others can tell
+    except OSError:  # no locks on this file system: nobody knows of a use
         return True
     return True
 
@@ -341,7 +341,7 @@ def _is_part(name: str) -> bool:
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
     """Whether a file can be removed; nobody can use it then until `locks` are released."""
     try:
-        file = locks.enter_context(path.open("r+b"))  # NFS asks for that where a lock is exclusive
+        file = locks.enter_context(path.open("r+b"))  # NFS needs write access for an exclusive lock
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # in use, or not ours
         return False

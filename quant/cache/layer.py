@@ -91,7 +91,7 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
         return None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, linear in linears.items():  # one at a time: oneDNN's are copied for the file
+        for name, linear in linears.items():  # one at a time, as oneDNN's are copied
             for part, tensor in linear.packed.state().items():
                 yield f"{name}{_PART}{part}", tensor
         yield from _unpacked(module)
@@ -152,7 +152,7 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
     for name, tensor in expected.items():
-        casts = tensor.is_meta and tensor.is_floating_point()  # as when it is loaded
+        casts = tensor.is_meta and tensor.is_floating_point()  # as in loading
         wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
         if (tensors[name].shape, tensors[name].dtype) != wanted:
             raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
@@ -186,7 +186,7 @@ def _read_linear(
         packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if _is_out_of_memory(error):
-            raise  # no fault of the file
+            raise  # the file is not at fault
         raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
     linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
     linear.bias = meta.bias

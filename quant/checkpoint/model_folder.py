@@ -20,7 +20,7 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
     It is made in the nearest parent that exists, so that one rename is enough. With `replace` an
     existing folder `target` is replaced, and restored if that fails.
     """
-    target = Path(os.path.realpath(target))  # of a loop of links, renaming complains
+    target = Path(os.path.realpath(target))  # a loop of links fails in renaming
     base = next(parent for parent in target.parents if parent.exists())
     aside = Path(tempfile.mkdtemp(prefix=".llmpq-new-", dir=base))
     try:

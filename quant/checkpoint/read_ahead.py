@@ -120,14 +120,14 @@ class ReadAhead:
                 try:
                     if not self._read(file_range, position, buffer):
                         return
-                except OSError as error:  # for whoever waits for this range
+                except OSError as error:  # raised where this range is waited for
                     self._errors[file_range] = error
                 position = self._end_of[file_range]
                 with self._changed:
                     self._finished.add(file_range)
                     self._changed.notify_all()
         finally:
-            with self._changed:  # nobody waits for a reader that is gone
+            with self._changed:  # so that nobody waits for a thread that has ended
                 self._stopping = True
                 self._changed.notify_all()
 
@@ -136,7 +136,7 @@ class ReadAhead:
         descriptor = os.open(file_range.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if self._is_there(descriptor, file_range.start, file_range.stop):
-                return True  # copying it would only take memory bandwidth from what is computed
+                return True  # reading it would only use memory bandwidth
             offset = file_range.start
             while offset < file_range.stop:
                 ahead = position + offset - file_range.start

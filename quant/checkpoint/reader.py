@@ -145,7 +145,7 @@ class Checkpoint:
         files = {self._file_of[name] for name in self.names_below(name_prefix)}
         try:
             return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
-        except OSError:  # gone, or no longer ours to see
+        except OSError:  # removed, or no longer readable
             return False
 
     def find(self, name: str, prefix: str = "") -> str:

@@ -1,7 +1,7 @@
 """Reading and writing safetensors files tensor by tensor, with checksums.
 
 `safetensors` itself maps whole files and saves only what is in memory all at once. Here a header
-tells byte ranges (for reading ahead), tensors are read straight into their own memory, and a file
+says byte ranges (for reading ahead), tensors are read directly into their own memory, and a file
 grows tensor by tensor: its header, whose size is not known before, is put in front at the end.
 """
 
@@ -54,7 +54,7 @@ def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
         raise DamagedFileError(f"a tensor claims type {place.dtype} and shape {place.shape}")
     dtype = _DTYPES[place.dtype]
     elements = 1
-    for size in place.shape:  # no product of torch's: it would allocate whatever is claimed
+    for size in place.shape:  # computed before torch allocates what the header claims
         elements *= size
     if elements * dtype.itemsize != place.stop - place.start:
         raise DamagedFileError(

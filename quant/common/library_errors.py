@@ -26,17 +26,17 @@ def without_library_advice(text: str) -> str:
     """
     if not any(argument in text for argument in _OURS):
         return text
-    told: dict[str, None] = {}
+    advised: dict[str, None] = {}
     kept = []
     for part in _SENTENCE_END.split(text):
         advice = next((ours for argument, ours in _OURS.items() if argument in part), None)
         if advice is None:
             kept.append(part)
         else:
-            told[advice] = None
+            advised[advice] = None
             kept.append(")" * (part.count(")") > part.count("(")))
     rest = "".join(kept).strip().rstrip(".;: \n")
-    return f"{rest}; {'; '.join(told)}" if rest else "; ".join(told)
+    return f"{rest}; {'; '.join(advised)}" if rest else "; ".join(advised)
 
 
 def library_reason(error: BaseException) -> str:

@@ -18,7 +18,7 @@ SECRET_VARIABLES = (
 )
 """Environment variables that hold secrets. Files with tokens are read by their libraries only."""
 
-_LEAST_SECRET = 6  # characters: shorter ones would blot out ordinary words
+_LEAST_SECRET = 6  # characters: shorter ones could be ordinary words
 _SECRETS = re.compile(
     r"(?P<user>:/{1,2})(?:[^/@\s'\":]*:[^\s'\"]*|[^/@\s'\"]+)@|"
     r"(?<![^\s'\"=(,])(?P<bare>[^\s'\":/=(,]+:(?![\s/])[^\s'\"]*@)(?=[\w\[])|"

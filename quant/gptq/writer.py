@@ -148,7 +148,7 @@ class GptqWriter:
         last = len(self._layout.bitwidths)
         file = f"model-{number + 1:05d}-of-{last + 1:05d}.safetensors"
         save_file(tensors, self._target / file, metadata={"format": "pt"})
-        # safetensors makes files that their owner alone can read; stages may run as others.
+        # safetensors makes files that only their owner can read; stages may run as other users.
         shutil.copymode(self._target / CONFIG_FILE, self._target / file)
         self._file_of |= dict.fromkeys(tensors, file)
         self.total_bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -116,7 +116,7 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     module, form = load.module, load.form
     for name, linear in _linears(module):
         filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint)
-        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
+        filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
 

@@ -80,7 +80,7 @@ def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
         vector = torch.mv(matrix, basis[step])
         diagonal.append(float(vector @ basis[step]))
         known = basis[: step + 1]
-        for _ in range(2):  # once leaves float32 rounding that grows from step to step
+        for _ in range(2):  # once would leave rounding errors that grow
             vector -= torch.mv(known.T, torch.mv(known, vector))
         last = len(diagonal) - 1
         values, vectors = eigh_tridiagonal(diagonal, beside, select="i", select_range=(last, last))

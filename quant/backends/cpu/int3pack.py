@@ -109,7 +109,7 @@ class _Memory(threading.local):
     def words(self, count: int) -> torch.Tensor:
         """Get at least `count` 32-bit words of undefined content."""
         if self._held.numel() < count:
-            with torch.inference_mode(mode=False):  # else only inference mode could write to it
+            with torch.inference_mode(mode=False):  # only inference mode could write to it else
                 self._held = torch.empty(count, dtype=torch.int32)
         return self._held
 

@@ -48,7 +48,7 @@ class Int8Pack(CanonicalPacked):
         rows = len(self.codes)
         if len(tokens) >= _MANY_TOKENS:
             return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale)
-        # The kernel wants scales in bfloat16, which would not be the weight's: they follow.
+        # The kernel takes scales in bfloat16, which would round them: multiply afterwards.
         sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
         out: torch.Tensor = sums.mul_(self.scale)
         return out.view(*x.shape[:-1], rows)
