@@ -70,7 +70,7 @@ def _stage_cells(stage: StagePlan, plan: Plan) -> Sequence[str]:
 
 
 def _bits(stage: StagePlan) -> str:
-    """Runs of equal bits in layer order, or counts where they alternate too often to read."""
+    """Runs of equal bits in layer order, or counts where there are too many runs to read."""
     runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
     if len(runs) <= 6:
         return " ".join(f"{bits}x{count}" for bits, count in runs)
@@ -97,7 +97,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _times(plan: Plan) -> list[str]:
-    """Where the times of each stage come from; stages of the same source share a line."""
+    """Lines that say where the stages' times come from; stages of one source share a line."""
     stages: dict[str, list[str]] = {}
     for stage in plan.stages:
         stages.setdefault(stage.provenance, []).append(str(stage.index))
@@ -167,7 +167,7 @@ def front_table(points: Sequence[FrontPoint]) -> RenderableType:
 
 
 def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
-    """Throughput of a run, the busy share of every stage, and its times beside the planned ones.
+    """A run's throughput, the busy share of every stage, and its times beside the planned ones.
 
     A stage that is clearly slower than planned has a line of its own.
     """
@@ -207,8 +207,8 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
 def _measured_and_planned(
     plan: Plan, stats: StageStats, stage: StagePlan, phase: Phase
 ) -> tuple[str, str]:
-    """Of a micro-batch: the mean of full ones, or of all (~) where none was full; the planned time
-    is left out where the run does not follow it.
+    """Times of a micro-batch: the mean of full ones, or of all (~) where none was full, and the
+    planned time, left out where the run does not follow it.
     """
     work, planned = work_of(stats, phase), planned_s(plan, stage, phase)
     full_s = measured_s(work)

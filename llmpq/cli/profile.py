@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
 from llmpq.profile.tables import hop_table, loading_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
@@ -105,7 +105,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
     from llmpq.detect import detect_cluster, local_node
 
     if "cluster" in options:
-        return noted(ClusterSpec.from_yaml(options.cluster))
+        return print_notes(ClusterSpec.from_yaml(options.cluster))
     if "address" in options:
         return detect_cluster(options.address)
     node = local_node("localhost")
@@ -117,14 +117,14 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, and the machine's pace."""
+    """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state
     if state.measured:
         console().print(
-            f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
-            "right by it",
+            f"the machine's speed varied by {state.pace_spread:.1%} (interquartile); times are "
+            "corrected by it",
             highlight=False,
         )
     if state.too_large:

@@ -21,7 +21,7 @@ from quant.common.errors import PlanMismatchError, SpecError
 
 
 def checkpoint_reference(plan: Plan, model: str | None) -> str:
-    """Where the weights are, in words that hold on every node: an absolute folder, or a hub id.
+    """The place of the weights in a form that is valid on every node: an absolute folder or hub id.
 
     That is `model` if given, else what the plan was made from.
     """
@@ -77,8 +77,8 @@ def _planned_shape(plan: Plan) -> ModelShape | None:
 
 
 def job_identity(plan: Plan, options: RunOptions, source: str = "the plan") -> JobIdentity:
-    """What all rows of a job with these options share, found without torch; `source` is the plan's
-    file.
+    """The model and sampling that all rows of a job share, found without torch; `source` is the
+    plan's file.
 
     Raises what `Run` raises for a model or options that do not go with the plan.
     """

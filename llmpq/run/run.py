@@ -18,7 +18,7 @@ from llmpq.rows.sampling_defaults import job_sampling
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_run
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.options import RunOptions
-from llmpq.run.replan import replan_for_rest, replanned_text
+from llmpq.run.replan import replan_after_loss, replanned_text
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.summary import RunSize, RunSummary
 from llmpq.tokenizing.process import Limits, TokenizerProcess
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Runs a plan over rows; afterwards `summary` holds the figures.
+    """A run of a plan over rows; afterwards `summary` holds the figures.
 
     `source` is the plan's file, for messages; `job` names the run in Ray's metrics. The functions
     in `on_event` are called with every fault, those in `on_state` with the state about once a
@@ -70,7 +70,7 @@ class Run:
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
         with ExitStack() as undo:
-            tokenizer = self._started_tokenizer()  # it loads while the rest is looked at
+            tokenizer = self._started_tokenizer()  # it loads during the checks below
             if tokenizer is not None:
                 undo.callback(tokenizer.close)
             self.sampling = job_sampling(
@@ -186,7 +186,7 @@ class Run:
         """Take the best plan for what is left; raises `DeviceLostError` where there is none."""
         began_s = time.perf_counter()
         stand_in = self.plan.stand_in is not None
-        self.plan = replan_for_rest(self.plan, lost, None if stand_in else str(self._folder))
+        self.plan = replan_after_loss(self.plan, lost, None if stand_in else str(self._folder))
         lost_s = time.perf_counter() - began_s
         for on_plan in self.on_plan:
             on_plan(self.plan)

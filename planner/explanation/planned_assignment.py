@@ -1,4 +1,4 @@
-"""A finished plan back on its cost model, where any change to it can be priced."""
+"""A finished plan on its cost model, by which any change to it can be priced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quant.common.errors import PlanMismatchError
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change to a plan brings, all else equal; negative is better.
+    """The effect of a change to a plan, all else equal; negative is better.
 
     `latency_s` is per batch by the plan's objective, `decode_round_s` per token of every request,
     `quality_s` is theta times the change of the summed sensitivity. `short_bytes`: by how much the
@@ -75,7 +75,7 @@ class PlannedAssignment:
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
 
     def effect(self, first_layer: Sequence[int], bitwidth: Sequence[int]) -> Effect:
-        """What these boundaries and bitwidths would bring against the plan's own."""
+        """The effect of these boundaries and bitwidths in place of the plan's own."""
         before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
         rounds = (decode_round_s(self.problem, times) for times in (after, before))
         over = (after.bytes - self.problem.memory_bytes).max()
@@ -94,7 +94,7 @@ class PlannedAssignment:
 
 
 def planned_assignment(plan: Plan, costs: CostModel) -> PlannedAssignment:
-    """`plan` on the cost model it was made with, at the plan's own theta.
+    """Put `plan` on the cost model it was made with, at the plan's own theta.
 
     PlanMismatchError for a cost model of another problem.
     """
@@ -127,7 +127,7 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
 
 
 def _check_same(plan: Plan, costs: CostModel) -> None:
-    """Cluster, model, workload and bitwidths are those of the cost model."""
+    """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (
         ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),

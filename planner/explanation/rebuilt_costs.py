@@ -63,7 +63,7 @@ def _shape(plan: Plan) -> ModelShape:
 
 
 def _check_figures(plan: Plan, costs: CostModel) -> None:
-    """Latency and sensitivity are those of the plan."""
+    """Raise SpecError unless latency and sensitivity are those of the plan."""
     times = planned_assignment(plan, costs).times
     for what, planned, computed in (
         ("latency in seconds", plan.predicted.objective_latency_s, times.latency_s),

@@ -1,4 +1,4 @@
-"""From the chosen assignment to the plan that is written, shown and run."""
+"""Building the plan that is written, shown and run from the assignment that the search chose."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def solution_quality(costs: CostModel, solution: Solution) -> float:
 
 
 def simulate_solution(costs: CostModel, solution: Solution) -> Simulated:
-    """Every event of one global batch under `solution`; what `Plan.predicted` sums up."""
+    """Every event of one global batch under `solution`, which `Plan.predicted` sums up."""
     costs = replace(costs, head_on_first=solution.head_on_first)
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
     return simulate_assignment(costs, solution.devices, solution.sizes, first_layer, bitwidth)
@@ -198,7 +198,7 @@ def _provenance(costs: CostModel, device: Device, following: Device) -> str:
 def _modelled(
     costs: CostModel, sizes: MicroBatches, occupied: OccupiedStages, bitwidth: Sequence[int]
 ) -> tuple[ModelledTimes | None, ...]:
-    """What each stage [N] is held to; None where its device is real, or kept to no time."""
+    """Times that each stage [N] keeps to; None where its device is real, or has no time scale."""
     devices, emulate = occupied.devices, costs.cluster.emulate
     if emulate is None or not emulate.time_scale:
         return (None,) * len(devices)

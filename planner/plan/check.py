@@ -1,5 +1,5 @@
-"""A plan held against all that follows from the rest of it: what was edited by hand, damaged, or
-computed by another version's memory model is refused before a device is touched.
+"""Checking a plan against what follows from its own figures: one that was edited by hand, damaged,
+or computed by another version's memory model is refused before a device is touched.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from planner.plan.plan import Plan, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS, backend_name
 
-_ROUNDING = 1e-6  # relative; of sums and quotients of seconds
+_ROUNDING = 1e-6  # relative error of sums and quotients of seconds
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A field of a plan, what stands there, what it should be, and what says so."""
+    """A field of a plan: its value there, the value computed, and from what (`why`) it follows."""
 
     field: str
     found: object
@@ -42,14 +42,14 @@ class Derived:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is what it should be; numbers that are no whole ones up to rounding."""
+        """Whether both values are the same; floats up to rounding."""
         if isinstance(self.found, float) and isinstance(self.computed, float):
             return math.isclose(self.found, self.computed, rel_tol=_ROUNDING)
         return self.found == self.computed
 
 
 def check_plan(plan: Plan, shape: ModelShape | None, source: str = "plan") -> None:
-    """Compute again what a plan derives from its workload, micro-batches, devices and layers.
+    """Compute again every field that follows from workload, micro-batches, devices and layers.
 
     `shape` is the planned model's; without it bytes are only added up. Raises `SpecError` naming
     `source`, the first field that differs, what stands there, what it should be, and the remedy.
@@ -80,7 +80,7 @@ def _refuse_first(checks: Iterator[Derived], source: str) -> None:
 
 
 def _devices(plan: Plan, source: str) -> Iterator[Derived]:
-    """What follows from a device's type, node and number."""
+    """Fields that follow from a device's type, node and number."""
     for stage in plan.stages:
         field = f"stages.{stage.index}"
         try:
@@ -122,7 +122,7 @@ def _device(plan: Plan, stage: StagePlan) -> Device:
 
 
 def _bytes(plan: Plan, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
-    """Kernels and memory of a stage.
+    """The kernels and the memory of a stage.
 
     A checkpoint that is quantized already also runs with the plan for its 16-bit original.
     """
@@ -160,7 +160,7 @@ def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> 
 def _stage_memory(
     plan: Plan, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
-    """As the planner fills a stage; `quantized` as in `planner.costs.memory.temporary_bytes`."""
+    """Memory as the planner counts it; `quantized` as in `planner.costs.memory.temporary_bytes`."""
     last = len(plan.stages) - 1
     fixed = fixed_stage_memory(
         shape,
@@ -185,7 +185,7 @@ def _sums(stage: StagePlan) -> Iterator[Derived]:
 
 
 def _prediction(plan: Plan) -> Iterator[Derived]:
-    """Figures of the prediction that follow from its others."""
+    """Figures of the prediction that follow from its other figures."""
     p, workload = plan.predicted, plan.workload
     rate = workload.global_batch * workload.new_tokens / p.latency_s
     yield Derived("predicted.tokens_per_s", p.tokens_per_s, rate, "workload and latency")
@@ -205,7 +205,7 @@ def _prediction(plan: Plan) -> Iterator[Derived]:
 
 
 def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
-    """The plan's stages as a problem whose times are all fixed."""
+    """The optimiser's problem of the plan's stages, whose times are all fixed."""
     batch, sizes, stages = plan.workload.global_batch, plan.micro_batches, plan.stages
     nothing = np.zeros((len(stages), 1))
     return AssignmentProblem(
@@ -234,7 +234,7 @@ def _one_layer_each(plan: Plan) -> tuple[range, list[int]]:
 
 
 def _origin(plan: Plan, source: str) -> Iterator[Derived]:
-    """Whether the plan is of the cluster and options that it says it was made from."""
+    """Fields that follow from the cluster and the options of the plan's origin."""
     if plan.origin is None:
         return
     try:
@@ -261,7 +261,7 @@ def _origin(plan: Plan, source: str) -> Iterator[Derived]:
 
 
 def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) -> Iterator[Derived]:
-    """A stage's device, compute type and bitwidths."""
+    """Fields of a stage that follow from the origin: its device, compute type and bitwidths."""
     device = next(each for each in cluster.devices if each.name == stage.device)
     field, why = f"stages.{stage.index}", "origin.cluster and its options"
     planned = stage.memory_limit_bytes + stage.memory_margin_bytes

@@ -1,4 +1,4 @@
-"""A real run as a Chrome trace (Perfetto opens it too), with the simulated batch on tracks of its
+"""The Chrome trace of a real run (Perfetto opens it too), with the simulated batch on tracks of its
 own beside it.
 """
 
@@ -23,7 +23,7 @@ SHOWN_S = 2e-5  # waits and sends that are shorter are in the numbers of their m
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStage:
-    """What a stage did, in order `[M]`; all seconds are of one clock.
+    """The micro-batches that a stage computed, in order `[M]`; all seconds are of one clock.
 
     A micro-batch was computed from `began_s` to `ended_s` and passed on until `sent_s`. `dropped`
     micro-batches came after the last one. `clock_error_s`: how far this stage may be shifted.
@@ -63,7 +63,7 @@ def run_trace(plan: Plan, stages: Sequence[MeasuredStage | None]) -> str:
 
 def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
     """Raise InputError where a trace could not be written, or would replace one of the `taken`
-    files: better before a run than after it.
+    files; called before a run, not after it.
     """
     if path.resolve() in [other.resolve() for other in taken]:
         raise InputError(f"the trace would replace {str(path)!r}; give it a file of its own")
@@ -96,7 +96,7 @@ def _notes(plan: Plan, stages: Sequence[MeasuredStage | None]) -> dict[str, obje
 
 
 def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[str, object]]:
-    """Of each micro-batch its computation, and wait and send where they can be seen."""
+    """The spans of each micro-batch: computing, and waiting and sending where they can be seen."""
     free_s = zero_s
     numbers = {False: 0, True: 0}
     columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.is_decode, stage.requests)

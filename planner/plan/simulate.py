@@ -1,6 +1,4 @@
-"""One global batch of a plan by the plan's own seconds, which its file holds; a cost model does it
-better, but is only there while planning.
-"""
+"""Simulating one global batch of a plan by the seconds in its file alone, without a cost model."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def planned_s(plan: Plan, stage: StagePlan, phase: Phase) -> float:
 
 
 def simulate_plan(plan: Plan) -> Simulated:
-    """Simulate the batch of a plan, of one that was loaded too, at the `time_scale` of its run.
+    """Simulate one batch of `plan` at the `time_scale` of its run.
 
     Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
     """
@@ -50,7 +48,7 @@ def is_approximate(plan: Plan) -> bool:
 
 
 def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, float]:
-    """Computing, and the transfer to the next stage."""
+    """Seconds in which `stage` computes `each`, and in which the result gets to the next stage."""
     is_decode = each.phase == "decode"
     if stage.modelled is not None:
         length = each.context_length if is_decode else each.tokens
@@ -64,8 +62,6 @@ def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, 
 
 
 def time_scale(plan: Plan) -> float:
-    """By how much the plan's seconds are multiplied in a run: 1 but for emulated devices with a
-    time scale.
-    """
+    """The factor of the plan's seconds in a run: 1 but for emulated devices with a time scale."""
     emulated = all(stage.emulated for stage in plan.stages)
     return plan.time_scale if emulated and plan.time_scale else 1.0

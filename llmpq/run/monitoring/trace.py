@@ -1,4 +1,4 @@
-"""From what the stages noted of a run to its trace file."""
+"""Writing the trace file of a run from the times that its stages recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def save_trace(path: str | Path, plan: Plan, traces: Sequence[StageTrace | None]
 
 
 def measured(trace: StageTrace) -> MeasuredStage:
-    """A stage's micro-batches by the driver's clock."""
+    """Turn a stage's times into the driver's clock."""
     rows, clock = trace.spans.rows, trace.clock
     return MeasuredStage(
         began_s=rows["began_s"] - clock.offset_s,

@@ -11,7 +11,7 @@ import pytest
 from llmpq import Cluster, Workload
 from llmpq import Plan as PublicPlan
 from llmpq.cli.dist import main
-from llmpq.run.replan import replan, replan_for_rest, replanned_text
+from llmpq.run.replan import replan, replan_after_loss, replanned_text
 from planner.options import PlanOptions
 from planner.plan.origin import origin_of
 from planner.plan.plan import Plan
@@ -89,7 +89,7 @@ def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:
         "opt-30b", Workload(4, 64, 8), bits=[8]
     )
     with pytest.raises(DeviceLostError, match=r"no node has one.*not fit.*can go on") as caught:
-        replan_for_rest(large.data, lost)
+        replan_after_loss(large.data, lost)
     assert caught.value.devices == (v100,)
     old = plan.to_json().split(',\n "origin"')[0] + "\n}\n"
     assert Plan.from_json(old) == replace(plan, origin=None)
