@@ -22,7 +22,7 @@ from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from planner.model.finding import ModelShape
 from planner.plan.modelled_times import ModelledTimes
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import DeviceError, SpecError
 
 SPIN_S = 2e-4
@@ -48,7 +48,7 @@ class Hold:
         return self.times is not None and self.time_scale > 0
 
 
-def hold_of(plan: Plan, stage: StagePlan) -> Hold:
+def hold_of(plan: PlanSpec, stage: StagePlan) -> Hold:
     """The hold of a stage; plans without modelled times have those of full micro-batches."""
     if not (stage.emulated and plan.time_scale):
         return Hold()
@@ -200,7 +200,7 @@ def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
     )
 
 
-def check_planned_memory(plan: Plan) -> None:
+def check_planned_memory(plan: PlanSpec) -> None:
     """Whether every stage that a stand-in plays would fit its device; `DeviceError` if not."""
     for stage in plan.stages:
         if plan.stand_in is not None and stage.memory_bytes > stage.memory_limit_bytes:

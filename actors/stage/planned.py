@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from actors.stage.spec import StageSpec
 from planner.cluster.accelerators import find_accelerator
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 
-def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
+def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
     """What the actor of `stage` is told."""
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     return StageSpec(

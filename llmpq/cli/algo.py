@@ -83,14 +83,14 @@ def _plan(options: argparse.Namespace) -> int:
     if "trace" in options:
         plan.trace(options.trace)
     if options.json:
-        sys.stdout.write(plan.data.to_json())
+        sys.stdout.write(plan.spec.to_json())
     else:
-        console().print(plan_table(plan.data, plan.limits))
-        note = loading_note(plan.data, options.profiles) if "profiles" in options else None
+        console().print(plan_table(plan.spec, plan.limits))
+        note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
         if note is not None:
             console().print(note, highlight=False)
         if options.compare:
-            console().print(comparison_table(plan.data))
+            console().print(comparison_table(plan.spec))
     return EXIT_DONE
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command("llmpq-dist", lambda: known_job(where))
     options = dist_parser(__doc__).parse(arguments, DIST_RULES)
     if where.address is not None:
-        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].data))
+        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].spec))
     return run_command("llmpq-dist", lambda: _run(options))
 
 
@@ -117,7 +117,7 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
-    identity = job_identity(plan.data, chosen, plan_file)
+    identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:
         _show_plan(options, plan)
@@ -125,7 +125,7 @@ def _run_job(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.data, chosen, plan_file, job=Path(options.output).stem)
+        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
         run.give_up = partial(_end_at_once, output)
         return _generate(run, job, job_options.stop_at_error, seen)
     code = _end_done(job.tally)
@@ -135,7 +135,7 @@ def _run_job(
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
     if options.show_plan:
-        console(stderr=True).print(plan_table(plan.data))
+        console(stderr=True).print(plan_table(plan.spec))
 
 
 def _end_done(tally: Tally) -> int:
@@ -175,9 +175,9 @@ def _say(line: str) -> None:
 
 
 def _check_cluster(plan: Plan, path: str) -> None:
-    if ClusterSpec.from_yaml(path).fingerprint() != plan.data.cluster_fingerprint:
+    if ClusterSpec.from_yaml(path).fingerprint() != plan.spec.cluster_fingerprint:
         raise PlanMismatchError(
-            f"the plan is for cluster {plan.data.cluster!r}, which differs from {path}; "
+            f"the plan is for cluster {plan.spec.cluster!r}, which differs from {path}; "
             "plan again with llmpq-algo --cluster"
         )
 

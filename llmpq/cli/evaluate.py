@@ -50,7 +50,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.quality.evaluate import bits_subject, device_of, plan_subject, windows_of
     from llmpq.quality.scoring import evaluate
     from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-    from planner.plan.plan import Plan
+    from planner.plan.spec import PlanSpec
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
 
@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         options.dtype,
     )
     device = device_of(settings.device)
-    plans = [(str(path), Plan.load(path)) for path in options.strat_file_name]
+    plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
     if "model" not in options and not plans:
         raise SpecError("name the model: --model FOLDER")
     model = getattr(options, "model", None)

@@ -25,7 +25,7 @@ from llmpq.jobs.formats.format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.option_rules import Rule
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import local_path
 from quant.common.errors import InputError
 
@@ -110,7 +110,7 @@ def known_job(options: SubmitOptions) -> int:
     return EXIT_DONE
 
 
-def submit(options: SubmitOptions, command: Sequence[str], plan: Plan) -> int:
+def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> int:
     """Run `command`, the arguments of a valid `llmpq-dist`, as a job, and return the exit code.
 
     Raises `InputError` for paths that the cluster could not use.
@@ -133,7 +133,7 @@ def submit(options: SubmitOptions, command: Sequence[str], plan: Plan) -> int:
     return EXIT_DONE
 
 
-def entrypoint(command: Sequence[str], plan: Plan, folder: Path) -> str:
+def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     """The job's shell command; the files that it needs from here are copied into `folder`.
 
     Relative inputs travel with the job; absolute paths are those of the cluster. The plan always
@@ -233,7 +233,7 @@ def _copy(source: Path, target: Path) -> None:
         raise InputError(f"cannot copy {source} for the job: {error.strerror}") from error
 
 
-def _model(named: str | None, plan: Plan) -> str | None:
+def _model(named: str | None, plan: PlanSpec) -> str | None:
     """The job's `--model`: as given, or for a relative folder of this machine its absolute path;
     None to take the plan's own.
     """

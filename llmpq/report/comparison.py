@@ -12,10 +12,10 @@ from llmpq.report.overview import least_change_s
 from llmpq.report.reasons import binding, difference, lever, question
 from planner.explanation.explain import Explanation, Headroom, StageLimits
 from planner.explanation.what_if import Answer
-from planner.plan.plan import Baseline, Plan
+from planner.plan.spec import Baseline, PlanSpec
 
 
-def what_binds(plan: Plan, explanation: Explanation | None) -> Html:
+def what_binds(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """Per stage what is used up, and what is left of the rest."""
     if explanation is None:
         return section("binds", "What binds", tag("p", NOT_KNOWN))
@@ -43,7 +43,7 @@ def what_binds(plan: Plan, explanation: Explanation | None) -> Html:
     )
 
 
-def _limits_row(plan: Plan, limits: StageLimits) -> list[Content]:
+def _limits_row(plan: PlanSpec, limits: StageLimits) -> list[Content]:
     stage = plan.stages[limits.stage]
     return [
         f"{stage.index}: {stage.device}",
@@ -61,7 +61,7 @@ def _left(headroom: Headroom, text: Callable[[float], str]) -> Html:
     return join([text(headroom.spare), tag("small", f" (step {step})")])
 
 
-def what_if(plan: Plan, explanation: Explanation | None) -> Html:
+def what_if(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """Plans that were really made anew under changed conditions."""
     if explanation is None:
         return Html("")
@@ -97,7 +97,7 @@ def _grouped(answers: Sequence[Answer], least_s: float) -> list[list[Answer]]:
     return [sorted(group, key=lambda each: each.theta) for group in groups.values()]
 
 
-def _answer_row(plan: Plan, group: Sequence[Answer], least_s: float) -> list[Content]:
+def _answer_row(plan: PlanSpec, group: Sequence[Answer], least_s: float) -> list[Content]:
     answer, sizes = group[0], group[0].sizes
     asked = question(answer.question, plan.stages)
     if len(group) > 1:
@@ -118,7 +118,7 @@ def _quality_range(group: Sequence[Answer], least_s: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
 
-def baselines(plan: Plan) -> Html:
+def baselines(plan: PlanSpec) -> Html:
     """Simpler plans for the same cluster, the fastest first."""
     if not plan.baselines:
         return Html("")

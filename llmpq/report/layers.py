@@ -16,7 +16,7 @@ from llmpq.report.reasons import (
     verdict,
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 NOT_KNOWN = (
     "The reasons need the cluster, which a plan file does not hold: make the report with "
@@ -24,7 +24,7 @@ NOT_KNOWN = (
 )
 
 
-def layers(plan: Plan, explanation: Explanation | None) -> Html:
+def layers(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """A strip of boxes per stage, one box a layer."""
     used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})
     reasons = _by_layer(explanation)
@@ -40,7 +40,7 @@ def layers(plan: Plan, explanation: Explanation | None) -> Html:
     )
 
 
-def why(plan: Plan, explanation: Explanation | None) -> Html:
+def why(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """For the layers of each stage and bitwidth: every other bitwidth and what it would bring."""
     if explanation is None:
         return section("why", "Why these bits", tag("p", NOT_KNOWN))
@@ -98,7 +98,7 @@ def _groups(reasons: Sequence[LayerReason]) -> Iterator[list[LayerReason]]:
         yield found[key]
 
 
-def _block(plan: Plan, group: list[LayerReason], gap_s: float) -> Html:
+def _block(plan: PlanSpec, group: list[LayerReason], gap_s: float) -> Html:
     """One group's table; each row shows the layer for which that bitwidth comes closest."""
     first, stage = group[0], plan.stages[group[0].stage]
     count = sum(len(reason.layers) for reason in group)

@@ -6,10 +6,10 @@ from llmpq.report.figures import layer_span, number, percent, plural, rate, seco
 from llmpq.report.markup import Html, section, tag
 from llmpq.report.reasons import bottlenecks, lever, summary
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 
-def overview(plan: Plan, explanation: Explanation | None) -> Html:
+def overview(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """Title, plain sentences and the figures that people ask for first."""
     texts = [summary(plan), bottlenecks(plan)]
     if explanation is not None:
@@ -34,12 +34,12 @@ def overview(plan: Plan, explanation: Explanation | None) -> Html:
     )
 
 
-def least_change_s(plan: Plan) -> float:
+def least_change_s(plan: PlanSpec) -> float:
     """Seconds that the search may be off by itself: smaller differences mean nothing."""
     return max(plan.solver.gap, 1e-4) * plan.solver.objective
 
 
-def pipeline(plan: Plan, explanation: Explanation | None) -> Html:
+def pipeline(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """The stages in order, with the links between them and the way back."""
     cells: list[Html] = []
     for stage in plan.stages:
@@ -54,7 +54,7 @@ def pipeline(plan: Plan, explanation: Explanation | None) -> Html:
     return section("pipeline", "Pipeline", tag("ol", *cells, class_="pipeline"), *notes)
 
 
-def _card(stage: StagePlan, plan: Plan) -> Html:
+def _card(stage: StagePlan, plan: PlanSpec) -> Html:
     lines = [
         tag("strong", f"Stage {stage.index}"),
         tag("span", stage.device, class_="device"),
@@ -74,7 +74,7 @@ def _span(stage: StagePlan) -> str:
     return layer_span(stage.layers).partition(" ")[2]
 
 
-def _link(stage: StagePlan, plan: Plan, explanation: Explanation | None) -> Html:
+def _link(stage: StagePlan, plan: PlanSpec, explanation: Explanation | None) -> Html:
     """An arrow to the next stage."""
     return tag(
         "li",
@@ -85,7 +85,7 @@ def _link(stage: StagePlan, plan: Plan, explanation: Explanation | None) -> Html
     )
 
 
-def _link_words(stage: StagePlan, plan: Plan, explanation: Explanation | None) -> list[str]:
+def _link_words(stage: StagePlan, plan: PlanSpec, explanation: Explanation | None) -> list[str]:
     """Its rate, where the cluster is known, and its seconds in both phases."""
     words = [f"prefill {seconds(stage.prefill_comm_s)}", f"decode {seconds(stage.decode_comm_s)}"]
     if explanation is not None:
@@ -100,7 +100,7 @@ def _rate(explanation: Explanation, sender: str, receiver: str) -> str:
     return rate(cluster.link_bytes_per_s(devices[sender], devices[receiver]))
 
 
-def _way_back(plan: Plan, explanation: Explanation | None) -> str:
+def _way_back(plan: PlanSpec, explanation: Explanation | None) -> str:
     what = "hidden states, since the head is there," if plan.head_on_first else "token ids"
     words = ", ".join(_link_words(plan.stages[-1], plan, explanation))
     return (

@@ -14,14 +14,14 @@ from llmpq.report.pareto import pareto
 from llmpq.report.provenance import provenance
 from llmpq.report.resources import memory, schedule, times
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import FrontPoint
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
 
 
 def report_page(
-    plan: Plan, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
+    plan: PlanSpec, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
 ) -> str:
     """The plan as an HTML document.
 
@@ -57,7 +57,7 @@ def report_page(
 
 def write_report(
     path: str | Path,
-    plan: Plan,
+    plan: PlanSpec,
     explanation: Explanation | None = None,
     front: Sequence[FrontPoint] = (),
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmpq.report.figures import change, number, seconds
 from llmpq.report.markup import Content, Html, section, table, tag
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import FrontPoint
 
 CHART_WIDTH, CHART_HEIGHT = 480, 300
@@ -26,7 +26,7 @@ class Spot:
     sensitivity: float
 
 
-def pareto(plan: Plan, explanation: Explanation | None, front: Sequence[FrontPoint]) -> Html:
+def pareto(plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]) -> Html:
     """Latency against quality: the given front, else what other thetas gave."""
     present = Spot(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
     spots = [Spot(each.theta, each.latency_s, each.omega) for each in front]

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from llmpq.report.figures import number, plural, seconds, size
 from llmpq.report.markup import Content, Html, section, table, tag
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 
 ESTIMATED = "estimated"
 
 
-def provenance(plan: Plan) -> Html:
+def provenance(plan: PlanSpec) -> Html:
     """Sources, one a row; what is estimated and not measured is marked so."""
     rows = [[name, text] for name, text in _sources(plan)]
     per_stage = [
@@ -32,7 +32,7 @@ def provenance(plan: Plan) -> Html:
     )
 
 
-def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
+def _sources(plan: PlanSpec) -> Iterator[tuple[str, Content]]:
     yield "model", f"{plan.model.source}: {plan.model.model_type}, shape {plan.model.fingerprint}"
     yield "cluster", f"{plan.cluster}, fingerprint {plan.cluster_fingerprint}"
     for source in sorted({stage.provenance for stage in plan.stages}):
@@ -57,7 +57,7 @@ def _sources(plan: Plan) -> Iterator[tuple[str, Content]]:
     yield "solver", _solver(plan)
 
 
-def _kept_free(plan: Plan) -> str:
+def _kept_free(plan: PlanSpec) -> str:
     """The margin of the stages' devices."""
     margins = sorted({stage.memory_margin_bytes for stage in plan.stages})
     return " or ".join(map(size, margins))
@@ -69,7 +69,7 @@ def _marked(source: str) -> Content:
     return tag("span", tag("span", ESTIMATED, class_="pill"), " ", source)
 
 
-def _solver(plan: Plan) -> str:
+def _solver(plan: PlanSpec) -> str:
     s = plan.solver
     head = "first" if plan.head_on_first else "last"
     return (

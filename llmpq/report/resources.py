@@ -6,7 +6,7 @@ from llmpq.report.figures import percent, plural, seconds, shortened, size
 from llmpq.report.markup import Html, folded, legend, section, table, tag
 from planner.costs.memory import StageMemory
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated
 from planner.simulation.trace import GanttOptions, gantt_svg
 
@@ -23,7 +23,7 @@ LABEL_LENGTH = 24
 ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture
 
 
-def memory(plan: Plan) -> Html:
+def memory(plan: PlanSpec) -> Html:
     """A bar per stage; all bars share one scale, and each track ends at the stage's limit."""
     most = max(max(s.memory_limit_bytes, s.memory_bytes) for s in plan.stages)
     bars = [_memory_bar(stage, most) for stage in plan.stages]
@@ -49,7 +49,7 @@ def memory(plan: Plan) -> Html:
     )
 
 
-def _memory_note(plan: Plan) -> str:
+def _memory_note(plan: PlanSpec) -> str:
     w = plan.workload
     return (
         f"The KV cache holds all {plural(w.global_batch, 'prompt')} at their full length of "
@@ -99,7 +99,7 @@ def _bar(name: str, device: str, words: str, *tracks: Html) -> Html:
     return tag("div", heading, *tracks, class_="bar")
 
 
-def times(plan: Plan) -> Html:
+def times(plan: PlanSpec) -> Html:
     """Seconds of one full micro-batch on every stage in both phases, and how busy it is."""
     p = plan.predicted
     slowest = {"prefill": p.prefill_bottleneck, "decode": p.decode_bottleneck}
@@ -126,7 +126,7 @@ def times(plan: Plan) -> Html:
     )
 
 
-def _times_note(plan: Plan) -> str:
+def _times_note(plan: PlanSpec) -> str:
     p = plan.predicted
     idle = 1 - sum(p.busy_share) / len(p.busy_share)
     return (
@@ -135,7 +135,7 @@ def _times_note(plan: Plan) -> str:
     )
 
 
-def _times_table(plan: Plan) -> Html:
+def _times_table(plan: PlanSpec) -> Html:
     heads = ["stage", "prefill", "transfer", "decode", "transfer", "busy", "bubbles"]
     rows = [
         [
@@ -170,7 +170,7 @@ def _busy_bar(stage: StagePlan, share: float) -> Html:
     return _bar(f"Stage {stage.index}", "", words, track)
 
 
-def schedule(plan: Plan, explanation: Explanation | None) -> Html:
+def schedule(plan: PlanSpec, explanation: Explanation | None) -> Html:
     """The simulated batch as two pictures: all of it, and the turn from prefill to decode."""
     if explanation is None:
         return Html("")

@@ -11,12 +11,12 @@ from pathlib import Path
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.search import find_plan
 from quant.common.errors import DeviceLostError, InfeasibleError, LlmpqError, SpecError
 
 
-def replan(plan: Plan, lost_devices: Collection[str], model: str | None = None) -> Plan:
+def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = None) -> PlanSpec:
     """Make `plan` again, from what it was made from, without `lost_devices`.
 
     `model`: another place of the same model. A bound on latency that cannot be kept with fewer
@@ -48,7 +48,7 @@ def replan(plan: Plan, lost_devices: Collection[str], model: str | None = None) 
     return replace(found, origin=origin)
 
 
-def replan_after_loss(plan: Plan, lost: DeviceLostError, model: str | None = None) -> Plan:
+def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None = None) -> PlanSpec:
     """Make `plan` again after `lost`; raises `DeviceLostError` saying why it is not possible."""
     try:
         return replan(plan, lost.devices, model)
@@ -61,7 +61,7 @@ def replan_after_loss(plan: Plan, lost: DeviceLostError, model: str | None = Non
         ) from error
 
 
-def replanned_text(plan: Plan) -> str:
+def replanned_text(plan: PlanSpec) -> str:
     """One line about a plan that takes another's place: what is gone, and what runs where."""
     gone = ", ".join(plan.origin.lost) if plan.origin is not None else "devices"
     stages = "; ".join(_stage_text(stage) for stage in plan.stages)

@@ -23,8 +23,8 @@ from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.summary import RunSize, RunSummary
 from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
-from planner.plan.plan import Plan
 from planner.plan.run_trace import check_trace_path
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceLostError
 
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanSpec,
         options: RunOptions,
         source: str = "the plan",
         job: str = "llmpq",
@@ -62,7 +62,7 @@ class Run:
             check_trace_path(options.trace_path)
         self.plan = plan
         self.on_event = [] if on_event is None else [on_event]
-        self.on_plan: list[Callable[[Plan], None]] = []
+        self.on_plan: list[Callable[[PlanSpec], None]] = []
         self.on_state: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None
         self.summary: RunSummary | None = None

@@ -20,7 +20,7 @@ from planner.explanation.planned_assignment import Effect, PlannedAssignment, pl
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.problem import FloatArray, stage_times
 from planner.phases import Phase
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated
 
 Resource = Literal["memory", "prefill", "decode"]
@@ -135,7 +135,7 @@ class Explanation:
     simulated: Simulated
 
 
-def explain(plan: Plan, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
+def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
     """The reasons for `plan`, which was made with `costs`; PlanMismatchError for other costs."""
     planned = planned_assignment(plan, costs)
     return Explanation(

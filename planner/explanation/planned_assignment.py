@@ -11,7 +11,7 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import PlanMismatchError
 
@@ -93,7 +93,7 @@ class PlannedAssignment:
         return simulate_assignment(self.costs, self.devices, self.sizes, first_layer, bitwidth)
 
 
-def planned_assignment(plan: Plan, costs: CostModel) -> PlannedAssignment:
+def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
     """Put `plan` on the cost model it was made with, at the plan's own theta.
 
     PlanMismatchError for a cost model of another problem.
@@ -126,7 +126,7 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
     return max(problem.decode_micro_batches * slowest, around)
 
 
-def _check_same(plan: Plan, costs: CostModel) -> None:
+def _check_same(plan: PlanSpec, costs: CostModel) -> None:
     """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (

@@ -24,7 +24,7 @@ from planner.model.finding import ModelShape
 from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
 from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.errors import InfeasibleError, SpecError
 from quant.scheme import FULL_BITS, backend_name
 
@@ -48,7 +48,7 @@ class Derived:
         return self.found == self.computed
 
 
-def check_plan(plan: Plan, shape: ModelShape | None, source: str = "plan") -> None:
+def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -> None:
     """Compute again every field that follows from workload, micro-batches, devices and layers.
 
     `shape` is the planned model's; without it bytes are only added up. Raises `SpecError` naming
@@ -79,7 +79,7 @@ def _refuse_first(checks: Iterator[Derived], source: str) -> None:
         )
 
 
-def _devices(plan: Plan, source: str) -> Iterator[Derived]:
+def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
     """Fields that follow from a device's type, node and number."""
     for stage in plan.stages:
         field = f"stages.{stage.index}"
@@ -104,7 +104,7 @@ def _devices(plan: Plan, source: str) -> Iterator[Derived]:
             yield Derived(f"{field}.memory_limit_bytes", offered, min(offered, most), why)
 
 
-def _device(plan: Plan, stage: StagePlan) -> Device:
+def _device(plan: PlanSpec, stage: StagePlan) -> Device:
     """The stage's device, as far as memory and kernels depend on it."""
     accelerator = find_accelerator(stage.accelerator)
     number = stage.device.rpartition(":")[2]
@@ -121,7 +121,7 @@ def _device(plan: Plan, stage: StagePlan) -> Device:
     )
 
 
-def _bytes(plan: Plan, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
+def _bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
     """The kernels and the memory of a stage.
 
     A checkpoint that is quantized already also runs with the plan for its 16-bit original.
@@ -144,7 +144,9 @@ def _kernels(stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[De
     yield Derived(f"stages.{stage.index}.backends", dict(stage.backends), backends, why)
 
 
-def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[Derived]:
+def _memory(
+    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape
+) -> Iterator[Derived]:
     """The parts of a stage's bytes, by the planner's memory model."""
     computed = asdict(_stage_memory(plan, stage, device, shape, quantized=True))
     if set(stage.bitwidths) == {FULL_BITS}:
@@ -158,7 +160,7 @@ def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> 
 
 
 def _stage_memory(
-    plan: Plan, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
+    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
     """Memory as the planner counts it; `quantized` as in `planner.costs.memory.temporary_bytes`."""
     last = len(plan.stages) - 1
@@ -184,7 +186,7 @@ def _sums(stage: StagePlan) -> Iterator[Derived]:
     yield Derived(field, stage.memory_bytes, stage.memory.total, "its parts")
 
 
-def _prediction(plan: Plan) -> Iterator[Derived]:
+def _prediction(plan: PlanSpec) -> Iterator[Derived]:
     """Figures of the prediction that follow from its other figures."""
     p, workload = plan.predicted, plan.workload
     rate = workload.global_batch * workload.new_tokens / p.latency_s
@@ -204,7 +206,7 @@ def _prediction(plan: Plan) -> Iterator[Derived]:
     yield Derived("predicted.objective_latency_s", p.objective_latency_s, latency_s, why)
 
 
-def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
+def _problem(plan: PlanSpec, objective: Objective) -> AssignmentProblem:
     """The optimiser's problem of the plan's stages, whose times are all fixed."""
     batch, sizes, stages = plan.workload.global_batch, plan.micro_batches, plan.stages
     nothing = np.zeros((len(stages), 1))
@@ -228,12 +230,12 @@ def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
     )
 
 
-def _one_layer_each(plan: Plan) -> tuple[range, list[int]]:
+def _one_layer_each(plan: PlanSpec) -> tuple[range, list[int]]:
     """An assignment of as many layers as there are stages."""
     return range(len(plan.stages) + 1), [0] * len(plan.stages)
 
 
-def _origin(plan: Plan, source: str) -> Iterator[Derived]:
+def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     """Fields that follow from the cluster and the options of the plan's origin."""
     if plan.origin is None:
         return

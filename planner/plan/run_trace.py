@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.optimiser.problem import BoolArray, FloatArray, IntArray
-from planner.plan.plan import Plan
 from planner.plan.simulate import APPROXIMATION, is_approximate, simulate_plan, time_scale
+from planner.plan.spec import PlanSpec
 from planner.simulation.trace import MICROSECONDS, named_tracks, simulated_events, write_text
 from quant.common.errors import InputError
 from quant.common.whole_file import names_a_file
@@ -41,7 +41,7 @@ class MeasuredStage:
     clock_error_s: float
 
 
-def run_trace(plan: Plan, stages: Sequence[MeasuredStage | None]) -> str:
+def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
     """JSON in Chrome's trace event format; None stands for a stage that did not answer.
 
     The run's stages are threads of one process and show waits for input, computations and sends;
@@ -73,12 +73,14 @@ def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
         )
 
 
-def write_run_trace(path: str | Path, plan: Plan, stages: Sequence[MeasuredStage | None]) -> None:
+def write_run_trace(
+    path: str | Path, plan: PlanSpec, stages: Sequence[MeasuredStage | None]
+) -> None:
     """Write `run_trace` to `path`; raises InputError where that is not possible."""
     write_text(Path(path), run_trace(plan, stages))
 
 
-def _notes(plan: Plan, stages: Sequence[MeasuredStage | None]) -> dict[str, object]:
+def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, object]:
     return {
         "simulated": APPROXIMATION if is_approximate(plan) else "the plan's modelled times",
         "stages": [

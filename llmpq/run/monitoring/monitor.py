@@ -13,7 +13,7 @@ from actors.messages import StageStats
 from actors.stage_group import StageGroup
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError
 
 INTERVAL_S = 1.0
@@ -65,7 +65,7 @@ class Monitor:
 @contextmanager
 def monitored(
     group: StageGroup,
-    plan: Plan,
+    plan: PlanSpec,
     meter: RunMeter,
     show: Sequence[Callable[[RunState], None]],
     trace: Path | None,

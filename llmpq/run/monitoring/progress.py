@@ -15,7 +15,7 @@ from rich.text import Text
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.slow_stages import slow_stages
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 
 LOG_INTERVAL_S = 5.0
 
@@ -31,7 +31,7 @@ class RunProgress:
         console: Console,
         total: int,
         clock: Callable[[], float] = time.monotonic,
-        plan: Plan | None = None,
+        plan: PlanSpec | None = None,
     ) -> None:
         self._console = console
         self._total = total
@@ -83,7 +83,7 @@ class RunProgress:
         self._name_slow_stages(state)
         self._log()
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: PlanSpec) -> None:
         """Compare stages with another plan, which is run from now on."""
         self._plan = plan
         self._named.clear()

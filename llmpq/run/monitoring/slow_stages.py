@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from actors.messages import PhaseWork, StageStats
 from planner.phases import PHASES, Phase
-from planner.plan.plan import Plan, StagePlan
 from planner.plan.simulate import planned_s
+from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SlowStage:
 
 
 def slow_stages(
-    plan: Plan, stats: Sequence[StageStats], evidence: Evidence | None = None
+    plan: PlanSpec, stats: Sequence[StageStats], evidence: Evidence | None = None
 ) -> tuple[SlowStage, ...]:
     """The slow stages for which there is enough evidence, in stage order; prefill before decode.
 
@@ -82,7 +82,7 @@ def measured_s(work: PhaseWork) -> float | None:
 
 
 def _slow(
-    plan: Plan, stage: StagePlan, phase: Phase, work: PhaseWork, evidence: Evidence
+    plan: PlanSpec, stage: StagePlan, phase: Phase, work: PhaseWork, evidence: Evidence
 ) -> SlowStage | None:
     planned, measured = planned_s(plan, stage, phase), measured_s(work)
     if not planned or measured is None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from actors.telemetry.observer import StageTrace
-from planner.plan.plan import Plan
 from planner.plan.run_trace import MeasuredStage, write_run_trace
+from planner.plan.spec import PlanSpec
 
 
-def save_trace(path: str | Path, plan: Plan, traces: Sequence[StageTrace | None]) -> None:
+def save_trace(path: str | Path, plan: PlanSpec, traces: Sequence[StageTrace | None]) -> None:
     """Write the run beside the plan's simulation; raises InputError where that is not possible."""
     write_run_trace(path, plan, [None if trace is None else measured(trace) for trace in traces])
 

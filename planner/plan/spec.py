@@ -218,7 +218,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Plan:
+class PlanSpec:
     """Everything `llmpq-dist` needs, as versioned JSON with these very names.
 
     With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
@@ -262,7 +262,7 @@ class Plan:
             raise SpecError(f"cannot write the plan to {target}: {error}") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> PlanSpec:
         """Read a plan; raises `SpecError` naming file and field."""
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -271,7 +271,7 @@ class Plan:
         return cls.from_json(text, str(path))
 
     @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Plan:
+    def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
         """The plan in `text`; raises `SpecError` naming `source` and the field."""
         try:
             content = json.loads(text)
@@ -349,4 +349,4 @@ class Plan:
             met[device] = where
 
 
-_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
+_ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)
