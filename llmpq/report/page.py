@@ -21,14 +21,14 @@ from llmpq.report.sentences import (
 )
 from llmpq.report.what_if import changed_plans
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import FrontPoint
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
 
 
 def report_page(
-    plan: Plan, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
+    plan: PlanSpec, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
 ) -> str:
     """The plan as an HTML document.
 
@@ -50,7 +50,7 @@ def report_page(
     )
 
 
-def _explained(plan: Plan, explanation: Explanation) -> dict[str, object]:
+def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
     """What the templates show of an explanation, by the names that they use."""
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.device for stage in plan.stages]
@@ -71,7 +71,7 @@ def _explained(plan: Plan, explanation: Explanation) -> dict[str, object]:
     }
 
 
-def _link_lines(plan: Plan, explanation: Explanation | None) -> list[list[str]]:
+def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[str]]:
     """Seconds of each stage's link to the next one, and its rate where the cluster is known."""
     lines = [
         [f"prefill {seconds(stage.prefill_comm_s)}", f"decode {seconds(stage.decode_comm_s)}"]
@@ -88,7 +88,7 @@ def _link_lines(plan: Plan, explanation: Explanation | None) -> list[list[str]]:
 
 def write_report(
     path: str | Path,
-    plan: Plan,
+    plan: PlanSpec,
     explanation: Explanation | None = None,
     front: Sequence[FrontPoint] = (),
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
@@ -54,7 +54,7 @@ def loading_path(profile: str | Path) -> Path:
 
 
 def loading_s(
-    rows: Sequence[LoadRow], plan: Plan, layer_bytes: int, origin: Origin
+    rows: Sequence[LoadRow], plan: PlanSpec, layer_bytes: int, origin: Origin
 ) -> float | None:
     """Predict the seconds until the slowest stage has loaded its layers, which have `layer_bytes`
     in 16 bits; None where a stage's device or bitwidth was not measured.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from planner.plan.plan import PerplexityForecast
+from planner.plan.spec import PerplexityForecast
 from planner.quality.sensitivity import Omega, WeighedPoint
 from quant.common.errors import SpecError
 

@@ -177,7 +177,7 @@ def test_a_plan_with_keys_and_values_in_8_bit_is_measured_with_them(
 ) -> None:
     text = token_text()
     full = plan.evaluate(text, sequence_length=24)
-    coded = Plan(replace(plan.data, kv_bits=8)).evaluate(text, sequence_length=24)
+    coded = Plan(replace(plan.spec, kv_bits=8)).evaluate(text, sequence_length=24)
     assert coded.perplexity != full.perplexity
     assert coded.perplexity == pytest.approx(full.perplexity, rel=0.01)
 

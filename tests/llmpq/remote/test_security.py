@@ -93,7 +93,7 @@ def test_cached_layers_stay_in_their_folder(label: str, tmp_path: Path) -> None:
 def test_names_in_a_plan_are_no_places_to_write(text: str, plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     folder.mkdir(parents=True)
-    hostile = Plan(with_texts(plan.data, text))
+    hostile = Plan(with_texts(plan.spec, text))
     hostile.save(folder / "plan.json")
     loaded = Plan.load(folder / "plan.json")
     loaded.report(folder / "report.html")
