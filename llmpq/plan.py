@@ -10,8 +10,9 @@ from typing import Any
 from actors.messages import Transport
 from actors.recovery.policy import OnDeviceLoss, OnEvent, Recovery, ignore_event
 from llmpq.jobs.formats.python_rows import rows_of
-from llmpq.quality.perplexity import AUTO, EvaluationOptions, Perplexity
-from llmpq.quality.text import Document
+from llmpq.quality.options import AUTO, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.text_windows import Document
 from llmpq.report import write_report
 from llmpq.rows.row import RowInput
 from llmpq.rows.sampling_defaults import GenerationConfigUse, SamplingInput
@@ -223,7 +224,7 @@ class Plan:
         model has positions) do not overlap; `max_tokens` cuts the text. `device`: auto, cpu or
         cuda; `dtype`: auto (each stage's own), or a type for all. Raises what `llmpq.errors` lists.
         """
-        from llmpq.quality.evaluate import evaluate_plan
+        from llmpq.quality.subjects import evaluate_plan
 
         options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
         return evaluate_plan(self.data, text, model, options)

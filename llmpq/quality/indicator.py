@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer
 from llmpq.quality.perplexity import ReportProgress
-from llmpq.quality.text import Windows
+from llmpq.quality.text_windows import Windows
 from quant.common.errors import CheckpointError, InputError
 from quant.loading.representation import Compute
 from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix

@@ -1,4 +1,4 @@
-"""What an evaluation is asked and what it answers."""
+"""Perplexity of a model on a text, with its standard error."""
 
 from __future__ import annotations
 
@@ -7,28 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SEQUENCE_LENGTH = 512
-"""Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
-
-AUTO = "auto"
-
 ReportProgress = Callable[[int, int], None]
 """Called with the number of layers done and of all layers."""
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """How a text is cut and where it is evaluated.
-
-    `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
-    `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
-    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU).
-    """
-
-    sequence_length: int | None = None
-    max_tokens: int | None = None
-    device: str = AUTO
-    dtype: str = AUTO
 
 
 @dataclass(frozen=True)

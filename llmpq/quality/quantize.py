@@ -41,27 +41,37 @@ class QuantizedCheckpoint:
     tensor_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How a checkpoint is quantized: `bitwidths`, one a layer, calibrated on a text.
+
+    `token_ids` `[sequences, length]`: the calibration text, without padding.
+    """
+
+    bitwidths: Sequence[int]
+    token_ids: Tensor
+    compute: Compute
+    gptq: GptqOptions
+
+
 def quantize_checkpoint(
     source: Path,
     target: Path,
-    bitwidths: Sequence[int],
-    token_ids: Tensor,
-    compute: Compute,
-    options: GptqOptions,
+    wanted: Quantization,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
 ) -> QuantizedCheckpoint:
-    """Quantize the checkpoint in `source` to `bitwidths`, one a layer, into the folder `target`.
+    """Quantize the checkpoint in `source` into the folder `target`, which appears when complete.
 
-    `token_ids` `[sequences, length]`: the calibration text, without padding. `target` appears when
-    it is complete. Raises `InputError` if it exists (unless `overwrite`) or cannot be written,
-    `SpecError` for bits or text that cannot be used, `CheckpointError` for unusable weights.
+    Raises `InputError` if `target` exists (unless `overwrite`) or cannot be written, `SpecError`
+    for bits or text that cannot be used, `CheckpointError` for unusable weights.
     """
     check_target(source, target, overwrite)
     checkpoint = Checkpoint(source)
     if checkpoint.gptq is not None:
         raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
-    stream = LayerStream(source, compute)
+    stream = LayerStream(source, wanted.compute)
+    bitwidths = wanted.bitwidths
     if len(bitwidths) != stream.layers:
         raise SpecError(f"{len(bitwidths)} bitwidths for {stream.layers} layers; give one a layer")
     heads = architecture_of(stream.config).head_names
@@ -69,9 +79,9 @@ def quantize_checkpoint(
     try:
         with new_folder(target, replace=overwrite) as folder:
             copy_settings(checkpoint.folder, folder)
-            writer = GptqWriter(folder, checkpoint, layout, options)
-            for layer in stream_layers(stream, token_ids):
-                writer.write_layer(layer.index, _quantize_layer(layer, bitwidths, options, compute))
+            writer = GptqWriter(folder, checkpoint, layout, wanted.gptq)
+            for layer in stream_layers(stream, wanted.token_ids):
+                writer.write_layer(layer.index, _quantize_layer(layer, wanted))
                 layer.advance()
                 if progress is not None:
                     progress(layer.index + 1, stream.layers)
@@ -104,20 +114,18 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InputError(f"cannot write {target}: {error.strerror}") from error
 
 
-def _quantize_layer(
-    layer: StreamedLayer, bitwidths: Sequence[int], options: GptqOptions, compute: Compute
-) -> dict[str, GptqWeight]:
+def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, GptqWeight]:
     """The weights of the layer's linears, which hold the rounded ones afterwards."""
-    bits = bitwidths[layer.index]
+    bits = wanted.bitwidths[layer.index]
     weights: dict[str, GptqWeight] = {}
     if bits == FULL_BITS:
         return weights
     linears = layer.linears
     for names in shared_inputs(layer):
-        gram = _gram(layer, linears[names[0]], compute.device)
+        gram = _gram(layer, linears[names[0]], wanted.compute.device)
         for name in names:
             try:
-                weights[name] = gptq(linears[name].weight.detach(), gram, bits, options)
+                weights[name] = gptq(linears[name].weight.detach(), gram, bits, wanted.gptq)
             except CheckpointError as error:
                 raise CheckpointError(f"layer {layer.index}, {name}: {error}") from error
             rounded = weights[name].dequantize()

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
-from llmpq.quality.text import Windows
+from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
 from quant.loading.representation import LayerScheme

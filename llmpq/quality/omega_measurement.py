@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.evaluate import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.indicator import Calibration, measure_indicators
-from llmpq.quality.indicator_options import IndicatorOptions
-from llmpq.quality.measured_points import assignments_to_measure
-from llmpq.quality.perplexity import EvaluationOptions, ReportProgress
+from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Document
+from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
