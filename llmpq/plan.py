@@ -17,7 +17,7 @@ from llmpq.report import write_report
 from llmpq.rows.row import RowInput
 from llmpq.rows.sampling_defaults import GenerationConfigUse, SamplingInput
 from llmpq.run.stream import Results
-from llmpq.tokenizing.process import ROW_S
+from llmpq.tokenizing.tokenizer_process import ROW_S
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment

@@ -37,7 +37,7 @@ from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.progress import RunProgress
 from llmpq.run.run import Run, RunOptions, RunSize, job_identity
 from llmpq.tables import plan_table, summary_table
-from llmpq.tokenizing.process import Limits
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError

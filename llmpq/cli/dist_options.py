@@ -16,7 +16,7 @@ from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.run import RunOptions
-from llmpq.tokenizing.process import ROW_S
+from llmpq.tokenizing.tokenizer_process import ROW_S
 from planner.option_rules import Rule
 from quant.cache.settings import cache_settings
 from quant.common.errors import SpecError

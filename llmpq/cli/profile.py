@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _profile(options: argparse.Namespace) -> int:
     from llmpq.profile.layers import Profile, devices_to_profile, left_of
-    from llmpq.profile.links_and_loading import LoadProfile, profile_links
+    from llmpq.profile.links import profile_links
+    from llmpq.profile.loading import LoadProfile
     from llmpq.remote.session import ray_session
 
     target = Path(options.output)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quant.common.errors import InputError
 
 if TYPE_CHECKING:
-    from llmpq.tokenizing.process import TokenizerProcess
+    from llmpq.tokenizing.tokenizer_process import TokenizerProcess
 
 Document = str | Sequence[int]
 

@@ -23,8 +23,8 @@ from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import GenerationConfigUse, SamplingInput, job_sampling
 from llmpq.run.monitor import RunMeter, RunState
 from llmpq.run.replan import replan_for_rest, replanned_text
-from llmpq.tokenizing.process import ROW_S, Limits, TokenizerProcess
 from llmpq.tokenizing.requests import RequestMaker, beyond_vocabulary, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import ROW_S, Limits, TokenizerProcess
 from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
 from planner.plan.plan import Plan

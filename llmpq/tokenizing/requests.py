@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row, merge_sampling
-from llmpq.tokenizing.process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 
 AHEAD_ROWS = 64

@@ -11,7 +11,7 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.inputs import JobInput
-from llmpq.tokenizing.process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload import workload_of_prompts
 from quant.common.errors import SpecError
 from tests.actors.models import reference

@@ -10,8 +10,8 @@ import pytest
 
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row
-from llmpq.tokenizing.process import Limits
 from llmpq.tokenizing.requests import AHEAD_ROWS, RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import Workload
 from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, TEMPLATE, write_tokenizer
 from tests.paths import DEMO_MODEL

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from llmpq.cli import algo
-from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.tokenizing.requests import load_tokenizer, tokenizer_checked
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from quant.common.errors import CheckpointError, SpecError
 from tests.llmpq.processes import alive, wait_until_gone
 from tests.llmpq.small_tokenizers import WORDS, write_tokenizer
@@ -110,7 +110,7 @@ def test_loading_that_takes_too_long_or_dies(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
-    monkeypatch.setattr("llmpq.tokenizing.process._LOAD_S", 0.1)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._LOAD_S", 0.1)
     for source, cause in (
         ("import signal; signal.setitimer(0, 0.01); signal.pause()", "took more than 0.1 s"),
         ("import os; os.abort()", "SIGABRT"),
@@ -124,7 +124,7 @@ def test_loading_that_takes_too_long_or_dies(
 def test_a_process_that_cannot_end_itself_is_ended(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.tokenizing.process._GRACE_S", 0.0)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._GRACE_S", 0.0)
     program = tmp_path / "program.py"
     first = '{"most_characters": null, "warnings": []}'
     program.write_text(f"import signal\nprint({first!r}, flush=True)\nsignal.pause()")
@@ -163,7 +163,7 @@ def test_a_row_that_kills_the_process_again_is_to_blame(folder: Path, tmp_path: 
 def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.tokenizing.process._GRACE_S", 0.0)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._GRACE_S", 0.0)
     program = tmp_path / "program.py"
     program.write_text(
         "import os, pathlib, signal, sys, threading\n"
@@ -204,7 +204,7 @@ def test_no_process_is_left(folder: Path) -> None:
 def test_the_process_ends_with_who_started_it(folder: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
-        "from llmpq.tokenizing.process import *;"
+        "from llmpq.tokenizing.tokenizer_process import *;"
         f"t = TokenizerProcess(Path({str(folder)!r}), Limits()); t.wait();"
         "print(t.pid, flush=True); os._exit(0)"
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from llmpq.tokenizing import child
+from llmpq.tokenizing import worker
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.common.printable import SECRET_VARIABLES, printable
 
@@ -87,7 +87,7 @@ class TokenizerProcess:
     what a task did to the process, and how many seconds that cost. `program` is what runs.
     """
 
-    def __init__(self, folder: Path, limits: Limits, program: Path = Path(child.__file__)) -> None:
+    def __init__(self, folder: Path, limits: Limits, program: Path = Path(worker.__file__)) -> None:
         self.limits = limits
         self.on_failure: Callable[[str, float], None] = lambda cause, lost_s: None
         self.most_characters: int | None = None
@@ -113,7 +113,7 @@ class TokenizerProcess:
         return self._process.pid
 
     def submit(self, task: Mapping[str, Any]) -> int:
-        """Number of a task (see `child`); ValueError or TypeError if that cannot be JSON."""
+        """Number of a task (see `worker.py`); ValueError or TypeError if that cannot be JSON."""
         self._numbers += 1
         line = json.dumps(task).encode() + b"\n"
         of = "chat template or tokenizer" if "chat" in task else "tokenizer"
