@@ -30,7 +30,7 @@ class Pair:
 
     @property
     def link(self) -> tuple[str, str, Place]:
-        """As `LinkRow.link`."""
+        """Both kinds in alphabetical order, and the place, as in `LinkRow.link`."""
         one, other = sorted((self.one.accelerator.name, self.other.accelerator.name))
         return one, other, self.place
 

@@ -1,4 +1,4 @@
-"""Making an omega file: a model's sensitivities, and perplexities to read them by."""
+"""Measurement of an omega file: sensitivities of a model, and perplexities to read them by."""
 
 from __future__ import annotations
 
@@ -85,10 +85,9 @@ def measure_points(
     options: EvaluationOptions,
     progress: ReportProgress | None = None,
 ) -> OmegaContent:
-    """`content` with perplexities measured on a text: at 16 bit, at each lower bitwidth, and for
-    mixtures.
+    """`content` with perplexities of a text: at 16 bit, at each lower bitwidth, and for mixtures.
 
-    With this machine's kernels, as `llmpq-eval --bits` measures. Raises as `measure_omega`.
+    Measured with this machine's kernels, as by `llmpq-eval --bits`. Raises as `measure_omega`.
     """
     device = device_of(options.device)
     layers = len(content.matrix)
@@ -111,14 +110,16 @@ def measure_points(
 
 
 def _falling(matrix: Matrix) -> Matrix:
-    """A layer that loses more at a higher bitwidth, as where 8 bit scales whole rows that hold an
-    outlier, is taken to lose as much at the lower one: a planner cannot then prefer it for that.
+    """The matrix with each layer losing at least as much at a lower bitwidth as at a higher one.
+
+    Where 8 bit scales whole rows that hold an outlier, it may lose more than 4 bit; a planner must
+    not prefer the lower one for that.
     """
     return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
 def _indicator(options: IndicatorOptions) -> Indicator:
-    """What is gathered in each layer."""
+    """The statistics that are gathered in each layer."""
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)

@@ -18,7 +18,7 @@ METHODS = ("variance", "hessian", "random")
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """How a text is cut and where it is evaluated.
+    """Options of an evaluation: how a text is cut, and where it is evaluated.
 
     `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
     `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
@@ -33,12 +33,13 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class IndicatorOptions:
-    """`method`: one of `METHODS`; `form` is that of the variance indicator.
+    """Options of a measurement of sensitivities.
 
-    `bits`: bitwidths to measure; 16, where nothing is lost, is always among the columns.
-    `sequences` of `sequence_length` tokens (512, or as many as the model has positions) are drawn
-    from the calibration text by `seed`, which seeds the random indicator too. `device`: auto, cpu
-    or cuda; `dtype`: the type to compute in.
+    `method`: one of `METHODS`; `form` is that of the variance indicator. `bits`: bitwidths to
+    measure; 16, where nothing is lost, is always among the columns. `sequences` of
+    `sequence_length` tokens (512, or as many as the model has positions) are drawn from the
+    calibration text by `seed`, which seeds the random indicator too. `device`: auto, cpu or cuda;
+    `dtype`: the type to compute in.
     """
 
     method: str = "variance"

@@ -13,7 +13,7 @@ ReportProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """Perplexity of a model on a text, window by window.
 
     `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
     has `window_tokens`. `dtypes` computed; `represented` names kernel backends that do not run here
@@ -49,12 +49,12 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float | None:
-        """That of the perplexity over windows, to first order; None for a single window."""
+        """Standard error of the perplexity over windows, to first order; None for one window."""
         error = _error_of_mean(self.window_nll, self.window_tokens)
         return None if error is None else self.perplexity * error
 
     def above(self, other: Perplexity) -> tuple[float, float | None]:
-        """By how much this perplexity exceeds `other`'s, and the standard error to first order.
+        """Excess of this perplexity over `other`'s, and its standard error to first order.
 
         Windows are compared one by one, so that how hard the text is does not count: the error is
         much smaller than those of the two perplexities. Raises ValueError for another text.
@@ -67,7 +67,7 @@ class Perplexity:
         return own - its, error
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All figures, for JSON."""
         return {
             "name": self.name,
             "bitwidths": list(self.bitwidths),
@@ -82,8 +82,9 @@ class Perplexity:
 
 
 def _error_of_mean(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Standard error of sum(sums) / sum(counts) over windows: that of a ratio (Cochran, Sampling
-    Techniques, section 2.11).
+    """Standard error of sum(sums) / sum(counts) over windows, that of a ratio.
+
+    Source: Cochran, Sampling Techniques, section 2.11.
     """
     windows = len(sums)
     if windows < 2:

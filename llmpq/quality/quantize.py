@@ -34,7 +34,7 @@ from quant.sensitivity.gram import Gram
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """What was written: `tensor_bytes` in folder `target`, layers with `bitwidths`."""
+    """A written checkpoint: `tensor_bytes` in the folder `target`, layers with `bitwidths`."""
 
     target: Path
     bitwidths: tuple[int, ...]
@@ -95,7 +95,9 @@ def quantize_checkpoint(
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """InputError if `target` exists (unless `overwrite` and it is a model's folder), or if one of
+    """Raise `InputError` for a folder that cannot be written or must not be replaced.
+
+    That is, if `target` exists (unless `overwrite` and it is a model's folder), or if one of
     `target` and the model's folder `source` is the other or lies in it.
     """
     try:
@@ -115,7 +117,7 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
 
 
 def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, GptqWeight]:
-    """The weights of the layer's linears, which hold the rounded ones afterwards."""
+    """Weights of the layer's linears, which hold the rounded ones afterwards."""
     bits = wanted.bitwidths[layer.index]
     weights: dict[str, GptqWeight] = {}
     if bits == FULL_BITS:
@@ -135,9 +137,9 @@ def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, Gpt
 
 
 def shared_inputs(layer: StreamedLayer) -> list[list[str]]:
-    """Names of the linears in the order in which they run, those that take the same input together.
+    """Names of the linears in the order in which they run, those of the same input together.
 
-    Watches them in a pass of a few sequences.
+    They are observed in a pass of a few sequences.
     """
     names: list[list[str]] = []
     inputs: list[Tensor] = []  # kept, so that no two of them have the same place in memory

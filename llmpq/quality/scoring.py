@@ -35,7 +35,7 @@ _MOST_NATS = 700.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a form for each decoder layer, and the types of embedding and head.
+    """A form for each decoder layer, and the types of embedding and head.
 
     Types are None where they are those of the whole computation.
     """

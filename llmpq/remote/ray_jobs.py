@@ -23,17 +23,15 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 ANSWER_S = 10.0
-"""Within which a dashboard must answer for the first time."""
+"""Seconds within which a dashboard must answer for the first time."""
 
 RECONNECT_S = 300.0
-"""How long a cluster may be silent while a job is followed: a head's restart takes a minute or two,
-after which Ray has forgotten the job.
+"""Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a
+minute or two, after which Ray has forgotten the job.
 """
 
 QUIET_S = 60.0
-"""A connection that brings no log for so long may be dead without anybody knowing; a run writes
-every few seconds.
-"""
+"""Seconds without log after which a connection counts as dead; a run writes every few seconds."""
 
 RETRY_S = 2.0
 
@@ -51,18 +49,19 @@ _AGENT_REMEDY = (
 _OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Variables that Ray's client prefers to the address it is given."""
 
-_TALKATIVE = (
+_VERBOSE_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 )
-"""Loggers of Ray that tell of every upload."""
+"""Loggers of Ray that report every upload."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: Ray's word for it, the exit code of its command if that came to its end, and
-    what Ray says where there is none.
+    """End of a job: Ray's word for it, and the exit code of its command, if that came to its end.
+
+    `message`: Ray's own words where there is no code.
     """
 
     status: str
@@ -81,16 +80,16 @@ class RayJobs:
         self.address = _checked(address)
         warn_of_readers()
         _check_dashboard(self.address)
-        with self._asking():
+        with self._explained_errors():
             self._client = _client(self.address)
 
     def submit(self, command: str, folder: Path) -> str:
-        """Run `command`, a line for the shell, in a copy of `folder` on the head; the job's id."""
+        """Run `command`, a shell line, in a copy of `folder` on the head; returns the job's id."""
         environment = {
             "working_dir": str(folder),
             "env_vars": {_STOP_WAIT_VARIABLE: str(STOP_WAIT_S), _SUBMITTED_VARIABLE: "1"},
         }
-        with self._asking():
+        with self._explained_errors():
             return self._client.submit_job(entrypoint=command, runtime_env=environment)
 
     def follow(self, job_id: str, write: Callable[[str], Any]) -> JobEnd:
@@ -108,19 +107,19 @@ class RayJobs:
                 asyncio.run(log.tail(self._client, job_id))
                 is_whole = True
             except BrokenPipeError:
-                raise  # who reads what we write has gone
+                raise  # nobody reads any more
             except (OSError, RuntimeError, aiohttp.ClientError):
                 pass
             end = self._end_soon(job_id)
             if end is not None:
                 if not is_whole:
-                    with self._asking(job_id):
+                    with self._explained_errors(job_id):
                         log.catch_up(self._client.get_job_logs(job_id))
                 return end
             time.sleep(RETRY_S)
 
     def _end_soon(self, job_id: str) -> JobEnd | None:
-        """How the job ended, None if it goes on; asks again for a while where nothing answers."""
+        """The end of the job, None if it goes on; asks again for a while where nothing answers."""
         deadline = time.monotonic() + RECONNECT_S
         while True:
             try:
@@ -133,8 +132,8 @@ class RayJobs:
             time.sleep(RETRY_S)
 
     def stop(self, job_id: str) -> JobEnd:
-        """Send SIGTERM to the job and wait for its end, which SIGKILL brings about if need be."""
-        with self._asking(job_id):
+        """Send SIGTERM to the job and wait for its end, if need be by SIGKILL."""
+        with self._explained_errors(job_id):
             self._client.stop_job(job_id)
         deadline = time.monotonic() + 2 * STOP_WAIT_S
         while (end := self._end(job_id)) is None:
@@ -147,14 +146,14 @@ class RayJobs:
         return end
 
     def _end(self, job_id: str) -> JobEnd | None:
-        with self._asking(job_id):
+        with self._explained_errors(job_id):
             job = self._client.get_job_info(job_id)
         if not job.status.is_terminal():
             return None
         return JobEnd(str(job.status), job.driver_exit_code, job.message or "")
 
     @contextmanager
-    def _asking(self, job_id: str | None = None) -> Iterator[None]:
+    def _explained_errors(self, job_id: str | None = None) -> Iterator[None]:
         import ray.exceptions
 
         unauthenticated: Any = getattr(ray.exceptions, "AuthenticationError", ())  # since Ray 2.52
@@ -163,7 +162,7 @@ class RayJobs:
         except unauthenticated as error:
             raise refused_token(f"the Ray cluster at {self.address}") from error
         except OSError as error:
-            raise _silent(self.address, error) from error
+            raise _no_answer(self.address, error) from error
         except (RuntimeError, ValueError) as error:
             if job_id is not None and "status code 404" in str(error):
                 raise InputError(
@@ -177,10 +176,10 @@ class RayJobs:
 
 
 def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:
-    """In a job of `RayJobs.submit`: do not have stages start in copies of the job's folder.
+    """Have stages of a job of `RayJobs.submit` not start in copies of the job's folder.
 
     They need none of it, and Ray nodes of one machine share its place: each that unpacks its copy
-    removes that of the others first, under the driver's feet.
+    removes that of the others first, which the driver still uses.
     """
     if _SUBMITTED_VARIABLE not in environment or _CONFIG_VARIABLE not in environment:
         return
@@ -190,7 +189,7 @@ def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:
 
 
 class _Log:
-    """The part of a job's log that was written already, and the rest."""
+    """The log of a job, of which each character is written once."""
 
     def __init__(self, write: Callable[[str], Any]) -> None:
         self._write = write
@@ -209,7 +208,7 @@ class _Log:
                 seen += len(text)
 
     def catch_up(self, whole: str) -> None:
-        """Write what of the whole log is new."""
+        """Write what is new of the whole log."""
         self._take(whole, 0)
 
     def _take(self, text: str, begin: int) -> None:
@@ -220,7 +219,7 @@ class _Log:
 
 
 def _checked(address: str) -> str:
-    """`address` without a slash at its end; raises `SpecError` if it is none of a dashboard."""
+    """`address` without a slash at its end; raises `SpecError` if it is no dashboard's."""
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -249,7 +248,7 @@ def _check_dashboard(address: str) -> None:
     except ValueError:
         known = False
     except OSError as error:
-        raise _silent(address, error) from error
+        raise _no_answer(address, error) from error
     if not known or answer.status_code == 404:
         raise DeviceError(
             f"what answers at {address} is no Ray dashboard (status {answer.status_code}); name "
@@ -257,7 +256,7 @@ def _check_dashboard(address: str) -> None:
         )
 
 
-def _silent(address: str, error: OSError) -> DeviceError:
+def _no_answer(address: str, error: OSError) -> DeviceError:
     return DeviceError(
         f"no Ray dashboard answers at {address} ({_reason(error)}); is it the address that "
         "`ray start --head` printed, and is port 8265 reachable from here?"
@@ -268,7 +267,7 @@ def _client(address: str) -> JobSubmissionClient:
     """Ray's client for just this address, without its notes on uploads."""
     from ray.job_submission import JobSubmissionClient
 
-    for name in _TALKATIVE:
+    for name in _VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
     saved = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
     try:
@@ -278,8 +277,9 @@ def _client(address: str) -> JobSubmissionClient:
 
 
 def _reason(error: BaseException) -> str:
-    """What a message may hold of an error: what the system said; else the last line of a traceback,
-    or the first sentence.
+    """The part of an error that a message shows.
+
+    That is what the system said; else the last line of a traceback, or the first sentence.
     """
     text = str(error)
     system = re.search(r"\[Errno -?\d+\] [\w ]+", text)

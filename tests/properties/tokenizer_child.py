@@ -33,7 +33,7 @@ class Changing(child.Worker):  # type: ignore[misc,name-defined]
             try:
                 child._compile(task["template"])
             except child.BrokenTemplateError as error:
-                return {"error": child.told_of(error), "of": "chat template"}
+                return {"error": child.error_words(error), "of": "chat template"}
             self.tokenizer.chat_template = task["template"]
             return dict(super().answer(json.dumps({"chat": CHAT})))
         if "load" in task:
