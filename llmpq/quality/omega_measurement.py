@@ -46,36 +46,39 @@ def measure_omega(
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
     if options.needs_text:
-        device = device_of(options.device)
-        compute = compute_on(device, compute_dtype(options.dtype, device))
-        text = EvaluationOptions(sequence_length=options.sequence_length)
-        sample = Calibration.sample(
-            windows_of(calibration, folder, text), options.sequences, options.seed
-        )
-        found = measure_indicators(
-            folder,
-            sample.token_ids,
-            {options.method: _indicator(options)},
-            options.bits,
-            compute,
-            progress,
-        )
-        matrix = _falling(found[options.method])
-        sequences, length = sample.token_ids.shape
-        if options.method == "variance":
-            provenance |= asdict(options.form)
-        provenance |= {
-            "calibration_tokens": sequences * length,
-            "calibration": sample.fingerprint,
-            "sequences": sequences,
-            "sequence_length": length,
-            "device": device.type,
-            "dtype": str(compute.dtype).removeprefix("torch."),
-        }
+        windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
+        sample = Calibration.sample(windows, options.sequences, options.seed)
+        matrix, measured = _measured(folder, sample, options, progress)
+        provenance |= measured
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
     provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
     return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
+
+
+def _measured(
+    folder: Path,
+    sample: Calibration,
+    options: IndicatorOptions,
+    progress: ReportProgress | None,
+) -> tuple[Matrix, dict[str, str | int | float]]:
+    """The indicator on a text, and its provenance."""
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    indicators = {options.method: _indicator(options)}
+    found = measure_indicators(
+        folder, sample.token_ids, indicators, options.bits, compute, progress
+    )
+    sequences, length = sample.token_ids.shape
+    form = asdict(options.form) if options.method == "variance" else {}
+    return _falling(found[options.method]), form | {
+        "calibration_tokens": sequences * length,
+        "calibration": sample.fingerprint,
+        "sequences": sequences,
+        "sequence_length": length,
+        "device": device.type,
+        "dtype": str(compute.dtype).removeprefix("torch."),
+    }
 
 
 def measure_points(

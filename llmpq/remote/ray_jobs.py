@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
+from llmpq.remote.dashboard import (
+    check_dashboard,
+    checked_address,
+    dashboard_client,
+    error_reason,
+    no_answer,
+)
+from llmpq.remote.job_log import JobLog
 from llmpq.remote.token import refused_token, warn_of_readers
-from quant.common.errors import DeviceError, InputError, SpecError
-from quant.common.printable import without_user
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
-ANSWER_S = 10.0
-"""Seconds within which a dashboard must answer for the first time."""
+from quant.common.errors import DeviceError, InputError
 
 RECONNECT_S = 300.0
 """Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a
 minute or two, after which Ray has forgotten the job.
 """
-
-QUIET_S = 60.0
-"""Seconds without log after which a connection counts as dead; a run writes every few seconds."""
 
 RETRY_S = 2.0
 
@@ -46,15 +40,6 @@ _AGENT_REMEDY = (
     " (if that stays so, another Ray on the head holds its agent's port; start this one with "
     "`ray start --head --dashboard-agent-listen-port=PORT`)"
 )
-_OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Variables that Ray's client prefers to the address it is given."""
-
-_VERBOSE_LOGGERS = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-)
-"""Loggers of Ray that report every upload."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +62,11 @@ class RayJobs:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = _checked(address)
+        self.address = checked_address(address)
         warn_of_readers()
-        _check_dashboard(self.address)
+        check_dashboard(self.address)
         with self._explained_errors():
-            self._client = _client(self.address)
+            self._client = dashboard_client(self.address)
 
     def submit(self, command: str, folder: Path) -> str:
         """Run `command`, a shell line, in a copy of `folder` on the head; returns the job's id."""
@@ -100,7 +85,7 @@ class RayJobs:
         import aiohttp
 
         self._end(job_id)
-        log = _Log(write)
+        log = JobLog(write)
         while True:
             is_whole = False
             try:
@@ -162,7 +147,7 @@ class RayJobs:
         except unauthenticated as error:
             raise refused_token(f"the Ray cluster at {self.address}") from error
         except OSError as error:
-            raise _no_answer(self.address, error) from error
+            raise no_answer(self.address, error) from error
         except (RuntimeError, ValueError) as error:
             if job_id is not None and "status code 404" in str(error):
                 raise InputError(
@@ -171,7 +156,7 @@ class RayJobs:
                 ) from error
             remedy = _AGENT_REMEDY if "No available agent" in str(error) else ""
             raise DeviceError(
-                f"the Ray cluster at {self.address} refused: {_reason(error)}{remedy}"
+                f"the Ray cluster at {self.address} refused: {error_reason(error)}{remedy}"
             ) from error
 
 
@@ -186,105 +171,3 @@ def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:
     config = json.loads(environment[_CONFIG_VARIABLE])
     config.get("runtime_env", {}).pop("working_dir", None)
     environment[_CONFIG_VARIABLE] = json.dumps(config)
-
-
-class _Log:
-    """The log of a job, of which each character is written once."""
-
-    def __init__(self, write: Callable[[str], Any]) -> None:
-        self._write = write
-        self._written = 0
-
-    async def tail(self, client: JobSubmissionClient, job_id: str) -> None:
-        """Write what is new; every connection begins at the log's first character.
-
-        Raises `TimeoutError` when nothing came for `QUIET_S`.
-        """
-        seen = 0
-        async with asyncio.timeout(QUIET_S) as limit:
-            async for text in client.tail_job_logs(job_id):
-                limit.reschedule(asyncio.get_running_loop().time() + QUIET_S)
-                self._take(text, seen)
-                seen += len(text)
-
-    def catch_up(self, whole: str) -> None:
-        """Write what is new of the whole log."""
-        self._take(whole, 0)
-
-    def _take(self, text: str, begin: int) -> None:
-        new = text[max(0, self._written - begin) :]
-        if new:
-            self._written = begin + len(text)
-            self._write(new)
-
-
-def _checked(address: str) -> str:
-    """`address` without a slash at its end; raises `SpecError` if it is no dashboard's."""
-    try:
-        parts = urlsplit(address)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise SpecError(
-            "--submit wants the address of the cluster's dashboard, as http://HEAD:8265; "
-            f"{without_user(address)!r} is none"
-        )
-    if "@" in parts.netloc:
-        raise SpecError(
-            "--submit takes no user and password in the address, which would be shown in messages; "
-            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-        )
-    return address.rstrip("/")
-
-
-def _check_dashboard(address: str) -> None:
-    """Fail soon where no Ray dashboard answers: Ray's client waits without limit."""
-    import requests
-
-    try:
-        answer = requests.get(f"{address}/api/version", timeout=ANSWER_S)
-        known = not answer.ok or "ray_version" in answer.json()
-    except ValueError:
-        known = False
-    except OSError as error:
-        raise _no_answer(address, error) from error
-    if not known or answer.status_code == 404:
-        raise DeviceError(
-            f"what answers at {address} is no Ray dashboard (status {answer.status_code}); name "
-            "the address that `ray start --head` printed, by default http://HEAD:8265"
-        )
-
-
-def _no_answer(address: str, error: OSError) -> DeviceError:
-    return DeviceError(
-        f"no Ray dashboard answers at {address} ({_reason(error)}); is it the address that "
-        "`ray start --head` printed, and is port 8265 reachable from here?"
-    )
-
-
-def _client(address: str) -> JobSubmissionClient:
-    """Ray's client for just this address, without its notes on uploads."""
-    from ray.job_submission import JobSubmissionClient
-
-    for name in _VERBOSE_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    saved = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
-    try:
-        return JobSubmissionClient(address)
-    finally:
-        os.environ.update(saved)
-
-
-def _reason(error: BaseException) -> str:
-    """The part of an error that a message shows.
-
-    That is what the system said; else the last line of a traceback, or the first sentence.
-    """
-    text = str(error)
-    system = re.search(r"\[Errno -?\d+\] [\w ]+", text)
-    if system is not None:
-        return system[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    is_trace = any(line.startswith("Traceback") for line in lines)
-    return (lines[-1] if is_trace else lines[0].partition(". ")[0])[:300]
