@@ -108,8 +108,8 @@ def measure_points(
         MeasuredPoint(other.bitwidths, other.perplexity, other.above(full)[1] or 0.0)
         for other in others
     ]
-    told = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
-    return replace(content, points=tuple(points), provenance={**content.provenance, **told})
+    text = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
+    return replace(content, points=tuple(points), provenance={**content.provenance, **text})
 
 
 def _falling(matrix: Matrix) -> Matrix:
