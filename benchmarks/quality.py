@@ -36,7 +36,7 @@ from benchmarks.machine import processor_name
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.solve import AssignmentProblem, solve

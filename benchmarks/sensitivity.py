@@ -27,11 +27,11 @@ from benchmarks.machine import processor_name
 from benchmarks.quality import CPU, EXAMPLES, MODEL, Bits, read_texts, weight_only
 from llmpq import Cluster, Plan, Workload
 from llmpq.quality.indicator import measure_indicators
-from llmpq.quality.indicator_options import IndicatorOptions
-from llmpq.quality.omega import measure_omega, measure_points
-from llmpq.quality.perplexity import EvaluationOptions, Perplexity
+from llmpq.quality.omega_measurement import measure_omega, measure_points
+from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape

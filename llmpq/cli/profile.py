@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile.layers import Profile, devices_to_profile, left_of
-    from llmpq.profile.links_and_loading import LoadProfile, profile_links
+    from llmpq.profile.layers import Profile, devices_to_profile, points_left
+    from llmpq.profile.links import profile_links
+    from llmpq.profile.loading import LoadProfile
     from llmpq.remote.session import ray_session
 
     target = Path(options.output)
@@ -74,7 +75,7 @@ def _profile(options: argparse.Namespace) -> int:
     for table in beside:
         if table.rows:
             console().print(table)
-    left = left_of(done)
+    left = points_left(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     return EXIT_DONE

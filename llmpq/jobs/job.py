@@ -1,4 +1,4 @@
-"""A job: its input checked and counted, what is left of it, and its results written."""
+"""A job: its input is checked and counted, and gives the rows that have no result yet."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from quant.common.file_identity import FileIdentity
 
 @dataclass(frozen=True)
 class Tally:
-    """Rows of the input; those that were `resumed`, done already, and how many of these are errors;
-    tokens that the others may generate at most.
+    """Numbers of rows and tokens of a job.
+
+    `rows` of the input, of which `resumed` were done already, `resumed_errors` of these in error;
+    `max_tokens` that the others may generate at most.
     """
 
     rows: int
@@ -37,8 +39,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """`retry_errors`: rows that ended in an error run again; `stop_at_error`: the first one ends
-    the job; `extend`: a job that was begun with other rows keeps what is done and does these too.
+    """Options of a job.
+
+    `retry_errors`: rows that ended in an error run again. `stop_at_error`: the first error ends the
+    job. `extend`: a job that was begun with other rows keeps what is done and does these too.
     """
 
     retry_errors: bool = False
@@ -49,8 +53,7 @@ class JobOptions:
 def finished_tally(
     source: JobInput, output: Output, identity: JobIdentity, options: JobOptions
 ) -> Tally | None:
-    """Tally of a job that has been done, of which nothing has changed since; None where its rows
-    must be looked at.
+    """Tally of a job that is done and unchanged since; None where its rows must be looked at.
 
     Raises `InputError` for an output of another job.
     """
@@ -61,7 +64,7 @@ def finished_tally(
 
 
 class Job:
-    """The rows of `source`, of which `output` gets what it has not yet.
+    """The rows of `source` and their results in `output`.
 
     The input is read once to check and count it, before anything is generated, and once more as it
     is generated; ids are kept on disk. Raises `InputError` for an input without rows or with an id
@@ -122,7 +125,7 @@ class Job:
         return Kind.NAMELESS if is_nameless else Kind.BAD
 
     def _custom_ids(self, *places: int) -> dict[int, str]:
-        """Of the rows that stand there, which are looked for in one go: messages alone need it."""
+        """Ids of the rows at `places`, found in one more reading, for messages alone."""
         found = ((r.place, r.row.custom_id) for r in self._source.rows() if r.place in places)
         return dict(islice(found, len(places)))
 
@@ -135,7 +138,7 @@ class Job:
         return done.fingerprint == fingerprint
 
     def todo(self) -> Iterator[Row | BadRow]:
-        """The rows that are left, as they are asked for.
+        """The rows that have no result yet, as they are asked for.
 
         Raises `InputError` when the input has changed meanwhile.
         """
@@ -150,19 +153,19 @@ class Job:
             raise self._changed()
 
     def write(self, result: Result) -> bool:
-        """Take a result in; False if its row has one already."""
+        """Write a result; False if its row has one already."""
         is_new = self._output.write(result)
         self._written += is_new
         self._errors += is_new and result.error is not None
         return is_new
 
     def finish(self) -> None:
-        """All rows are done: join the results."""
+        """Join the results, when all rows are done."""
         self._output.finish(self._record)
         self._database.close()
 
     def _record(self) -> InputRecord | None:
-        """What may be told of the input; None if not all of its rows are done after all."""
+        """Record of the input; None if not all of its rows are done after all."""
         tally = self.tally
         if self._written != tally.left:
             return None
@@ -176,5 +179,5 @@ class Job:
 
 
 def _states(identities: Sequence[FileIdentity]) -> list[tuple[int, int]]:
-    """Sizes and times of change to the content: another name or access right is no other input."""
+    """Sizes and times of change of content: another name or access right is no other input."""
     return [(identity.file_bytes, identity.modified_ns) for identity in identities]

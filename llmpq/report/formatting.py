@@ -82,7 +82,7 @@ def listed(names: list[str], word: str = "and") -> str:
 
 
 def shortened(name: str, most: int) -> str:
-    """At most `most` characters, the middle left out."""
+    """A name of at most `most` characters, its middle left out."""
     if len(name) <= most:
         return name
     head = (most - 1) // 2

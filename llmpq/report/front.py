@@ -24,7 +24,7 @@ TICKS = 4
 class PlanPoint:
     """A plan by its simulated latency and its summed sensitivity, and the theta that gives it.
 
-    `bits`: mean bitwidth of a layer, where it is to be told.
+    `bits`: mean bitwidth of a layer, None where it is not to be shown.
     """
 
     theta: float
@@ -126,7 +126,7 @@ def front_of(
 
 
 def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
-    """From the fastest on; of equals the first one given."""
+    """Points that no other one beats in both, fastest first; the first given one of equals."""
     kept: list[PlanPoint] = []
     for point in sorted(points, key=lambda each: (each.latency_s, each.sensitivity)):
         if not kept or point.sensitivity < kept[-1].sensitivity:

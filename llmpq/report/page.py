@@ -51,7 +51,7 @@ def report_page(
 
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
-    """What the templates show of an explanation, by the names that they use."""
+    """Values that the templates show of an explanation, under the names that they use."""
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.device for stage in plan.stages]
     answers = explanation.answers

@@ -1,4 +1,4 @@
-"""What the figures of an explanation mean, in sentences."""
+"""Sentences that say what the figures of an explanation mean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RESOURCES = {
 
 
 def summary(plan: PlanSpec) -> str:
-    """What runs where and how fast, in a few plain sentences."""
+    """A few plain sentences on what runs where, and how fast."""
     w, p = plan.workload, plan.predicted
     bits = [each for stage in plan.stages for each in stage.bitwidths]
     shares = [
@@ -45,7 +45,7 @@ def summary(plan: PlanSpec) -> str:
 
 
 def bottlenecks(plan: PlanSpec) -> str:
-    """Which stages work longest, and how much of the time devices wait."""
+    """A sentence on the stages that work longest, and on how much of the time devices wait."""
     p = plan.predicted
     if len(plan.stages) == 1:
         return "There is one stage, so it is the bottleneck of both phases."
@@ -61,13 +61,13 @@ def bottlenecks(plan: PlanSpec) -> str:
 
 
 def binding(limits: StageLimits) -> str:
-    """What a stage has used up."""
+    """Names of the resources that a stage has used up."""
     used = [RESOURCES[each] for each in limits.binds]
     return listed(used) if used else "nothing"
 
 
 def lever(plan: PlanSpec, explanation: Explanation, least_s: float) -> str:
-    """The change of hardware that brings most, if any does."""
+    """A sentence on the change of hardware that brings most, if any does."""
     asked = explanation.answers.of("memory", "links")
     best = min(asked, key=lambda answer: answer.objective_change_s, default=None)
     if best is None:
@@ -95,7 +95,7 @@ def question(asked: Question, stages: Sequence[StagePlan]) -> str:
 
 
 def outcome(answer: Answer, least_s: float) -> str:
-    """What the new plan gains or loses, and how it differs."""
+    """Gains and losses of the new plan, and how it differs."""
     parts = [
         _faster(answer.latency_change_s, least_s),
         _quality(answer.quality_change_s, least_s),
@@ -105,7 +105,7 @@ def outcome(answer: Answer, least_s: float) -> str:
 
 
 def difference(answer: Answer) -> str:
-    """How far the new plan is from the present one."""
+    """The distance of the new plan from the present one, in layers."""
     parts = []
     if answer.layers_moved:
         parts.append(f"{plural(answer.layers_moved, 'layer')} on another stage")
@@ -117,7 +117,7 @@ def difference(answer: Answer) -> str:
 
 
 def layer_sentence(reason: LayerReason, device: str, gap_s: float) -> str:
-    """Why a layer has its bits: each other bitwidth with what speaks against it."""
+    """The reasons for the bits of a layer: each other bitwidth with what speaks against it."""
     span = layer_span(reason.layers)
     return f"{span[:1].upper()}{span[1:]}: {_placed(reason, device, gap_s)}"
 
@@ -125,7 +125,7 @@ def layer_sentence(reason: LayerReason, device: str, gap_s: float) -> str:
 def layer_sentences(
     reasons: Sequence[LayerReason], devices: Sequence[str], gap_s: float
 ) -> list[str]:
-    """One sentence for each run of layers of which the same can be said; `devices` by stage."""
+    """One sentence for each run of layers with the same reasons; `devices` by stage."""
     runs: list[tuple[range, str]] = []
     for reason in reasons:
         text = _placed(reason, devices[reason.stage], gap_s)
@@ -148,7 +148,7 @@ def _placed(reason: LayerReason, device: str, gap_s: float) -> str:
 
 
 def headline(reasons: Sequence[LayerReason]) -> str:
-    """The gist for layers of one stage and bitwidth: why not more bits, why not fewer."""
+    """The gist for layers of one stage and bitwidth: why not more bits, and why not fewer."""
     others = [(each, reason.bits) for reason in reasons for each in reason.alternatives]
     more = [each.effect for each, bits in others if each.bits > bits]
     fewer = [each.effect for each, bits in others if each.bits < bits]
@@ -167,7 +167,7 @@ def headline(reasons: Sequence[LayerReason]) -> str:
 
 
 def verdict(alternative: Alternative, reason: LayerReason, gap_s: float) -> str:
-    """What speaks against one other bitwidth; begins with a verb."""
+    """The reasons against one other bitwidth; begins with a verb."""
     effect = alternative.effect
     if not effect.fits:
         return _no_room(alternative, reason)
@@ -180,7 +180,7 @@ def verdict(alternative: Alternative, reason: LayerReason, gap_s: float) -> str:
 
 
 def exchange(reason: LayerReason) -> str:
-    """Why this layer and not another one of its stage."""
+    """A sentence on why this layer has these bits and not another one of its stage."""
     partner = reason.exchange
     if partner is None:
         return ""
@@ -221,7 +221,7 @@ def _pair(alternative: Alternative) -> tuple[float, float]:
 
 
 def _consequences(latency_s: float, quality_s: float) -> str:
-    """For instance "save 20 ms a batch and lose quality worth 3 ms"."""
+    """Time and quality in words, as "save 20 ms a batch and lose quality worth 3 ms"."""
     parts = []
     if abs(latency_s) >= LEAST_S:
         verb = "save" if latency_s < 0 else "cost"

@@ -13,7 +13,7 @@ from planner.plan.spec import StagePlan
 
 @dataclass(frozen=True)
 class ChangedPlan:
-    """What was `asked`, and what the new plan is; `quality` is a range for several thetas."""
+    """A condition, `asked`, and the plan made under it; `quality` is a range for several thetas."""
 
     asked: str
     answer: Answer

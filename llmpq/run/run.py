@@ -21,8 +21,8 @@ from llmpq.run.options import RunOptions
 from llmpq.run.replan import replan_after_loss, replanned_text
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.summary import RunSize, RunSummary
-from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from planner.plan.run_trace import check_trace_path
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve

@@ -15,7 +15,7 @@ ROWS_PER_BLOCK = 4096
 
 
 def rows_in(dataset: Any) -> Iterator[Row | BadRow]:
-    """The rows of a dataset of prompts, batch by batch; `InputError` as `rows_of`."""
+    """The rows of a dataset of prompts, batch by batch; raises `InputError` as `rows_of` does."""
     require_pyarrow()
     return rows_named_by_content(_plain_rows(dataset))
 

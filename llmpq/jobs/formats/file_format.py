@@ -1,4 +1,4 @@
-"""Which format a file of rows has: what its name says, whichever case it is in."""
+"""Formats of files of rows, by their names in upper or lower case."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (
     *(f"{suffix}{compression}" for suffix in _ROW_FORMATS for compression in ("", *COMPRESSIONS)),
     PARQUET,
 )
-"""What is taken from a folder; an input file that is named itself may be called anything."""
+"""Endings of the files that count in a folder; a file that is named itself may have any."""
 
 WRITTEN = (
     f"{', '.join(_ROW_FORMATS)} (each also with {' or '.join(COMPRESSIONS)}) and {PARQUET}, "
@@ -29,14 +29,14 @@ WRITTEN = (
 
 @dataclass(frozen=True)
 class FileFormat:
-    """What the rows of a file are written in, and how that is compressed."""
+    """The format of the rows of a file, and its compression."""
 
     rows: RowFormat
     compression: Compression = ""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The format in a message."""
         if self.compression:
             return "gzip" if self.compression == ".gz" else "Zstandard"
         return {"jsonl": "JSON lines", "csv": "CSV", "parquet": "Parquet"}[self.rows]
@@ -46,7 +46,7 @@ JSON_LINES = FileFormat("jsonl")
 
 
 def input_format(path: Path) -> FileFormat:
-    """Of prompts; JSON lines where the name says nothing that is known.
+    """Format of a file of prompts; JSON lines where its name tells no format.
 
     Raises `InputError` for Parquet that is compressed as a whole.
     """
@@ -62,7 +62,7 @@ def input_format(path: Path) -> FileFormat:
 
 
 def output_format(path: Path) -> FileFormat:
-    """Of results; JSON lines where the name has no ending, which promises nothing else.
+    """Format of a file of results; JSON lines where its name has no ending.
 
     Raises `InputError` for an ending that llmpq does not write.
     """

@@ -12,11 +12,11 @@ from quant.common.errors import InputError
 
 
 def rows_of(items: Iterable[RowInput]) -> Iterator[Row | BadRow]:
-    """Rows from Python as they are asked for: strings, token lists or dictionaries as in a JSONL
-    line; those without an id are named by their place, `row-0` and so on.
+    """Rows from Python as they are asked for; those without an id become `row-0` and so on.
 
-    Raises `InputError` for a single string, whose characters nobody means as prompts, and where an
-    id comes twice or there are no rows: at once if `items` is a list, else when it is met.
+    An item is a string, a list of token ids, or a dictionary as in a JSONL line. Raises
+    `InputError` for a single string, whose characters nobody means as prompts, and where an id
+    comes twice or there are no rows: at once if `items` is a list, else when it is met.
     """
     if isinstance(items, str | bytes):
         raise InputError("rows is one string; pass a list of prompts")
@@ -27,8 +27,9 @@ def rows_of(items: Iterable[RowInput]) -> Iterator[Row | BadRow]:
 
 
 def rows_named_by_content(items: Iterable[Mapping[str, Any]]) -> Iterator[Row | BadRow]:
-    """As `rows_of`, of dictionaries that come in no settled order: what has no id gets one that is
-    made from its content.
+    """Rows from dictionaries that come in no settled order, as `rows_of` makes them.
+
+    Those without an id get one that is made from their content.
     """
     return _from_items(items, Occurrences())
 

@@ -1,4 +1,4 @@
-"""The folder of a job: its manifest, its shards, the list of its rows, and what may be cut off."""
+"""The folder of a job: its manifest, its shards, the list of its rows, and unfinished files."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ _ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE, ROWS_ASIDE})
 
 @dataclass(frozen=True)
 class JobFolder:
-    """What lies in a job's folder `path`, and how it changes; OSError as the disk has them."""
+    """The folder of a job at `path`; its methods raise OSError as the disk does."""
 
     path: Path
     disk: Disk
 
     @property
     def joined(self) -> Path:
-        """The finished file, before it gets its name."""
+        """Path of the finished file before it gets its name."""
         return self.path / _JOINED
 
     def manifest(self) -> Manifest | None:
-        """As `Manifest.read`."""
+        """The manifest, read as `Manifest.read` does."""
         return Manifest.read(self.path / MANIFEST)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Put it in the place of the one before."""
+        """Replace the manifest."""
         manifest.write(self.disk, self.path / MANIFEST, self.path / _ASIDE)
 
     def shards(self, generation: int) -> list[Shard]:
-        """Those that count."""
+        """The shards of `generation`, which are those that count."""
         return [shard for shard in shards_in(self.path) if shard.generation == generation]
 
     def begin(self, manifest: Manifest, database: RowDatabase) -> None:
-        """Note whose job it is from now on: shards of an older one count no more from then on."""
+        """Write the manifest of a job that begins.
+
+        Shards of an older job count no more from then on.
+        """
         self.disk.sync_folder(self.path.parent)
         if manifest.input_digest is not None:
             RowList(self.path, manifest.input_digest).write(self.disk, database.row_blocks())
@@ -49,19 +52,19 @@ class JobFolder:
         self._keep(manifest.generation, manifest.input_digest)
 
     def clean_up(self, generation: int | None) -> None:
-        """Leave the manifest and the shards of that generation."""
+        """Remove all but the manifest and the shards of that generation."""
         self._keep(generation, None)
         for path in self.path.iterdir():
             if path.name in _ASIDES:
                 self.disk.unlink(path)
 
     def holds_leftovers(self) -> bool:
-        """Whether something is there that a finished job has not."""
+        """Whether there is a file that a finished job does not have."""
         aside = any((self.path / name).exists() for name in _ASIDES)
         return aside or bool(row_lists_in(self.path))
 
     def foreign(self) -> str | None:
-        """A file that is no job's, where there is no job either."""
+        """Name of a file that belongs to no job, in a folder that is none of a job."""
         if (self.path / MANIFEST).exists() or shards_in(self.path):
             return None
         ours = {LOCK, *_ASIDES}

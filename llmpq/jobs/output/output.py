@@ -1,4 +1,4 @@
-"""Where a job's results go: to its files, or to a pipe or device, where nothing can be kept."""
+"""Output of a job: files, or a pipe or device, where nothing can be kept."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output(Protocol):
     def recorded(
         self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
     ) -> InputRecord | None:
-        """The record of `source` if it is done and unchanged, without a look at its rows."""
+        """The record of `source` if it is done and unchanged; no row is looked at for it."""
 
     def load(
         self, identity: JobIdentity, database: RowDatabase, retry_errors: bool = False

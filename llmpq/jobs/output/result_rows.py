@@ -42,7 +42,10 @@ def line_of(result: Result, fingerprint: str) -> bytes:
 
 
 def check_writable(named: Path, path: Path) -> None:
-    """`InputError` for a format that cannot be written to `path`, which a link may have `named`."""
+    """Raise `InputError` for a format that cannot be written to `path`.
+
+    `named`: the name that was given, perhaps of a link to `path`.
+    """
     found = output_format(path)
     if found != output_format(named):
         raise InputError(

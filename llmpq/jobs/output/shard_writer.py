@@ -102,7 +102,7 @@ class ShardWriter:
 
     def _commit_by_time(self) -> None:
         while not self._closed.wait(self._options.shard_s):
-            with self._mutex, suppress(OSError):  # the next caller is told
+            with self._mutex, suppress(OSError):  # the next call raises it
                 if self.failure is None:
                     self._commit()
 

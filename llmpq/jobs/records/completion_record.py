@@ -1,4 +1,4 @@
-"""What a job's manifest tells of a job that is done, so that the next start need not read a row."""
+"""State of the files of a job that is done, by which the next start need not read a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quant.common.file_identity import FileIdentity
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was read or left; `identity` is None where a change could hide behind it."""
+    """State of a file; `identity` is None where a later change would not show in it."""
 
     name: str
     file_bytes: int
@@ -26,7 +26,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path, name: str) -> FileRecord | None:
-        """The file at `path`; None where it changes meanwhile."""
+        """State of the file at `path`; None where it changes meanwhile."""
         (identity,) = settled_identities([path])
         digest = file_digest(path)
         if FileIdentity.of(path) != identity:
@@ -44,8 +44,10 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class FolderRecord:
-    """A folder of shards: a digest of their names, which hold theirs, and one of what the file
-    system says of them, None where a change could hide behind that.
+    """State of a folder of shards.
+
+    `names`: a digest of their names, which hold digests of their content. `identities`: one of what
+    the file system says of them, None where a later change would not show in it.
     """
 
     names: str
@@ -53,7 +55,7 @@ class FolderRecord:
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> FolderRecord | None:
-        """What `shards` are; None where one is damaged or changes meanwhile."""
+        """State of `shards`; None where one is damaged or changes meanwhile."""
         settled = settled_identities([shard.path for shard in shards])
         before = _identities(shards)
         if not all(shard.is_whole() for shard in shards) or _identities(shards) != before:
@@ -80,12 +82,12 @@ class InputRecord:
 
 
 ReadInputAgain = Callable[[], InputRecord | None]
-"""Reads the files of the input once more; None where nothing may be told of them."""
+"""Reads the files of the input once more; None where they cannot be recorded."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """Input and output when the last row was done, and the llmpq that read and wrote them."""
+    """Input and output when the last row was done, and the version of llmpq."""
 
     input: InputRecord
     output: FileRecord | FolderRecord
@@ -93,13 +95,14 @@ class JobRecord:
 
     @classmethod
     def of(cls, given: InputRecord, output: FileRecord | FolderRecord) -> JobRecord:
-        """The record of what this llmpq has done."""
+        """Record of a job that this version of llmpq has done."""
         return cls(given, output, llmpq_version())
 
     @classmethod
     def read(cls, content: object) -> JobRecord | None:
-        """The record in a manifest; None for none, for a broken one and for another llmpq's, which
-        may have understood rows otherwise: rows are looked at then.
+        """The record in a manifest; None for none, for a broken one and for another llmpq's.
+
+        Another llmpq may have understood rows otherwise, so that they must be looked at.
         """
         try:
             found = _ADAPTER.validate_python(content)
@@ -112,9 +115,9 @@ _ADAPTER: TypeAdapter[JobRecord] = TypeAdapter(JobRecord)
 
 
 def settled_identities(paths: Sequence[Path]) -> list[FileIdentity]:
-    """What `paths` are once their last change is a clock tick ago, or has been waited for in vain.
+    """Identities of `paths` once their last change is a clock tick ago.
 
-    OSError where one cannot be looked at.
+    Waits for that, in vain where the clock is wrong. Raises OSError where one cannot be looked at.
     """
     identities = [FileIdentity.of(path) for path in paths]
     if identities:

@@ -1,4 +1,4 @@
-"""Every change that a job makes to the disk, one call each, so that tests can fail any of them."""
+"""Changes that a job makes to the disk, one call each, so that tests can fail any of them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def file_digest(path: Path) -> str:
 
 
 class Disk:
-    """The calls of the operating system."""
+    """Calls of the operating system."""
 
     def open_new(self, path: Path) -> int:
-        """Descriptor of an empty file."""
+        """Descriptor of a new, empty file."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: Any) -> int:
-        """Bytes written, which may be fewer than given."""
+        """Number of bytes written, which may be fewer than given."""
         return os.write(descriptor, data)
 
     def fsync(self, descriptor: int) -> None:
@@ -44,7 +44,7 @@ class Disk:
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Put `source` in the place of `target`, at once."""
+        """Replace `target` by `source`, at once."""
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """A folder and those above it; one that exists stays."""
+        """Make a folder and those above it; one that exists stays."""
         path.mkdir(parents=True, exist_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
@@ -65,7 +65,7 @@ class Disk:
 
 
 class Sink(io.RawIOBase):
-    """An open file as what libraries write to; `error` is what they may have swallowed."""
+    """An open file that libraries write to; `error` is an OSError they may have swallowed."""
 
     def __init__(self, disk: Disk, descriptor: int) -> None:
         self._disk = disk
@@ -74,7 +74,6 @@ class Sink(io.RawIOBase):
         self.error: OSError | None = None
 
     def writable(self) -> bool:
-        """It is."""
         return True
 
     def write(self, data: Any) -> int:
@@ -91,15 +90,17 @@ class Sink(io.RawIOBase):
         return size
 
     def digest(self) -> str:
-        """Of what was written, as `file_digest` gives it."""
+        """Digest of the bytes written, as `file_digest` gives it."""
         return str(self._seen.hexdigest())
 
 
 def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
-    """A file that is there whole or not at all, whatever happens: `fill` it under the name `aside`
-    in the same file system, bring it to the disk, then give it its name. Returns its digest.
+    """Write a file that is there whole or not at all, also after a power cut; returns its digest.
 
-    What could not be finished for lack of room is removed.
+    `fill` writes it under the name `aside` in the same file system; it is brought to the disk and
+    then gets its name. Where there is no room for it, it is removed. Other than in
+    `quant.common.whole_file`, each call can be made to fail in tests, content need not fit the
+    memory, and the name aside is known, so that the next run finds what a kill has left.
     """
     descriptor = disk.open_new(aside)
     try:

@@ -1,4 +1,4 @@
-"""What is different about the rows of an input since its job was begun."""
+"""Differences between the rows of an input and those that its job was begun with."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from quant.common.errors import InputError
 
 NAMED = 3
-"""Ids that a message shows of each kind of change."""
+"""Number of ids that a message shows of each kind of change."""
 
 _ID_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
 class Places:
-    """So many rows of the input, and where the first of them stand."""
+    """A number of rows of the input, and the places of the first of them."""
 
     count: int = 0
     first: tuple[int, ...] = ()
@@ -25,10 +25,11 @@ class Places:
 
 @dataclass(frozen=True)
 class InputChanges:
-    """Rows that are `new`; how many of before are `gone`; rows whose id has got `another` prompt or
-    sampling. What ended in an error, or could not be read, may be mended or taken out.
+    """Differences between the rows of the input and those that the job was begun with.
 
-    `blocked`: one with another prompt has a result already, beside which no other has room.
+    Rows that are `new`; the number of those that are `gone`; rows whose id has `another` prompt or
+    sampling; `blocked`: one of these has a result already, beside which no other has room. Rows
+    that ended in an error, or could not be read, may be changed or taken out.
     """
 
     new: Places = Places()
@@ -37,17 +38,19 @@ class InputChanges:
     blocked: bool = False
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any differences."""
         return bool(self.new.count or self.gone or self.another.count or self.blocked)
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where the rows stand that are named."""
+        """Places of the rows that a message names."""
         return (*self.new.first, *self.another.first)
 
     def error(self, output: Path, names: Mapping[int, str], gone: Iterable[str]) -> InputError:
-        """Says what changed; `names` has the ids at `places`, `gone` those of results without row,
-        which are looked for only if there are any.
+        """The error that tells the differences.
+
+        `names` has the ids at `places`, `gone` those of results without row, which are looked for
+        only if there are any.
         """
         new, another = ([names[at] for at in each.first] for each in (self.new, self.another))
         lost = list(islice(gone, NAMED)) if self.gone else []
@@ -72,7 +75,7 @@ class InputChanges:
 
 
 def shown_id(custom_id: str) -> str:
-    """An id in a message, of which a long one is cut."""
+    """An id as a message shows it: a long one is cut."""
     cut = "…" if len(custom_id) > _ID_CHARACTERS else ""
     return f"{custom_id[:_ID_CHARACTERS]!r}{cut}"
 

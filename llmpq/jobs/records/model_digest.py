@@ -1,4 +1,4 @@
-"""Which model it is, wherever it lies: a digest of its configuration, tokenizer and weights."""
+"""A digest of a model's configuration, tokenizer and weights, wherever these lie."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_WHOLE = (
 )
 SAMPLES = 16
 SAMPLE_BYTES = 4096
-"""Of each file of weights: enough that a fine-tuned model differs from the one it came from."""
+"""Read from each file of weights, enough that a fine-tuned model differs from its base."""
 _UNIMPORTANT = frozenset({"_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 
 

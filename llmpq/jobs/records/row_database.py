@@ -1,4 +1,4 @@
-"""Which ids a job has to do and which it has done, on disk: memory does not grow with the rows."""
+"""Rows that a job has to do and has done, on disk: memory does not grow with their number."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from llmpq.rows.ids import FINGERPRINT_HEX
 from quant.common.errors import InputError
 
 CACHE_KIB = 32 * 1024
-"""Of the database's pages in memory; the operating system caches the rest of its file."""
+"""Pages of the database in memory; the operating system caches the rest of its file."""
 
 BATCH_ROWS = 1000
-"""Rows of one call of the database, where many are noted: most of a call is not the row's."""
+"""Rows noted in one call of the database, as a call costs more than a row."""
 
 _TABLES = (
     "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT, kind INT) "
@@ -35,8 +35,10 @@ _BOTH = "wanted w JOIN done d ON d.id = w.id WHERE NOT d.forgotten"
 
 
 class Kind(IntEnum):
-    """What a row of the input is: one that can run; one that cannot, `BAD`, and if it has no id of
-    its own, `NAMELESS`: called by its place, it is the same row nowhere else.
+    """Kind of a row of the input: one that can run, or not (`BAD`).
+
+    A bad row without an id of its own is `NAMELESS`: it is named by its place, so that the same row
+    elsewhere is another one.
     """
 
     GOOD = 0
@@ -65,7 +67,7 @@ _GONE = (
 
 
 class Wanted(NamedTuple):
-    """A row of the input: its fingerprint, its place, and tokens that it may generate at most."""
+    """A row of the input; `tokens` that it may generate at most."""
 
     custom_id: str
     fingerprint: str
@@ -75,8 +77,9 @@ class Wanted(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Rows of the input, those that are done, which of these are errors; tokens that the others may
-    generate at most.
+    """Numbers of rows and tokens: `rows` of the input, `done` ones, and `failed` ones of these.
+
+    `tokens_left` is what the others may generate at most.
     """
 
     rows: int
@@ -86,8 +89,9 @@ class Progress(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A result: its fingerprint, whether it is an error, in which line of which file it stands, and
-    whether that error is to be `forgotten`, because its row runs again.
+    """A result: in line `line` of the file `source`, `failed` if it is an error.
+
+    An error is `forgotten` if its row is to run again.
     """
 
     fingerprint: str
@@ -98,11 +102,11 @@ class Done(NamedTuple):
 
 
 class RowDatabase:
-    """A temporary database in a file without a name, which no kill leaves behind.
+    """Rows to do and rows done, in a temporary file without a name, which no kill leaves behind.
 
-    `replaced` counts the results that have a newer one, or are forgotten: lines of which the output
-    must get rid in the end. Raises `InputError` when its folder (SQLITE_TMPDIR, TMPDIR, /var/tmp)
-    is full.
+    `replaced` counts the results that have a newer one, or are forgotten: lines that the output
+    must lose in the end. Raises `InputError` when its folder (SQLITE_TMPDIR, TMPDIR, /var/tmp) is
+    full.
     """
 
     def __init__(self) -> None:
@@ -115,15 +119,16 @@ class RowDatabase:
         self.replaced = 0
 
     def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
-        """Note a row of the input; the place where the same id stands already, if it does."""
+        """Note a row of the input; returns the place where the same id stands already, or None."""
         key = _key(custom_id)
         if self._insert(_WANT, (key, fingerprint, place, 0, Kind.GOOD)):
             return None
         return self._place(key)
 
     def want_all(self, rows: Iterable[Wanted]) -> tuple[int, int] | None:
-        """Note the rows of the input, many at once; of the first id that comes twice, its second
-        place and its first.
+        """Note many rows of the input.
+
+        Where an id comes twice, returns its second place and its first.
         """
         keyed = ((_key(row.custom_id), *row[1:]) for row in rows)
         while batch := list(islice(keyed, BATCH_ROWS)):
@@ -140,7 +145,7 @@ class RowDatabase:
         return None if found is None else str(found[0])
 
     def progress(self) -> Progress:
-        """How much of what is wanted is done."""
+        """Number of rows and tokens that are done and left."""
         rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
         done, done_tokens, failed = self._database.execute(
             f"SELECT {_SUMS}, COALESCE(SUM(d.failed), 0) FROM {_BOTH} "
@@ -155,15 +160,16 @@ class RowDatabase:
         return place if place is None else int(place)
 
     def row_blocks(self) -> Iterator[bytes]:
-        """Records of the rows of the input, many at once, in an order that does not depend on where
-        they stand; none of those that are nameless.
+        """Records of the rows of the input, many at once, without those that are nameless.
+
+        Their order does not depend on where they stand.
         """
         found = self._database.execute(_RECORDS)
         while batch := found.fetchmany(BATCH_ROWS):
             yield bytes.fromhex("".join(digits for (digits,) in batch))
 
     def compare(self, earlier: Iterable[bytes]) -> InputChanges:
-        """What is different since the input had the rows of these records, and gave the results."""
+        """Differences to the rows of the records `earlier`, and to those with results."""
         self._database.execute("DROP TABLE IF EXISTS earlier")
         self._database.execute(
             "CREATE TABLE earlier (id BLOB PRIMARY KEY, digits TEXT) WITHOUT ROWID"
@@ -183,9 +189,9 @@ class RowDatabase:
         return Places(count, tuple(place for (place,) in first))
 
     def record(self, custom_id: str, done: Done) -> bool:
-        """Note a result; of two the later counts, unless it is an error or the earlier is none.
+        """Note a result; returns whether it counts.
 
-        Returns whether it counts.
+        Of two the later counts, unless it is an error or the earlier is none.
         """
         key = _key(custom_id)
         if not self._insert(_RECORD, (key, *done)):
@@ -194,7 +200,7 @@ class RowDatabase:
         return True
 
     def record_all(self, results: Iterable[tuple[str, Done]]) -> None:
-        """As `record`, many at once."""
+        """Note many results, as `record` does one."""
         keyed: Iterator[tuple[Any, ...]]
         keyed = ((_key(custom_id), *done) for custom_id, done in results)
         while batch := list(islice(keyed, BATCH_ROWS)):
@@ -209,7 +215,7 @@ class RowDatabase:
                     self._replace(key, done)
 
     def _replace(self, key: bytes, done: Done) -> bool:
-        """Judge a second result of a row; whether it counts."""
+        """Note a second result of a row; returns whether it counts."""
         earlier = self._done(key)
         if earlier is not None and not (earlier.failed or earlier.forgotten):
             self.replaced += 1
@@ -219,7 +225,7 @@ class RowDatabase:
         return True
 
     def done(self, custom_id: str) -> Done | None:
-        """The result of an id that counts."""
+        """The result that counts of an id."""
         return self._done(_key(custom_id))
 
     def _done(self, key: bytes) -> Done | None:
@@ -239,20 +245,20 @@ class RowDatabase:
         )
 
     def done_counts(self) -> tuple[int, int]:
-        """Results that the output keeps, and how many of them are errors."""
+        """Number of results that the output keeps, and of errors among them."""
         query = "SELECT COUNT(*), COALESCE(SUM(failed), 0) FROM done WHERE NOT forgotten"
         rows, failed = self._database.execute(query).fetchone()
         return int(rows), int(failed)
 
     def close(self) -> None:
-        """Give its disk space back."""
+        """Give the disk space back."""
         self._database.close()
 
     def _insert(self, query: str, values: tuple[Any, ...]) -> int:
         return self._insert_all(query, (values,))
 
     def _insert_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
-        """How many rows were added."""
+        """Insert rows; returns how many were new."""
         try:
             return self._database.executemany(query, rows).rowcount
         except sqlite3.OperationalError as error:
@@ -266,6 +272,6 @@ class RowDatabase:
 
 
 def _key(custom_id: str) -> bytes:
-    """128 bits: two ids of 10^9 share them by chance once in 10^20 jobs."""
+    """A digest of 128 bits: two ids of 10^9 share one by chance once in 10^20 jobs."""
     content = custom_id.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()

@@ -12,7 +12,7 @@ from quant.common.errors import InputError
 
 ROWS_ASIDE = "rows.part"
 RECORD_BYTES = 26
-"""Of a row: 16 that stand for its id, 10 for prompt and sampling."""
+"""Bytes of a row: 16 that stand for its id, 10 for prompt and sampling."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PREFIX = "rows-"
@@ -29,18 +29,18 @@ def rows_digest(blocks: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class RowList:
-    """The file of the rows of that digest."""
+    """The file of the rows of a digest."""
 
     folder: Path
     digest: str
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
         return self.folder / f"{_PREFIX}{self.digest}"
 
     def write(self, disk: Disk, blocks: Iterable[bytes]) -> None:
-        """Write `blocks`, whose digest it is, unless that is done."""
+        """Write `blocks`, whose digest it is, unless the file exists."""
 
         def fill(sink: Sink) -> None:
             for block in blocks:
@@ -50,7 +50,7 @@ class RowList:
             commit_file(disk, self.path, self.folder / ROWS_ASIDE, fill)
 
     def blocks(self) -> Iterator[bytes]:
-        """Records of rows, many at once; `InputError` where they are not what they were."""
+        """Records of rows, many at once; raises `InputError` for a damaged file."""
         try:
             is_whole = file_digest(self.path) == self.digest
         except OSError:
@@ -67,12 +67,12 @@ class RowList:
 
 
 def row_lists_in(folder: Path) -> list[Path]:
-    """All such files of a folder."""
+    """All lists of rows in a folder."""
     return [path for path in folder.iterdir() if is_row_list(path)]
 
 
 def is_row_list(path: Path) -> bool:
-    """By its name."""
+    """Whether the name of `path` is that of a list of rows."""
     name = path.name
     return name.startswith(_PREFIX) and known_digest(name.removeprefix(_PREFIX)) is not None
 

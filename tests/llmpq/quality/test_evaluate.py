@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import evaluate as command
-from llmpq.quality.evaluate import bits_subject
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.subjects import bits_subject
+from llmpq.quality.text_windows import Windows, token_windows
 from quant.canonical import dequantize, quantize
 from quant.common.errors import DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny

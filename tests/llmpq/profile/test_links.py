@@ -1,4 +1,4 @@
-"""What a profile has beside layer times: hops over the runs' own transport, and loading."""
+"""Hops between stages, measured over the transport that runs use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 from actors.processes.environment import stage_environment
 from actors.processes.placement import Placement
 from actors.profiling.links import PAYLOADS_BYTES, measure_hops
-from llmpq.profile.links_and_loading import pairs, profile_links
+from llmpq.profile.links import pairs, profile_links
 from planner.cluster.spec import ClusterSpec
 from planner.profiles.links import links_path, read_links
 from quant.common.errors import DeviceError

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpq.quality.text import as_documents, read_documents, token_windows
+from llmpq.quality.text_windows import as_documents, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.common.errors import InputError
 from tests.llmpq.small_tokenizers import GIVES_UP, MANY_X, write_tokenizer

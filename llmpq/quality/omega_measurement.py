@@ -1,4 +1,4 @@
-"""Making an omega file: a model's sensitivities, and perplexities to read them by."""
+"""Measurement of an omega file: sensitivities of a model, and perplexities to read them by."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.evaluate import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.indicator import Calibration, measure_indicators
-from llmpq.quality.indicator_options import IndicatorOptions
-from llmpq.quality.measured_points import assignments_to_measure
-from llmpq.quality.perplexity import EvaluationOptions, ReportProgress
+from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Document
+from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
+from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
@@ -46,36 +46,39 @@ def measure_omega(
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
     if options.needs_text:
-        device = device_of(options.device)
-        compute = compute_on(device, compute_dtype(options.dtype, device))
-        text = EvaluationOptions(sequence_length=options.sequence_length)
-        sample = Calibration.sample(
-            windows_of(calibration, folder, text), options.sequences, options.seed
-        )
-        found = measure_indicators(
-            folder,
-            sample.token_ids,
-            {options.method: _indicator(options)},
-            options.bits,
-            compute,
-            progress,
-        )
-        matrix = _falling(found[options.method])
-        sequences, length = sample.token_ids.shape
-        if options.method == "variance":
-            provenance |= asdict(options.form)
-        provenance |= {
-            "calibration_tokens": sequences * length,
-            "calibration": sample.fingerprint,
-            "sequences": sequences,
-            "sequence_length": length,
-            "device": device.type,
-            "dtype": str(compute.dtype).removeprefix("torch."),
-        }
+        windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
+        sample = Calibration.sample(windows, options.sequences, options.seed)
+        matrix, measured = _measured(folder, sample, options, progress)
+        provenance |= measured
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
     provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
     return OmegaContent(options.bits, shape.fingerprint(), matrix, provenance)
+
+
+def _measured(
+    folder: Path,
+    sample: Calibration,
+    options: IndicatorOptions,
+    progress: ReportProgress | None,
+) -> tuple[Matrix, dict[str, str | int | float]]:
+    """The indicator on a text, and its provenance."""
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    indicators = {options.method: _indicator(options)}
+    found = measure_indicators(
+        folder, sample.token_ids, indicators, options.bits, compute, progress
+    )
+    sequences, length = sample.token_ids.shape
+    form = asdict(options.form) if options.method == "variance" else {}
+    return _falling(found[options.method]), form | {
+        "calibration_tokens": sequences * length,
+        "calibration": sample.fingerprint,
+        "sequences": sequences,
+        "sequence_length": length,
+        "device": device.type,
+        "dtype": str(compute.dtype).removeprefix("torch."),
+    }
 
 
 def measure_points(
@@ -85,10 +88,9 @@ def measure_points(
     options: EvaluationOptions,
     progress: ReportProgress | None = None,
 ) -> OmegaContent:
-    """`content` with perplexities measured on a text: at 16 bit, at each lower bitwidth, and for
-    mixtures.
+    """`content` with perplexities of a text: at 16 bit, at each lower bitwidth, and for mixtures.
 
-    With this machine's kernels, as `llmpq-eval --bits` measures. Raises as `measure_omega`.
+    Measured with this machine's kernels, as by `llmpq-eval --bits`. Raises as `measure_omega`.
     """
     device = device_of(options.device)
     layers = len(content.matrix)
@@ -106,19 +108,21 @@ def measure_points(
         MeasuredPoint(other.bitwidths, other.perplexity, other.above(full)[1] or 0.0)
         for other in others
     ]
-    told = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
-    return replace(content, points=tuple(points), provenance={**content.provenance, **told})
+    text = {"perplexity_tokens": full.tokens, "perplexity_windows": full.windows}
+    return replace(content, points=tuple(points), provenance={**content.provenance, **text})
 
 
 def _falling(matrix: Matrix) -> Matrix:
-    """A layer that loses more at a higher bitwidth, as where 8 bit scales whole rows that hold an
-    outlier, is taken to lose as much at the lower one: a planner cannot then prefer it for that.
+    """The matrix with each layer losing at least as much at a lower bitwidth as at a higher one.
+
+    Where 8 bit scales whole rows that hold an outlier, it may lose more than 4 bit; a planner must
+    not prefer the lower one for that.
     """
     return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
 def _indicator(options: IndicatorOptions) -> Indicator:
-    """What is gathered in each layer."""
+    """The statistics that are gathered in each layer."""
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from quant.common.errors import InputError
 
 if TYPE_CHECKING:
-    from llmpq.tokenizing.process import TokenizerProcess
+    from llmpq.tokenizing.tokenizer_process import TokenizerProcess
 
 Document = str | Sequence[int]
 
@@ -67,7 +67,7 @@ def read_documents(paths: Iterable[str | Path]) -> tuple[Document, ...]:
 
 
 def as_documents(text: Document | Iterable[Document]) -> tuple[Document, ...]:
-    """What Python users may pass: a text, its token ids, or several of either."""
+    """Documents from what Python users may pass: a text, its token ids, or several of either."""
     if isinstance(text, str):
         return (text,)
     items = tuple(text)
@@ -137,7 +137,7 @@ def _token_ids(
     if answer.ids is None:
         raise InputError(
             f"document {number} ({document!r:.40}…) cannot be tokenized: {answer.of}: "
-            f"{answer.error}; mend or leave it out"
+            f"{answer.error}; fix it or leave it out"
         )
     return answer.ids
 

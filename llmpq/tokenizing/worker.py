@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 FLOOR_CHARACTERS = 1 << 17
-"""Of a text that is looked at whatever was planned: some milliseconds in any tokenizer."""
+"""Characters that are tokenized whatever was planned, which takes some milliseconds."""
 
 SLACK = 4
 """Characters that a normalizer may take away for each that a token stands for."""
@@ -38,7 +38,7 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class Worker:
-    """A loaded tokenizer. `most_tokens` of a row, None for any number."""
+    """A loaded tokenizer; `most_tokens` of a row, None for any number."""
 
     def __init__(self, folder: Path, most_tokens: int | None) -> None:
         self.tokenizer = _load(folder)
@@ -50,7 +50,7 @@ class Worker:
         self._probed = self._probe()
 
     def answer(self, line: str) -> dict[str, Any]:
-        """What comes of a task; a row's content may make third-party code raise anything."""
+        """The answer to a task; a row's content may make third-party code raise anything."""
         of = "tokenizer"
         try:
             task = json.loads(line)
@@ -65,10 +65,10 @@ class Worker:
                 return self._encoded(text, add_special_tokens=False)
             return self._encoded(task["text"])
         except BaseException as error:  # a Rust panic is a BaseException
-            told = told_of(error)
+            words = error_words(error)
             if not isinstance(error, Exception) and self._probe() != self._probed:
                 raise  # what panicked is broken from now on
-            return {"error": told, "of": of}
+            return {"error": words, "of": of}
 
     def _render(self, messages: list[Mapping[str, Any]]) -> str:
         try:
@@ -90,15 +90,15 @@ class Worker:
         return {"ids": ids}
 
     def _probe(self) -> Any:
-        """Something that gives the same tokens as long as the tokenizer is whole."""
+        """Tokens of a fixed text, which stay the same as long as the tokenizer is whole."""
         try:
             return self.tokenizer("a 1", verbose=False)["input_ids"]
         except BaseException as error:  # as in `answer`
-            return told_of(error)
+            return error_words(error)
 
 
-def told_of(error: BaseException) -> str:
-    """In words, and not too many."""
+def error_words(error: BaseException) -> str:
+    """An error in words, cut where they are many."""
     if isinstance(error, MemoryError):
         return "more memory than a row may take"
     text = str(error)[:ERROR_CHARACTERS]
@@ -109,7 +109,7 @@ def told_of(error: BaseException) -> str:
 
 
 def _load(folder: Path) -> Any:
-    """Raises whatever transformers raises, and `ValueError` for what it takes all the same."""
+    """Load the tokenizer; raises what transformers raises, and `ValueError` without tokens."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from transformers import AutoTokenizer
 
@@ -125,7 +125,7 @@ def _load(folder: Path) -> Any:
 
 
 _NEW_TAG = re.compile("unknown tag '(?!end|el)")
-"""Of a later transformers, perhaps; those of jinja that end something or go on are known."""
+"""An unknown tag may be one of a later transformers, unless it ends or continues something."""
 
 
 class BrokenTemplateError(ValueError):
@@ -133,7 +133,7 @@ class BrokenTemplateError(ValueError):
 
 
 def _compile(template: Any) -> None:
-    """Raises `BrokenTemplateError` for a chat template that no row could be rendered with."""
+    """Raise `BrokenTemplateError` for a chat template that no row could be rendered with."""
     from jinja2 import TemplateSyntaxError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -144,7 +144,7 @@ def _compile(template: Any) -> None:
         tags = {"generation"}  # noqa: RUF012  (jinja's own form)
 
         def parse(self, parser: Any) -> Any:
-            """What stands in it."""
+            """Parse what stands in the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
             return nodes.Scope(body).set_lineno(line)
@@ -161,10 +161,10 @@ def _compile(template: Any) -> None:
             where = f" (line {error.lineno} of it)"
             raise BrokenTemplateError(f"{error.message}{where}") from error
     except (SyntaxError, RecursionError, MemoryError, TypeError, ValueError) as error:
-        raise BrokenTemplateError(told_of(error)) from error
+        raise BrokenTemplateError(error_words(error)) from error
 
 
-def _at_fault(folder: Path, error: BaseException) -> str:
+def _faulty_file(folder: Path, error: BaseException) -> str:
     """The file that `error` is about, as far as that can be told, else the folder."""
     if isinstance(error, BrokenTemplateError):
         own = folder / "chat_template.jinja"
@@ -190,7 +190,7 @@ def _at_fault(folder: Path, error: BaseException) -> str:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let the process have so much beyond what it has; where the system does not say, no limit."""
+    """Let the process have so much beyond what it has; no limit where the system tells no size."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -206,8 +206,8 @@ def alarm(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def written(answer: Mapping[str, Any]) -> bytes:
-    """As JSON."""
+def answer_line(answer: Mapping[str, Any]) -> bytes:
+    """The answer as JSON."""
     ids = answer.get("ids")
     if ids is None:
         return json.dumps(answer).encode()
@@ -215,34 +215,34 @@ def written(answer: Mapping[str, Any]) -> bytes:
 
 
 class _Warnings(logging.Handler):
-    """What transformers warns of while it loads."""
+    """Collects the warnings of transformers while it loads."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the warning."""
         if len(self.texts) < _WARNINGS and "PyTorch" not in record.getMessage():
             self.texts.append(record.getMessage()[:ERROR_CHARACTERS])
 
 
 def _first_line(folder: Path, most_tokens: int | None) -> tuple[Worker | None, dict[str, Any]]:
-    heard = _Warnings()
-    logging.getLogger("transformers").addHandler(heard)
+    noted = _Warnings()
+    logging.getLogger("transformers").addHandler(noted)
     try:
         worker = Worker(folder, most_tokens)
-    except BaseException as error:  # as in `Worker.answer`: what others wrote is read
-        return None, {"error": told_of(error), "file": _at_fault(folder, error)}
+    except BaseException as error:  # as in `Worker.answer`
+        return None, {"error": error_words(error), "file": _faulty_file(folder, error)}
     finally:
-        logging.getLogger("transformers").removeHandler(heard)
-    return worker, {"most_characters": worker.most_characters, "warnings": heard.texts}
+        logging.getLogger("transformers").removeHandler(noted)
+    return worker, {"most_characters": worker.most_characters, "warnings": noted.texts}
 
 
 def serve(settings: Mapping[str, Any]) -> None:
     """Load, then answer until there are no more tasks."""
     channel = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
 
     def send(content: bytes) -> None:
         left = memoryview(content + b"\n")
@@ -260,16 +260,16 @@ def serve(settings: Mapping[str, Any]) -> None:
     row_s = settings["row_s"]
     for line in sys.stdin:
         alarm(row_s)
-        answer = written(worker.answer(line))
-        alarm(0)  # whoever asked may take the answer when he likes
+        answer = answer_line(worker.answer(line))
+        alarm(0)  # reading the answer may take as long as it likes
         send(answer)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     try:
         serve(json.loads(sys.argv[1]))
-    except BrokenPipeError:  # nobody is left who asks
+    except BrokenPipeError:  # the process that asked has ended
         os._exit(0)

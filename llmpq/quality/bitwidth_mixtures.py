@@ -1,4 +1,4 @@
-"""Which assignments of bitwidths to measure, so that a sensitivity can be read as perplexity."""
+"""Assignments of bitwidths whose perplexity is measured, to read sensitivities by."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from quant.scheme import FULL_BITS
 from quant.sensitivity.indicators import Matrix
 
 SHARES = (0.7, 0.4, 0.23, 0.13, 0.07, 0.04)
-"""Of the sensitivity at the lowest bitwidth: what mixtures are measured at, evenly spread on the
-logarithmic scale on which the curve is fitted."""
+"""Shares of the sensitivity at the lowest bitwidth at which mixtures are measured, evenly spread on
+the logarithmic scale on which the curve is fitted."""
 
 Bits = tuple[int, ...]
 
@@ -31,10 +31,10 @@ def assignments_to_measure(matrix: Matrix, bitwidths: Sequence[int]) -> list[Bit
 
 
 def _mixtures(matrix: Matrix, bitwidths: Sequence[int]) -> Iterator[Bits]:
-    """The assignment at which the sum first is within each of `SHARES`.
+    """Assignments at which the sum first is within each of `SHARES`.
 
-    From the lowest bitwidth on the layer is raised whose next step saves most sensitivity for a bit
-    a weight.
+    From the lowest bitwidth on, that layer is raised whose next step saves most sensitivity for a
+    bit a weight.
     """
     rows = np.arange(len(matrix))
     gain = (matrix[:, :-1] - matrix[:, 1:]) / np.diff(bitwidths)

@@ -1,8 +1,7 @@
-"""What a profile has beside layer times: hops between stages, and loading."""
+"""Measured hops between stages, in a file beside the profile of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -12,17 +11,13 @@ import ray
 
 from actors.processes.placement import place
 from actors.profiling.links import MeasuredHop, measure_hops
-from actors.profiling.loading import LoadTask, MeasuredLoad
-from actors.profiling.on_cluster import Wanted, time_loading_on_cluster
+from actors.profiling.on_cluster import Wanted
+from llmpq.profile.layers import Report
 from planner.cluster.device import Device
 from planner.cluster.links import Place
 from planner.cluster.spec import ClusterSpec
-from planner.model.finding import ModelShape
 from planner.profiles.links import LinkRow, links_path, read_links, write_links
-from planner.profiles.loading import LoadRow, loading_path, read_loading, write_loading
 from quant.common.errors import DeviceError
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ class Pair:
 
     @property
     def link(self) -> tuple[str, str, Place]:
-        """As `LinkRow.link`."""
+        """Both kinds in alphabetical order, and the place, as in `LinkRow.link`."""
         one, other = sorted((self.one.accelerator.name, self.other.accelerator.name))
         return one, other, self.place
 
@@ -96,60 +91,3 @@ def _link_row(pair: Pair, hop: MeasuredHop) -> LinkRow:
         spread=hop.spread,
         repetitions=hop.repetitions,
     )
-
-
-@dataclass(frozen=True)
-class LoadProfile:
-    """The file of loads beside `profile`, of the model with these values, at these bitwidths."""
-
-    profile: Path
-    config: Mapping[str, Any]
-    shape: ModelShape
-    bits: tuple[int, ...]
-    dtype: str = "auto"
-
-    def measure(self, device: Device, report: Report) -> tuple[LoadRow, ...]:
-        """Measure what the file lacks on `device`; its rows of this model. Needs Ray."""
-        path, dtype = loading_path(self.profile), device.compute_dtype(self.dtype)
-        rows = read_loading(path) if path.exists() else ()
-        todo = tuple(b for b in self.bits if b not in {r.bits for r in self._own(rows, device)})
-        if todo:
-            report(f"{device.accelerator.name}: loading at {', '.join(map(str, todo))} bit")
-            kind = "cpu" if device.runs_on_cpu else "cuda"
-            task = LoadTask(self.config, dtype, todo, kind, device.threads)
-            loads = time_loading_on_cluster(task, device)
-            rows += tuple(self._rows(loads, device, dtype))
-            write_loading(path, rows)
-        return tuple(row for row in self._own(rows, device) if row.bits in self.bits)
-
-    def _own(self, rows: tuple[LoadRow, ...], device: Device) -> list[LoadRow]:
-        mine = (
-            device.accelerator.name,
-            self.shape.name,
-            2 * self.shape.layer_parameters,
-            device.compute_dtype(self.dtype),
-            device.threads or 0,
-        )
-        return [
-            row
-            for row in rows
-            if (row.device, row.model, row.checkpoint_bytes, row.dtype, row.threads) == mine
-        ]
-
-    def _rows(
-        self, loads: tuple[MeasuredLoad, ...], device: Device, dtype: str
-    ) -> Iterator[LoadRow]:
-        for load in loads:
-            yield LoadRow(
-                device=device.accelerator.name,
-                model=self.shape.name,
-                dtype=dtype,
-                threads=device.threads or 0,
-                bits=load.bits,
-                backend=load.backend,
-                origin=load.origin,
-                seconds=load.seconds,
-                checkpoint_bytes=load.checkpoint_bytes,
-                held_bytes=load.held_bytes,
-                repetitions=load.repetitions,
-            )

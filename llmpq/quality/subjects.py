@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
+from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text import Document, Windows, as_documents, token_windows
+from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.accelerators import find_accelerator

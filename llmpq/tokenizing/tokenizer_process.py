@@ -21,18 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from llmpq.tokenizing import child
+from llmpq.tokenizing import worker
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.common.safe_text import SECRET_VARIABLES, printable
 
 ROW_S = 30.0
-"""A prompt of a million tokens takes about one."""
+"""Seconds for a row: a prompt of a million tokens takes about one."""
 
 ROW_BYTES = 2 << 30
-"""A prompt of a million tokens takes about 0.5 GiB, the process without one 0.1 GiB."""
+"""Memory for a row: a prompt of a million tokens takes 0.5 GiB, the process itself 0.1 GiB."""
 
 MOST_ROW_S = 86_400.0
-"""A day: more means no limit, and poll takes at most 2^31 milliseconds."""
+"""One day. More would mean no limit, and poll takes at most 2^31 milliseconds."""
 
 _LOAD_S = 120.0
 _LOAD_BYTES = 8 << 30  # a tokenizer.json of 30 MB takes about 1 GiB
@@ -44,8 +44,10 @@ _REMEDY = "take the model's own files again (those beside its weights on the hub
 
 @dataclass(frozen=True)
 class Limits:
-    """What a row may take: `row_s` seconds, `row_bytes` of memory beyond that of the process, and
-    `most_tokens` (None: any number).
+    """Limits of a row.
+
+    `row_s` seconds, `row_bytes` of memory beyond that of the process, and `most_tokens` (None: any
+    number).
     """
 
     row_s: float = ROW_S
@@ -62,8 +64,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a task: `ids` or `text`; or how many `tokens` or `characters` it has, where that
-    is too many; or the `error` and what it is `of`.
+    """Outcome of a task: `ids` or `text`, or the `error` and what it is `of`.
+
+    `tokens` or `characters` give a number that is too large, in place of ids.
     """
 
     ids: tuple[int, ...] | None = None
@@ -83,11 +86,12 @@ class _Task(NamedTuple):
 class TokenizerProcess:
     """Runs the tokenizer of the model in `folder`; answers come in the order of the tasks.
 
-    It is ready when `wait` returns. `behind_bytes`: of tasks without an answer. `on_failure` hears
-    what a task did to the process, and how many seconds that cost. `program` is what runs.
+    It is ready when `wait` returns. `behind_bytes`: size of the tasks without an answer.
+    `on_failure` is called with what a task did to the process, and with the seconds that it cost.
+    `program`: the Python file that the process runs.
     """
 
-    def __init__(self, folder: Path, limits: Limits, program: Path = Path(child.__file__)) -> None:
+    def __init__(self, folder: Path, limits: Limits, program: Path = Path(worker.__file__)) -> None:
         self.limits = limits
         self.on_failure: Callable[[str, float], None] = lambda cause, lost_s: None
         self.most_characters: int | None = None
@@ -97,23 +101,26 @@ class TokenizerProcess:
         self._numbers = 0
         self._waiting: deque[_Task] = deque()
         self._answers: dict[int, Answer] = {}
-        self._spared = -1
+        self._retried = -1
         self._heard_s = time.monotonic()
         self._is_ready = False
         self._start()
 
     def wait(self) -> None:
-        """Until it is loaded; raises `CheckpointError` where it cannot be, naming the file."""
+        """Wait until it is loaded; raises `CheckpointError` where it cannot be, naming the file."""
         while not self._is_ready:
             self._exchange()
 
     @property
     def pid(self) -> int:
-        """Of the present process."""
+        """Process id of the present process."""
         return self._process.pid
 
     def submit(self, task: Mapping[str, Any]) -> int:
-        """Number of a task (see `child`); ValueError or TypeError if that cannot be JSON."""
+        """Add a task (see `worker.py`); returns its number.
+
+        Raises ValueError or TypeError if it is no JSON.
+        """
         self._numbers += 1
         line = json.dumps(task).encode() + b"\n"
         of = "chat template or tokenizer" if "chat" in task else "tokenizer"
@@ -125,9 +132,9 @@ class TokenizerProcess:
         return self._numbers
 
     def answer(self, number: int) -> Answer:
-        """What came of that task; raises `CheckpointError` where a new process cannot be started.
+        """The answer to that task, which can be asked for once.
 
-        It can be asked for once.
+        Raises `CheckpointError` where a new process cannot be started.
         """
         self.wait()
         self._heard_s = time.monotonic()
@@ -136,11 +143,11 @@ class TokenizerProcess:
         return self._answers.pop(number)
 
     def ask(self, task: Mapping[str, Any]) -> Answer:
-        """What comes of one task."""
+        """The answer to one task."""
         return self.answer(self.submit(task))
 
     def close(self) -> None:
-        """End the process; no task can be given to it, and none asked for, from then on."""
+        """End the process; no task can be given to it, and no answer asked for, from then on."""
         self._end()
 
     def _start(self) -> None:
@@ -160,7 +167,7 @@ class TokenizerProcess:
         self._is_ready = False
 
     def _exchange(self) -> None:
-        """Write and read what can be, waiting for either, but not without end."""
+        """Write tasks and read answers, waiting for either for a limited time."""
         assert self._end.alive, "its pipes are closed, and their numbers may be others' by now"
         limit_s = self.limits.row_s if self._is_ready else _LOAD_S
         poll = select.poll()
@@ -180,7 +187,7 @@ class TokenizerProcess:
         try:
             while self._outgoing:
                 del self._outgoing[: os.write(self._in, self._outgoing[:_PIPE_BYTES])]
-        except (BlockingIOError, BrokenPipeError):  # of a broken one the other end tells
+        except (BlockingIOError, BrokenPipeError):  # reading finds a broken one
             return
 
     def _take(self, read: bytes) -> None:
@@ -199,7 +206,7 @@ class TokenizerProcess:
                     self._take_first(content)
 
     def _settle(self, answer: Answer) -> None:
-        """The oldest task is done."""
+        """Note the answer to the oldest task."""
         task = self._waiting.popleft()
         self.behind_bytes -= len(task.line)
         self._answers[task.number] = answer
@@ -214,7 +221,7 @@ class TokenizerProcess:
             warnings.warn(f"the tokenizer in {self._folder}: {printable(text)}", stacklevel=4)
 
     def _ended(self, is_late: bool = False) -> None:
-        """The process is gone: the task in hand gets its cause, the others a new process."""
+        """Give the task in hand its cause, as the process is gone, and the others a new process."""
         self.close() if is_late else self._process.wait()
         code = -signal.SIGALRM if is_late else self._process.returncode
         self.close()
@@ -224,8 +231,8 @@ class TokenizerProcess:
         cause = _why(code, f"took more than {self.limits.row_s:g} s (--row_s)")
         if self._waiting:
             task = self._waiting[0]
-            if -code in _FROM_OUTSIDE and task.number != self._spared:
-                self._spared = task.number  # perhaps another process was to blame
+            if -code in _FROM_OUTSIDE and task.number != self._retried:
+                self._retried = task.number  # perhaps another process was to blame
             else:
                 self._settle(Answer(error=cause, of=task.of))
                 self.on_failure(cause, time.monotonic() - self._heard_s)
@@ -242,13 +249,13 @@ class TokenizerProcess:
 def _answer(content: Mapping[str, Any]) -> Answer:
     if "ids" in content:
         return Answer(ids=tuple(content["ids"]))
-    if "error" in content:  # in words of others: a template may say what no file can hold
+    if "error" in content:  # a template may raise any text
         return Answer(error=printable(content["error"]), of=content["of"])
     return Answer(**content)
 
 
 def _why(code: int, late: str) -> str:
-    """What exit code `code` tells; `late` where it was the alarm."""
+    """Words for exit code `code`; `late` where the alarm ended the process."""
     if code == -signal.SIGALRM:
         return late
     if code < 0:
@@ -263,7 +270,7 @@ def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Rust tells of every panic there
+            stderr=subprocess.DEVNULL,  # Rust reports every panic there
             bufsize=0,
             env=_environment(),
         )
@@ -275,7 +282,7 @@ def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """No secrets, no network, no threads, no reports of panics."""
+    """The environment of the process: no secrets, no network, no threads, no reports of panics."""
     kept = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
     return kept | {
         "HF_HUB_OFFLINE": "1",
