@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
+from llmpq.remote.token import make_token
 from tests.actors.models import CONFIGS, save_tiny
 from tests.llmpq.forked_workers import forked_workers
 
@@ -69,10 +72,24 @@ def worker_environment() -> Iterator[dict[str, str]]:
         yield environment
 
 
+@pytest.fixture
+def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
+    """Variables for a process that starts a Ray, whose workers then start fast."""
+    job = json.dumps({"runtime_env": worker_environment})
+    return os.environ | {"OMP_NUM_THREADS": "1", "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
+
+
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Address of a Ray node of two CPUs that serves all tests of this process."""
+    """Address of a Ray node of two CPUs that serves all tests of this process.
+
+    It has a token, as the nodes that `ray.init` starts: a process cannot do without once it has one.
+    """
+    from ray._private.authentication import authentication_token_setup
     from ray.cluster_utils import Cluster as RayCluster
+
+    make_token()
+    authentication_token_setup.enable_token_auth_by_default()
 
     cluster = RayCluster(
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}

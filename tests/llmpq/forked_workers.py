@@ -39,8 +39,7 @@ def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
 
 def serve(address: str) -> None:
     """Fork a worker for every connection."""
-    import actors.stage.stage  # noqa: F401  (this is what takes long)
-
+    prepare()
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -54,6 +53,19 @@ def serve(address: str) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 become_worker(connection)
             connection.close()
+
+
+def prepare() -> None:
+    """Import and compile what takes long."""
+    import torch
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from actors.attention.cpu_decode import warm_up
+    from actors.emulation import emulation  # noqa: F401
+
+    torch.set_num_threads(1)  # numba's own threads do not survive a fork
+    for dtype in (torch.float32, torch.bfloat16):
+        warm_up(dtype)
 
 
 def become_worker(connection: socket.socket) -> None:
