@@ -83,7 +83,7 @@ def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
 def ray_address() -> Iterator[str]:
     """Address of a Ray node of two CPUs that serves all tests of this process.
 
-    It has a token, as the nodes that `ray.init` starts: a process cannot do without once it has one.
+    It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
     """
     from ray._private.authentication import authentication_token_setup
     from ray.cluster_utils import Cluster as RayCluster

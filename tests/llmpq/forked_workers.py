@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 20
 
 @contextmanager
 def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
-    """The `runtime_env` of a Ray whose workers are forked meanwhile; the socket lies in `folder`."""
+    """Yield the `runtime_env` of a Ray whose workers are forked, through a socket in `folder`."""
     address = folder / "workers"
     python = [sys.executable, str(Path(__file__))]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
