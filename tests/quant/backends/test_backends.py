@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -238,10 +239,8 @@ def test_every_rule_has_a_backend() -> None:
     assert set(BACKENDS) == set(RULES)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"
-)
-def test_missing_bitsandbytes_says_what_to_install() -> None:
+def test_missing_bitsandbytes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DeviceError, match=r"pip install 'llmpq\[bitsandbytes\]'"):
         BnbNf4.from_weight(torch.zeros(64, 64), torch.float16, CPU)
 
