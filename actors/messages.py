@@ -5,6 +5,7 @@ figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -89,7 +90,7 @@ class MicroBatch:
     counts: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every request adds exactly one token to what its slot holds."""
         return bool((self.counts == 1).all() and (self.starts > 0).all())
