@@ -25,7 +25,8 @@ from llmpq.jobs.output.job_output import JobOutput
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 
 SIZES = (100_000, 1_000_000)
 PROMPT, ANSWER = "word " * 40, tuple(range(100))  # 200 characters in, 100 tokens out

@@ -37,13 +37,13 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import save_omega
 from quant.common.errors import InfeasibleError
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
     VarianceStatistics,
     weight_noises,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCES, LENGTH = 32, 512
 ALONE = (3, 4)  # 8 bit in one layer costs less than the text can tell

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.messages import StageStats
-from llmpq.run.run import RunSummary
-from llmpq.run.slow_stages import measured_s, slow_stages, work_of
+from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
+from llmpq.run.summary import RunSummary
 from planner.explanation.explain import StageLimits
 from planner.phases import PHASES, Phase
 from planner.plan.plan import Baseline, PerplexityForecast, Plan, StagePlan

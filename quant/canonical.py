@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.gpu_upload import moved_blocks
 from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
 from quant.scheme import group_size
-from quant.staging import moved_blocks
 
 CANONICAL_BITS = (3, 4, 8)
 

@@ -7,7 +7,7 @@ hence the list: some architectures lose information at a cut without any error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,63 +15,28 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actors.attention.ragged import RAGGED_ATTENTION, RaggedContext, attend, register
+from actors.attention.masks import Scoring
+from actors.attention.ragged import (
+    RAGGED_ATTENTION,
+    NewTokens,
+    RaggedContext,
+    attend,
+    register,
+)
+from planner.model.families.family import Architecture
+from planner.model.families.table import FAMILIES, supported_model_types
 from quant.common.errors import SpecError
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Names of the decoder's children, by owner.
-
-    `embedding`: only the first stage has them; `final`: only the last. `head_names`: names under
-    which checkpoints store an untied LM head.
-    """
-
-    layers: str
-    embedding: tuple[str, ...]
-    final: tuple[str, ...]
-    head_names: tuple[str, ...] = ("lm_head",)
-    layer_returns_tuple: bool = False
-    context_as_cache: bool = False
-
-
-_LLAMA_LIKE = Architecture(layers="layers", embedding=("embed_tokens",), final=("norm",))
-
-ARCHITECTURES = {
-    "llama": _LLAMA_LIKE,
-    "mistral": _LLAMA_LIKE,
-    "qwen2": _LLAMA_LIKE,
-    "qwen3": _LLAMA_LIKE,
-    "opt": Architecture(
-        layers="layers",
-        embedding=("embed_tokens", "embed_positions", "project_in"),
-        final=("final_layer_norm", "project_out"),
-    ),
-    "gpt_neox": Architecture(
-        layers="layers",
-        embedding=("embed_in",),
-        final=("final_layer_norm",),
-        head_names=("lm_head", "embed_out"),
-    ),
-    "bloom": Architecture(
-        layers="h",
-        embedding=("word_embeddings", "word_embeddings_layernorm"),
-        final=("ln_f",),
-        layer_returns_tuple=True,
-        context_as_cache=True,
-    ),
-}
-
-
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """The entry of `config`'s model type; raises `SpecError` for a family that is not supported."""
-    found = ARCHITECTURES.get(config.model_type)
+    """The modules of `config`'s model type; SpecError for a family that is not supported."""
+    found = FAMILIES.get(config.model_type)
     if found is None:
-        known = ", ".join(sorted(ARCHITECTURES))
         raise SpecError(
-            f"model type {config.model_type!r} cannot run in stages; supported: {known}"
+            f"model type {config.model_type!r} cannot run in stages; supported: "
+            f"{', '.join(supported_model_types())}"
         )
-    return found
+    return found.architecture
 
 
 class PassThrough(nn.Module):
@@ -146,8 +111,9 @@ def keep_stage(
     if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)
-    if model.config.model_type == "bloom":
-        _patch_bloom(model, [stack[index] for index in layers])
+    replace_attention = _ATTENTION_REPLACEMENTS.get(model.config.model_type)
+    if replace_attention is not None:
+        replace_attention(model, [stack[index] for index in layers])
 
 
 def _restore_buffers(decoder: nn.Module) -> None:
@@ -157,7 +123,7 @@ def _restore_buffers(decoder: nn.Module) -> None:
         decoder.rotary_emb = type(rotary)(config=rotary.config)
 
 
-def _patch_bloom(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
     """Give BLOOM's attention, which knows no attention interface, a ragged forward."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
@@ -177,14 +143,15 @@ def _bloom_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out = attend(
-        layer_past.context,
-        self.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        self.inv_norm_factor,
-        alibi_slopes=self.alibi_slopes.to(query.device),
-    )
+    projected = self._reshape(self.query_key_value(hidden_states))
+    new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
+    slopes = self.alibi_slopes.to(hidden_states.device)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=slopes)
+    out = attend(layer_past.context, self.layer_idx, new, scoring)
     return self.dense(out.flatten(1)[None]) + residual, None
+
+
+_ATTENTION_REPLACEMENTS: Mapping[str, Callable[[PreTrainedModel, list[nn.Module]], None]] = {
+    "bloom": _replace_bloom_attention,
+}
+"""By `model_type`, for families whose layers do not call transformers' attention interface."""

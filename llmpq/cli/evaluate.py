@@ -50,7 +50,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.model_check import checked_shape
     from llmpq.quality.scoring import evaluate
     from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
-    from llmpq.run.run import checkpoint_reference, shape_for_plan
+    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
     from planner.plan.plan import Plan
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint

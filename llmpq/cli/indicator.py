@@ -24,7 +24,7 @@ from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
-from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(

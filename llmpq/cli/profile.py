@@ -16,7 +16,7 @@ from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
 from planner.option_rules import Rule
 from planner.profiles.design import DesignSpace
-from planner.profiles.errors import FitError, all_together, held_out_errors
+from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
@@ -118,14 +118,14 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, and the machine's pace."""
+    """The fit's error on held-out points, and how the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state
     if state.measured:
         console().print(
-            f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
-            "right by it",
+            f"the machine's speed varied by {state.speed_spread:.1%} (interquartile); times are "
+            "corrected by it",
             highlight=False,
         )
     if state.too_large:

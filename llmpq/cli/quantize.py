@@ -78,7 +78,7 @@ def _quantize(options: argparse.Namespace) -> int:
 def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
     from llmpq.model_check import checked_shape
-    from llmpq.run.run import checkpoint_reference, shape_for_plan
+    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
     from planner.plan.plan import Plan
     from quant.checkpoint.model_reference import resolve
 

@@ -24,7 +24,7 @@ from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
 from quant.common.file_identity import FileIdentity
-from quant.common.foreign_words import path_reason
+from quant.common.library_errors import path_reason
 
 _PLACES_PER_FILE = 2**40
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.profiling.on_cluster import measure_on_cluster
+from actors.profiling.task import ProfileState, ProfileTask
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import applies
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS
 

@@ -11,7 +11,7 @@ import ray
 
 from actors.processes.placement import place
 from actors.profiling.links import MeasuredHop, measure_hops
-from actors.profiling.task import Wanted
+from actors.profiling.on_cluster import Wanted
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device
 from planner.cluster.links import Place

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading_on_cluster
+from actors.profiling.loading import LoadTask, MeasuredLoad
+from actors.profiling.on_cluster import time_loading_on_cluster
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, FULL_BITS
-from quant.sensitivity.form import VarianceForm
+from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""

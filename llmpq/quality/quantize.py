@@ -27,7 +27,7 @@ from quant.common.errors import CheckpointError, InputError, SpecError
 from quant.gptq.format import GptqWeight
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
-from quant.loading.representation import Compute
+from quant.loading.emulated_kernels import Compute
 from quant.scheme import FULL_BITS
 from quant.sensitivity.gram import Gram
 

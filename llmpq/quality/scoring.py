@@ -24,7 +24,7 @@ from llmpq.quality.perplexity import Perplexity, ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
-from quant.loading.representation import LayerScheme
+from quant.loading.emulated_kernels import LayerScheme
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, and twice that for their logarithms."""

@@ -11,14 +11,14 @@ from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
-from llmpq.run.run import checkpoint_reference, shape_for_plan
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.accelerators import find_accelerator
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan, StagePlan
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
-from quant.loading.representation import LayerScheme
+from quant.loading.emulated_kernels import LayerScheme
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from quant.common.errors import DeviceError, SpecError, StageLostError
-from quant.common.printable import without_user
+from quant.common.safe_text import without_user
 
 if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp

@@ -12,7 +12,7 @@ from actors.messages import Sampling
 from llmpq.rows.chat import MessageError, plain_message
 from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
 from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError, SpecError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
 RowInput = str | Sequence[int] | Mapping[str, Any]

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 from llmpq.tokenizing import worker
 from quant.common.errors import CheckpointError, DeviceError, SpecError
-from quant.common.printable import SECRET_VARIABLES, printable
+from quant.common.safe_text import SECRET_VARIABLES, printable
 
 ROW_S = 30.0
 """Seconds for a row: a prompt of a million tokens takes about one."""

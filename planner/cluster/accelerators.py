@@ -15,8 +15,6 @@ from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.scheme import Processor
 
-BFLOAT16_CAPABILITY = (8, 0)  # older GPUs only emulate bf16, whatever `is_bf16_supported` says
-
 # Where no size was measured: the lowest measured share of the HBM devices (P100 0.992, V100 0.991,
 # A100 0.985 and 0.989), and for error correction inside the memory the T4's 14.6 of 16 GiB.
 _USABLE_SHARE = 0.985

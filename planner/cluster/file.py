@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from planner.cluster.accelerators import assumption, find_accelerator
-from planner.cluster.yaml_text import MOST_BYTES, parse_yaml
+from planner.cluster.safe_yaml import MOST_BYTES, parse_yaml
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 

@@ -15,7 +15,9 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
 from planner.costs.latency import LatencyModel
 from planner.costs.memory import (
+    StageEnds,
     StageMemory,
+    StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
@@ -27,6 +29,7 @@ from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
 from planner.options import PlanOptions, kv_bits_of
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,12 @@ class CostModel:
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
     ) -> StageMemory:
         """What stage `stage` of `devices` holds besides layers."""
-        device = devices[stage]
-        return fixed_stage_memory(
-            self.shape,
-            self.workload,
-            sizes.prefill,
-            sizes.decode,
-            self.dtype(device),
-            device,
-            on_first=stage == 0,
-            on_last=stage == len(devices) - 1,
-            quantized=min(self.options.bits) < 16,
-            has_head=stage == self.head_stage(len(devices)),
-            kv_bits=self.kv_bits,
+        device, quantized = devices[stage], min(self.options.bits) < FULL_BITS
+        work = StageWork(
+            self.shape, self.workload, sizes, self.dtype(device), quantized, self.kv_bits
         )
+        ends = StageEnds.of(stage, len(devices), self.head_on_first)
+        return fixed_stage_memory(work, device, ends)
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         """The assignment problem of one device order and pair of micro-batch sizes."""

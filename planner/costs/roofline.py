@@ -12,7 +12,8 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.costs.memory import kv_token_bytes
 from planner.model.finding import ModelShape
-from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape, rule_for
+from quant.backends.selection import rule_for
+from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
 
@@ -54,54 +55,6 @@ _MLP_PASSES = 4
 _SAMPLING_BYTES_PER_LOGIT = 200
 
 
-@dataclass(frozen=True)
-class KernelCost:
-    """What a kernel backend costs beside the plain product.
-
-    `rate`: share of the 16-bit arithmetic rate; `integer`: counts against the int8 rate instead;
-    `passes`: bytes moved per weight to restore it; `restores_from`: rows from which it does so;
-    `few_passes`: the same for fewer rows; `scalar`: share of the datasheet's float32 rate that
-    products of fewer rows reach, if they run there and not on the matrix units;
-    `overhead_s`: small kernels around each product.
-    """
-
-    rate: float = 1.0
-    integer: bool = False
-    passes: float = 0.0
-    restores_from: int = 1
-    few_passes: float = 0.0
-    scalar: float | None = None
-    overhead_s: float = 0.0
-
-
-# bnb_nf4: a fused kernel for one row, else the matrix is written and read once in 16 bit.
-# bnb_int8: outliers and row scales cost part of the int8 rate, and a dozen small kernels surround
-# each product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
-# cuda_*: up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the
-# code for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
-# torch_*: unpack, subtract, scale in float32 and convert: about six passes of 4 bytes. On a CPU the
-# blocks of rows stay in its caches, so that less goes to memory: 0.3 to 0.8 times as fast as bf16.
-# int*pack: measured on one AVX-512 core against bf16 (benchmarks.linear). A few rows are multiplied
-# in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
-# which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
-# 4, by one row in 0.7 of the time of bf16. onednn_w8a8: 2.7, 2.0, 1.8, 1.6 times as fast as bf16 at
-# 1, 8, 64, 512 rows.
-_CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
-_KERNEL_COSTS = {
-    "plain": KernelCost(),
-    "bnb_nf4": KernelCost(passes=4.0, restores_from=2),
-    "bnb_int8": KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4),
-    "cuda_3bit": _CUDA_COST,
-    "cuda_4bit": _CUDA_COST,
-    "cuda_8bit": _CUDA_COST,
-    "int3pack": KernelCost(passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44),
-    "int4pack": KernelCost(passes=42.0, restores_from=96, scalar=0.44),
-    "int8pack": KernelCost(passes=14.0, restores_from=24, scalar=0.37),
-    "onednn_w8a8": KernelCost(integer=True),
-    "torch_8bit": KernelCost(passes=20.0),
-    "torch_4bit": KernelCost(passes=24.0),
-    "torch_3bit": KernelCost(passes=28.0),
-}
 _CPU_RESTORE_SHARE = 0.3
 # Widened to float32, magnitude, maximum, divided, rounded, narrowed. One core takes 0.5 to 1 ns.
 _BYTES_PER_CODE_MADE = 39
@@ -247,7 +200,7 @@ class _Machine:
     def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
         """The product of `rows` tokens with a packed weight, restored first if the kernel does."""
         rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
-        cost = _KERNEL_COSTS.get(rule.name, KernelCost(passes=24.0))
+        cost = rule.cost
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
         rate *= cost.rate
         if cost.scalar is not None and rows < cost.restores_from:

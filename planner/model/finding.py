@@ -11,13 +11,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from planner.model.families import shape_from_config, supported_model_types
-from planner.model.own_head import has_own_head
+from planner.model.config_check import check_values
+from planner.model.config_file import ConfigFile
+from planner.model.families.family import Family
+from planner.model.families.table import FAMILIES, supported_model_types
 from planner.model.shape import ModelShape
-from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
+from planner.model.untied_head import has_own_head
+from quant.checkpoint.gptq_config import (
+    CONFIG_FILE,
+    CONFIG_KEY,
+    parse_gptq_config,
+    read_gptq_config,
+)
 from quant.checkpoint.model_reference import local_path
 from quant.common.errors import SpecError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 __all__ = [
     "ModelShape",
@@ -25,9 +33,11 @@ __all__ = [
     "model_config",
     "model_shape",
     "shape_at_hand",
+    "shape_from_config",
     "supported_model_types",
 ]
 
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _REMEDY = "give a name, a folder or a hub id"
 
 
@@ -56,6 +66,47 @@ def shape_at_hand(text: str) -> ModelShape | None:
         return local
     builtin = _builtin_configs().get(text.lower())
     return None if builtin is None else shape_from_config(text, builtin)
+
+
+def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
+    """The shape that the parsed `config.json` of `name` describes; `place` is the file's path.
+
+    SpecError naming it for mixture-of-experts models, for architectures outside
+    `supported_model_types`, for quantized weights that cannot be read, and for entries that are
+    missing or that the model could not be run with.
+    """
+    config = ConfigFile(name, values, place or f"config.json of {name}")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise SpecError(f"{config.place} names no model_type")
+    if "moe" in model_type or "mixtral" in model_type or _has_experts(config):
+        raise SpecError(
+            f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
+            "plan yet; choose a dense one"
+        )
+    if model_type not in FAMILIES:
+        raise SpecError(
+            f"{config.place}: model_type {model_type!r:.40} is not supported; "
+            f"supported: {', '.join(supported_model_types())}"
+        )
+    family, quantization = FAMILIES[model_type], values.get(CONFIG_KEY)
+    shape = _read_shape(config, family)
+    check_values(config, family.keys, shape)
+    if quantization is None:
+        return shape
+    return replace(shape, stored=parse_gptq_config(quantization, config.place))
+
+
+def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
+    try:
+        return family.read_shape(config)
+    except SpecError as error:
+        where = "" if config.place in str(error) else f"{config.place}: "
+        raise SpecError(f"{where}{error}") from error
+
+
+def _has_experts(config: ConfigFile) -> bool:
+    return any(config.integer(key, default=0) > 1 for key in _EXPERT_KEYS)
 
 
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
@@ -94,7 +145,7 @@ def _folder_shape(folder: Path) -> ModelShape:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_settings(path, "give a Hugging Face config.json", SpecError)
+    return read_json_object(path, "give a Hugging Face config.json", SpecError)
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:

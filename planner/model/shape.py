@@ -14,7 +14,9 @@ MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
 """Far beyond any model: larger numbers are slips of the hand, and lists of such lengths no plan."""
 
-_NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})
+_NOT_IN_FINGERPRINT = frozenset(
+    {"name", "max_positions", "sliding_window", "stored", "alibi", "activation_buffers"}
+)
 _POSITIVE = (
     "layers",
     "hidden_size",
@@ -40,6 +42,8 @@ class ModelShape:
     `qk_norm` are two over the head size.
     `sliding_window`: tokens that attention looks back, None for all of them.
     `stored`: how the checkpoint's linears are quantized already, None where they are not.
+    `alibi`: attention adds a bias by distance in place of positions, and no length is its end.
+    `activation_buffers`: elements of the MLP's width that its activation needs beside its result.
     """
 
     name: str
@@ -66,6 +70,8 @@ class ModelShape:
     tied_embeddings: bool
     sliding_window: int | None = None
     stored: GptqConfig | None = None
+    alibi: bool = False
+    activation_buffers: int = 0
 
     def __post_init__(self) -> None:
         """Check sizes; SpecError names the one that is impossible."""

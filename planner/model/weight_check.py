@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from planner.model.expected_tensors import Shapes, end_tensors, layer_tensors
+from planner.model.families.table import FAMILIES
 from planner.model.shape import ModelShape
-from planner.model.weight_names import WEIGHT_NAMES, Shapes, end_tensors, layer_tensors
 from quant.checkpoint.gptq_config import STORED_BITS
 from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors
 from quant.common.errors import CheckpointError
@@ -53,12 +54,12 @@ class _Weights:
 
     def __init__(self, folder: Path, shape: ModelShape, stored: Mapping[str, StoredTensor]) -> None:
         self.folder, self.shape, self.stored = folder, shape, stored
-        self.names = WEIGHT_NAMES[shape.model_type]
+        self.names = FAMILIES[shape.model_type].architecture
         self.taken: set[str] = set()
 
     def check_layer_count(self) -> None:
         """More layers than the configuration says would be left out without a word, fewer miss."""
-        stacks = spellings(self.names.layers, self.names.base)
+        stacks = spellings(self.names.layers_path, self.names.base)
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
         layers = max(found, default=-1) + 1
@@ -76,7 +77,7 @@ class _Weights:
     def check_head(self) -> None:
         """An untied LM head must be there; a tied one may be."""
         size = (self.shape.vocab_size, self.shape.word_embedding_size)
-        heads = [f"{name}.weight" for name in self.names.heads]
+        heads = [f"{name}.weight" for name in self.names.head_names]
         stored = [name for name in heads if name in self.stored]
         for name in stored or ([] if self.shape.tied_embeddings else heads[:1]):
             self._check(name, size)
@@ -87,7 +88,7 @@ class _Weights:
         linears = {f"{name}.weight" for name in (*self.names.attention, *self.names.mlp)}
         for index in range(self.shape.layers):
             for name, size in tensors.items():
-                full = f"{self.names.layers}.{index}.{name}"
+                full = f"{self.names.layers_path}.{index}.{name}"
                 is_linear = self.shape.stored is not None and name in linears
                 if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                     self._check(full, size)

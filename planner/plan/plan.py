@@ -27,9 +27,10 @@ from planner.micro_batches import MicroBatches
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.workload import Workload
+from quant.backends.table import KERNEL_RULES
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KERNEL_RULES, KV_BITWIDTHS, ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
 PLAN_VERSION = 1
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)

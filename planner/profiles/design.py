@@ -85,28 +85,6 @@ def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload
     return tuple(candidates[i] for i in chosen)
 
 
-def random_workloads(
-    space: DesignSpace, phase: Phase, count: int, seed: int
-) -> tuple[LayerWorkload, ...]:
-    """`count` different workloads, evenly drawn from the logarithms of batch size and length."""
-    generator = np.random.default_rng(seed)
-    found: dict[LayerWorkload, None] = {}
-    bounds = np.log(
-        [
-            (min(space.batch_sizes), max(space.batch_sizes) + 0.5),
-            (space.min_length, space.max_length),
-        ]
-    )
-    for _ in range(1000 * count):
-        batch, length = np.exp(generator.uniform(bounds[:, 0], bounds[:, 1]))
-        workload = LayerWorkload(phase, int(batch), int(length))
-        if space.holds(workload):
-            found[workload] = None
-        if len(found) == count:
-            break
-    return tuple(found)
-
-
 def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
     """Every batch size with lengths in even ratios, the longest allowed among them."""
     for batch in sorted(set(space.batch_sizes)):

@@ -23,8 +23,8 @@ from planner.costs.latency import LatencyModel
 from planner.model.finding import ModelShape
 from planner.phases import Phase
 from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
+from planner.profiles.row_selection import Wanted, describe_uses, used_rows, uses
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import Wanted, describe_uses, used_rows, uses
 
 __all__ = [
     "FittedLatency",

@@ -13,7 +13,7 @@ from scipy.optimize import nnls
 
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.links import MeasuredLink, Place, Way
-from planner.profiles.tables import read_table, table_beside, write_table
+from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.common.errors import SpecError
 
 WAYS: tuple[Way, ...] = ("gloo", "ray")

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from planner.plan.plan import Plan, StagePlan
-from planner.profiles.tables import read_table, table_beside, write_table
+from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
 Origin = Literal["checkpoint", "cache"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -13,8 +11,8 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
 from planner.phases import Phase
-from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import write_whole
+from planner.profiles.csv_table import Line, read_lines, write_lines
+from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 REQUIRED_COLUMNS = (
@@ -100,19 +98,13 @@ class ProfileRow:
 def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
     """Every row of a profile CSV; SpecError names file and line of the first bad one.
 
-    `torn_end` forgives a last row that somebody's writing was cut off in.
+    With `torn_end` a last row that was cut off while it was written is left out.
     """
     path = Path(path)
+    lines = read_lines(path, lambda found: _check_columns(found, path))
+    rows = [_row(line, path.name) for line in lines[:-1]]
     try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            _check_columns(reader.fieldnames or (), path)
-            lines = [_Line(values, path, reader.line_num) for values in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"profile {path} cannot be read: {error}") from error
-    rows = [line.row() for line in lines[:-1]]
-    try:
-        rows += [line.row() for line in lines[-1:]]
+        rows += [_row(line, path.name) for line in lines[-1:]]
     except SpecError:
         if not torn_end:
             raise
@@ -120,19 +112,9 @@ def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow,
 
 
 def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
-    """Write rows so that `read_profiles` gives them back: aside first, so that none is ever torn.
-
-    InputError where the file cannot be written.
-    """
-    path = Path(path)
-    stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
-    writer.writeheader()
-    writer.writerows(map(_values, rows))
-    try:
-        write_whole(path, stream.getvalue())
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    """Write rows so that `read_profiles` gives them back; InputError where that is not possible."""
+    columns = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
+    write_lines(Path(path), columns, ([_values(row)[name] for name in columns] for row in rows))
 
 
 def _values(row: ProfileRow) -> dict[str, object]:
@@ -160,7 +142,7 @@ def _values(row: ProfileRow) -> dict[str, object]:
     }
 
 
-def _check_columns(found: Iterable[str], path: Path) -> None:
+def _check_columns(found: Sequence[str], path: Path) -> None:
     missing = [name for name in REQUIRED_COLUMNS if name not in found]
     if missing:
         raise SpecError(f"{path}:1: profile lacks the columns {', '.join(missing)}")
@@ -170,39 +152,39 @@ def _check_columns(found: Iterable[str], path: Path) -> None:
         raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
 
 
+def _row(line: Line, source: str) -> ProfileRow:
+    """The row that `line` of the file `source` says; SpecError names the field that is wrong."""
+    fields = _Fields(line.fields(), line.place)
+    return ProfileRow(
+        device=fields.device(),
+        model=fields.text("model") or "",
+        layer=fields.layer(),
+        intermediate_size=fields.integer("h2"),
+        phase=fields.phase(),
+        bits=fields.bits(),
+        batch_size=fields.integer("batch_size"),
+        prompt_length=fields.integer("prompt_length"),
+        context_length=fields.integer("context_length", least=0),
+        seconds=fields.milliseconds() / 1e3,
+        backend=fields.text("backend"),
+        backend_version=fields.text("backend_version"),
+        dtype=fields.dtype(),
+        threads=fields.integer("threads") if fields.text("threads") else None,
+        spread=fields.real("spread", least=0.0) if fields.text("spread") else None,
+        repetitions=fields.integer("repetitions") if fields.text("repetitions") else None,
+        source=source,
+    )
+
+
 @dataclass(frozen=True)
-class _Line:
-    """One row as text, and where it stands."""
+class _Fields:
+    """The fields of one row as text; a method for each kind of value checks it."""
 
-    values: dict[str, str | None]
-    path: Path
-    number: int
-
-    def row(self) -> ProfileRow:
-        if None in self.values or None in self.values.values():
-            raise self.error("has not as many fields as the header")
-        return ProfileRow(
-            device=self.device(),
-            model=self.text("model") or "",
-            layer=self.layer(),
-            intermediate_size=self.integer("h2"),
-            phase=self.phase(),
-            bits=self.bits(),
-            batch_size=self.integer("batch_size"),
-            prompt_length=self.integer("prompt_length"),
-            context_length=self.integer("context_length", least=0),
-            seconds=self.milliseconds() / 1e3,
-            backend=self.text("backend"),
-            backend_version=self.text("backend_version"),
-            dtype=self.dtype(),
-            threads=self.integer("threads") if self.text("threads") else None,
-            spread=self.real("spread", least=0.0) if self.text("spread") else None,
-            repetitions=self.integer("repetitions") if self.text("repetitions") else None,
-            source=self.path.name,
-        )
+    values: dict[str, str]
+    place: str
 
     def error(self, problem: str) -> SpecError:
-        return SpecError(f"{self.path}:{self.number}: profile row {problem}")
+        return SpecError(f"{self.place}: profile row {problem}")
 
     def text(self, name: str) -> str | None:
         return (self.values.get(name) or "").strip() or None

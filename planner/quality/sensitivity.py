@@ -100,11 +100,6 @@ def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
     return np.tile(row, (shape.layers, 1))
 
 
-def load_sensitivity(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """The matrix of `load_omega`."""
-    return load_omega(path, shape, bitwidths).matrix
-
-
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
     """Measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
 
@@ -134,13 +129,6 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
     points = tuple(_points(content.get("points", []), path, measured))
     return Omega(chosen, f"{path}{_told(content.get('provenance'))}", points)
-
-
-def save_sensitivity(
-    path: str | Path, matrix: Matrix, bitwidths: Sequence[int], model_fingerprint: str
-) -> None:
-    """Write `matrix` [L, K] so that `load_sensitivity` takes it."""
-    save_omega(path, OmegaContent(tuple(bitwidths), model_fingerprint, matrix))
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:

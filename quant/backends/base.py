@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
+from quant.gpu_upload import moved_blocks
 from quant.scheme import LinearShape
-from quant.staging import moved_blocks
 
 _CPU_DECODED_WEIGHTS = 1 << 19
 """2 MB of float32: fewer are no closer to the core (512 KB takes 1.3 times as long, for calls)."""

@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 
 from quant.backends.base import copy_of, tensor_bytes
+from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
-from quant.scheme import NF4_BLOCK, LinearShape
+from quant.scheme import LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
 """Activations above it are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""

@@ -25,10 +25,11 @@ from torch import nn
 
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_header import DamagedFileError
-from quant.linear import QuantizedLinear, dtype_name
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
+from quant.linear import LayerForm, QuantizedLinear
+from quant.scheme import LinearShape
 
 _LIBRARIES = ("torch", "bitsandbytes")
 """Those that lay out or round packed weights."""
@@ -48,21 +49,6 @@ _TEST_SHAPE = LinearShape(in_features=256, out_features=192)
 _TEST_TOKENS = 5
 _TOLERANCE = 1e-3
 """Relative difference of products that should be the same, but for the order of their sums."""
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """How a layer is made: its linears with `bits`, norms and biases in `dtype`.
-
-    `backend` names a kernel backend, None the preferred one; `rounding` a way of `quant.rounding`.
-    """
-
-    bits: int
-    processor: Processor
-    dtype: torch.dtype
-    device: torch.device
-    backend: str | None = None
-    rounding: str = "nearest"
 
 
 def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: LayerForm) -> CacheKey:
@@ -216,10 +202,7 @@ def _backends(module: nn.Module, form: LayerForm) -> dict[str, str]:
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear):
             shape = LinearShape(child.in_features, child.out_features)
-            rule = layer_rule(
-                form.processor, form.bits, shape, dtype_name(form.dtype), form.backend
-            )
-            backend = usable_backend(rule.name, form.bits, form.dtype, form.device)
+            backend = usable_backend(form.rule_of(shape).name, form.bits, form.dtype, form.device)
             chosen[name] = backend.__name__
     return chosen
 

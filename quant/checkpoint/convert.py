@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from quant.checkpoint.model_folder import copy_settings, new_folder, overlap, write_index
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -123,7 +123,7 @@ def _ties_embeddings(source: Path) -> bool:
     path = source / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
-    values = read_settings(path, "download it again", CheckpointError)
+    values = read_json_object(path, "download it again", CheckpointError)
     return bool(values.get("tie_word_embeddings", True))
 
 

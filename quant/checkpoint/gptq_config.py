@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
@@ -117,4 +117,4 @@ def _bits_of(change: Any, default: int) -> Any:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    return read_settings(path, "download it again", SpecError) if path.exists() else {}
+    return read_json_object(path, "download it again", SpecError) if path.exists() else {}

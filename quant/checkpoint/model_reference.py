@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quant.common.errors import CheckpointError, LlmpqError
-from quant.common.foreign_words import path_reason
+from quant.common.library_errors import path_reason
 
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 """Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ def _placed(
 
 def read_index(path: Path) -> dict[str, str]:
     """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
-    values = read_settings(path, "download it again", CheckpointError, "index of shards")
+    values = read_json_object(path, "download it again", CheckpointError, "index of shards")
     weight_map = values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} lists no tensors in its weight_map; download it again")

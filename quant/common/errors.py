@@ -1,7 +1,7 @@
 """The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
 
-from quant.common.foreign_words import without_foreign_advice
-from quant.common.printable import printable
+from quant.common.library_errors import without_library_advice
+from quant.common.safe_text import printable
 
 MESSAGE_CHARACTERS = 1500
 """At most: messages quote what others wrote."""
@@ -11,7 +11,7 @@ class LlmpqError(Exception):
     """Something the user can mend: the message names the problem, the number and the remedy."""
 
     def __str__(self) -> str:
-        return printable(without_foreign_advice(super().__str__()), MESSAGE_CHARACTERS)
+        return printable(without_library_advice(super().__str__()), MESSAGE_CHARACTERS)
 
 
 class SpecError(LlmpqError):

@@ -26,9 +26,7 @@ from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import SpecError
 from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
 from quant.gptq.rounding import GptqOptions
-from quant.scheme import GROUP_SIZES, group_size
-
-_FULL_BITS = 16
+from quant.scheme import FULL_BITS, GROUP_SIZES, group_size
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class GptqLayout:
 
     def __post_init__(self) -> None:
         """SpecError where there is nothing to quantize, or the format cannot hold a linear."""
-        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != _FULL_BITS]
+        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != FULL_BITS]
         if not below:
             raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
         for index, bits in below:
@@ -60,13 +58,13 @@ class GptqLayout:
 
     def configuration(self, options: GptqOptions) -> dict[str, Any]:
         """The `quantization_config` of `config.json`."""
-        usual_bits = Counter(b for b in self.bitwidths if b != _FULL_BITS).most_common(1)[0][0]
+        usual_bits = Counter(b for b in self.bitwidths if b != FULL_BITS).most_common(1)[0][0]
         groups = {name: _format_group(shape[1]) for name, shape in self.linears.items()}
         usual_group = Counter(groups.values()).most_common(1)[0][0]
         rules: dict[str, dict[str, int]] = {}
         for index, bits in enumerate(self.bitwidths):
             layer = re.escape(f"{self.layers_name}.{index}.")
-            if bits == _FULL_BITS:
+            if bits == FULL_BITS:
                 rules[f"-:{layer}.*"] = {}
                 continue
             other_bits = {} if bits == usual_bits else {"bits": bits}

@@ -3,7 +3,7 @@
 While a layer loads, anonymous host memory holds what is packed already plus one linear's codes (two
 where the cache writes 8-bit layers) and a few megabytes: tensors are read as views of mapped files
 and neither cast nor copied whole. Inside `loading`, three things go on at once: the disk is read
-ahead of use, tensors are quantized (and moved to a GPU, `quant.staging`), and finished layers are
+ahead of use, tensors are quantized (and moved to a GPU, `quant.gpu_upload`), finished layers are
 written to the cache.
 """
 
@@ -23,7 +23,6 @@ from quant.backends.base import copy_of
 from quant.cache.folder import CachedTensors, CacheKey, ShardCache, file_range
 from quant.cache.layer import (
     CachedLayer,
-    LayerForm,
     fill_from,
     layer_key,
     new_entry,
@@ -34,46 +33,31 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
-from quant.linear import QuantizedLinear, quantize_linear
-from quant.loading.prepacked import PrepackedLinear
-from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, Processor
+from quant.linear import LayerForm, QuantizedLinear, quantize_linear
+from quant.loading.onednn_linear import PrepackedLinear
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """A decoder layer to be loaded: `module` on the meta device, its full name, and how."""
+    """A decoder layer to be loaded: `module` on the meta device, and the form it shall have.
+
+    `name_prefix` is its full name, such as `model.layers.3`.
+    """
 
     module: nn.Module
     name_prefix: str
     form: LayerForm
 
 
-def load_layer(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    name_prefix: str,
-    bits: int,
-    processor: Processor,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
-    cache: ShardCache | None = None,
-) -> None:
-    """Fill a decoder layer, built on the meta device, and quantize its linears to `bits`.
+def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
+    """Fill a decoder layer, built on the meta device, and quantize its linears.
 
-    `name_prefix` is the layer's full name, such as `model.layers.3`; checkpoints saved without its
-    first part are read too. Every `nn.Linear` is replaced (`quant.linear.quantize_linear`); norms
-    and biases are held in `dtype`. A layer that `cache` has is taken from there, another is put
-    there unless nothing has to be quantized for it. CheckpointError names a tensor that is missing,
-    of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
+    Checkpoints saved without the first part of the layer's name are read too. Every `nn.Linear` is
+    replaced (`quant.linear.quantize_linear`). A layer that `cache` has is taken from there, another
+    is put there unless nothing has to be quantized for it. CheckpointError names a tensor that is
+    missing, of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
     """
-    form = LayerForm(bits, processor, dtype, device, backend)
-    load_layer_as(LayerLoad(module, name_prefix, form), checkpoint, cache)
-
-
-def load_layer_as(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
-    """`load_layer`, of a layer that was described before."""
     if cache is not None and _is_quantized_here(load, checkpoint):
         _load_with_cache(load, checkpoint, cache)
     else:
@@ -140,17 +124,15 @@ def _stored_linear(
     full_name: str, linear: nn.Linear, form: LayerForm, checkpoint: Checkpoint
 ) -> nn.Module:
     """The linear for `linear` (on meta) without its bias, of codes or of a weight to be rounded."""
-    how = (form.processor, form.dtype, form.device, form.backend)
     if checkpoint.gptq is not None:
         shape = (linear.out_features, linear.in_features)
         with _named(f"{full_name}.qweight", checkpoint):
-            filled = gptq_linear(checkpoint, full_name, shape, form.bits, *how)
+            filled = gptq_linear(checkpoint, full_name, shape, form)
         if filled is not None:
             return filled
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
     with _named(f"{full_name}.weight", checkpoint):
-        rounding = Rounding.of_tensor(form.rounding, full_name)
-        return quantize_linear(weight, None, form.bits, *how, rounding)
+        return quantize_linear(weight, None, form, full_name)
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:

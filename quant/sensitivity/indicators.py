@@ -34,8 +34,8 @@ from torch import Tensor
 
 from quant.common.errors import CheckpointError
 from quant.scheme import FULL_BITS
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import Gram, squared_rounding_error
+from quant.sensitivity.variance_form import VarianceForm
 
 _BLOCK_VALUES = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Values summed at once in float32: 256 KB stay in a CPU core's second-level cache, and so few lose

@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.table import INT8PACK_COLUMNS
 from quant.canonical import CanonicalWeight
 from quant.common.errors import SpecError
-from quant.scheme import INT8PACK_COLUMNS
 
 _MANY_TOKENS = 24
 """From here on a product in bfloat16 pays for the conversion of the codes, as measured."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.compiled import compiled_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 
 LIMIT = 127
 MIDDLE = 128

@@ -17,7 +17,8 @@ from llmpq.cli import dist
 from llmpq.jobs.job import JobOptions, Tally
 from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.jobs.records.row_list import rows_digest
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,

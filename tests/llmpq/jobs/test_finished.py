@@ -23,7 +23,8 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output.job_output import JobOutput
 from llmpq.jobs.output.options import OutputOptions
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,

@@ -27,9 +27,9 @@ from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import load_omega
 from quant.common.errors import CheckpointError, InputError
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import squared_rounding_error
 from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
+from quant.sensitivity.variance_form import VarianceForm
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 
 BITS = (3, 4, 8, 16)

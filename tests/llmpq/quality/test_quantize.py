@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
 from actors.stage.layer_stream import LayerStream, stream_layers
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
@@ -26,7 +26,7 @@ from quant.common.errors import CheckpointError, InputError, PlanMismatchError, 
 from quant.gptq import writer as gptq_writer
 from quant.gptq.format import read_gptq
 from quant.gptq.rounding import GptqOptions, gptq
-from quant.loading.representation import Compute, LayerScheme
+from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import Processor
 from tests.actors.models import (
     VOCABULARY,

@@ -27,7 +27,7 @@ from planner.simulation.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.checkpoint.reader import INDEX_FILE, Checkpoint
 from quant.common.errors import CheckpointError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 from quant.common.whole_file import write_whole
 from tests.llmpq.fake_jobs import IDENTITY
 from tests.llmpq.hostile import with_texts

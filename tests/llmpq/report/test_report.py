@@ -18,11 +18,11 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
 from llmpq.report import report_page, write_front
 from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
-from planner.explanation.explain import Explanation, explain
+from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
 from planner.plan.plan import Plan as PlanData
-from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
 from planner.search.front import FrontPoint
 from quant.common.errors import SpecError
 
@@ -35,8 +35,7 @@ NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
 
 
 def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
-    assert plan._costs is not None
-    return explain(plan.data, plan._costs, options)
+    return plan.explain(options)
 
 
 class Page(HTMLParser):
@@ -214,7 +213,7 @@ def hostile_plan() -> Plan:
         baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.data.baselines),
         stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.data.stages),
     )
-    return Plan(data, made_plan._costs)
+    return Plan(data, made_plan.costs)
 
 
 def test_hostile_names_stay_text() -> None:
@@ -227,23 +226,12 @@ def test_hostile_names_stay_text() -> None:
     assert HOSTILE in "".join(parsed.words)
 
 
-def test_a_loaded_plan_says_what_it_does_not_know(tmp_path: Path) -> None:
-    made().save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.explanation is None
-    loaded.report(tmp_path / "page.html")
-    parsed = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert "llmpq-algo --report" in parsed.text
-    assert len(parsed.all_of("li", "box")) == 24
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "plan.json"]
-
-
 def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
     """Layers that differ give ranges, exchanges and spans of layers."""
     shape, bits = model_shape("opt-1.3b"), (3, 4, 8, 16)
     factors = np.random.default_rng(1).uniform(0.1, 3.0, shape.layers)
     omega = default_sensitivity(shape, bits) * factors[:, np.newaxis]
-    save_sensitivity(tmp_path / "omega.json", omega, bits, shape.fingerprint())
+    save_omega(tmp_path / "omega.json", OmegaContent(bits, shape.fingerprint(), omega))
     for group in (1, 2):
         plan = make_cluster().plan(
             "opt-1.3b",

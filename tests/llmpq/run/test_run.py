@@ -16,7 +16,7 @@ from actors.recovery.policy import Recovery
 from actors.stage_group import StageGroup, StageLostError
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
-from llmpq.run.run import BAD_ROWS_AT_ONCE
+from llmpq.run.rows_in_flight import BAD_ROWS_AT_ONCE
 from quant.common.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan

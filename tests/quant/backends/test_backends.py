@@ -18,10 +18,11 @@ from quant.backends.cpu.int8pack import Int8Pack
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.registry import BACKENDS, self_test, usable_backend
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.processor import local_processor
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
+from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")
 RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}

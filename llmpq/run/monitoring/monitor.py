@@ -1,0 +1,91 @@
+"""Watching a run: a thread asks the stages about once a second how far they are, and a trace of
+their micro-batches is written at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from actors.messages import StageStats
+from actors.stage_group import StageGroup
+from llmpq.run.monitoring.meter import RunMeter, RunState
+from llmpq.run.monitoring.trace import save_trace
+from planner.plan.plan import Plan
+from quant.common.errors import HeadLostError, InputError
+
+INTERVAL_S = 1.0
+WAIT_AT_END_S = 10.0  # for a poll that is under way: it waits for the stages for 5 s at most
+
+
+class Monitor:
+    """Context manager: while it is open, `poll` is asked again and again and `show` told the state.
+
+    `poll` returns None where the stages do not answer; the run never waits for either of them.
+    """
+
+    def __init__(
+        self,
+        meter: RunMeter,
+        poll: Callable[[], Sequence[StageStats] | None],
+        show: Sequence[Callable[[RunState], None]] = (),
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._meter, self._poll, self._show = meter, poll, tuple(show)
+        self._interval_s = interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llmpq-monitor", daemon=True)
+
+    def __enter__(self) -> Monitor:
+        """Begin to poll."""
+        self._meter.begin()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End with the run."""
+        self._ended.set()
+        self._thread.join(WAIT_AT_END_S)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self.look()
+
+    def look(self) -> None:
+        """Poll once and show what is known."""
+        stages = self._poll()
+        if stages is not None:
+            self._meter.add(stages)
+        if not self._ended.is_set():
+            state = self._meter.state()
+            for show in self._show:
+                show(state)
+
+
+@contextmanager
+def monitored(
+    group: StageGroup,
+    plan: Plan,
+    meter: RunMeter,
+    show: Sequence[Callable[[RunState], None]],
+    trace: Path | None,
+) -> Iterator[None]:
+    """Around generating: `show` is told the state about once a second, and the trace is written
+    however the run ends, but for the loss of Ray itself.
+    """
+    if trace is not None:
+        group.observer.align()
+    try:
+        with Monitor(meter, group.observer.figures, show):
+            yield
+    except HeadLostError:  # the stages have gone with it, or are on their way
+        raise
+    except BaseException:
+        if trace is not None:
+            with suppress(InputError):  # what ended the run matters more
+                save_trace(trace, plan, group.observer.traces())
+        raise
+    if trace is not None:
+        save_trace(trace, plan, group.observer.traces())
