@@ -39,7 +39,7 @@ from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
@@ -75,7 +75,7 @@ class StageGroup:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanSpec,
         checkpoint: str,
         timeouts: Timeouts | None = None,
         cache: CacheSettings = NO_CACHE,

@@ -84,7 +84,7 @@ def write_plan(path: Path) -> JobIdentity:
     cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "demo_mixed_cpu.yaml")
     plan = cluster.plan(ROOT / "examples" / "demo_model", Workload(8, 16, 100))
     plan.save(path)
-    return job_identity(plan.data, RunOptions())
+    return job_identity(plan.spec, RunOptions())
 
 
 def command_s(folder: Path, code: int) -> float:

@@ -35,7 +35,7 @@ from benchmarks.throughput_contestants import CLUSTER
 from benchmarks.turns import spread
 from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
-from planner.plan.plan import MicroBatches, Plan
+from planner.plan.spec import MicroBatches, PlanSpec
 from quant.processor import local_processor
 from tests.actors.local_pipeline import LocalPipeline, drive
 
@@ -47,7 +47,7 @@ ROUNDS = 3
 LAYERS = 12
 
 
-def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
+def emulated_plan(stages: int, groups: int, unequal: bool) -> PlanSpec:
     """The demo model in `stages` parts that hold micro-batches, `groups` of four requests."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "one.yaml"
@@ -56,7 +56,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
             "emulate: {time_scale: 1}\n"
         )
         workload = Workload(global_batch=4 * groups, prompt_length=16, new_tokens=16)
-        plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).data
+        plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).spec
     (whole,) = plan.stages
     cuts = [round(LAYERS * i / stages) for i in range(stages + 1)]
     parts = []
@@ -79,7 +79,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
 
 
 def timed(
-    plan: Plan, model: Path, requests: Sequence[Request], transport: str
+    plan: PlanSpec, model: Path, requests: Sequence[Request], transport: str
 ) -> tuple[float, list[float]]:
     """Seconds of one pass after a warm-up, and the busy seconds of each stage in it."""
     with ray_session("local"), StageGroup(plan, str(model), transport=transport) as group:  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def _requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request
     return [Request(f"r{i}", tuple(p), new_tokens, sampling) for i, p in enumerate(prompts)]
 
 
-def alone(plan: Plan, model: Path, requests: Sequence[Request]) -> list[float]:
+def alone(plan: PlanSpec, model: Path, requests: Sequence[Request]) -> list[float]:
     """Each stage's seconds for the same queue when the other waits, in this process."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -166,7 +166,7 @@ def real(transports: Sequence[str], rounds: int) -> None:
         cluster.write_text(CLUSTER.format(stages=2, threads=1))
         lengths = case.lengths()
         workload = Workload(len(lengths), max(lengths), case.new_tokens)
-        plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).data
+        plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).spec
         prompts = [prompt for turn in range(ROUNDS) for prompt in case.prompts(turn)]
         requests = _requests(prompts, case.new_tokens)
         found: dict[str, list[Computed]] = {transport: [] for transport in transports}

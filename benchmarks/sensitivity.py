@@ -198,7 +198,7 @@ def promise_rows(
     yield f"| | | | **{unseen.scored} tokens unseen** | |"
     for promised in sorted({each for each, _ in plans}):
         chosen = {bits: plan for (each, bits), plan in plans.items() if each == promised}
-        forecasts = [plan.data.perplexity.increase for plan in chosen.values()]  # type: ignore[union-attr]
+        forecasts = [plan.spec.perplexity.increase for plan in chosen.values()]  # type: ignore[union-attr]
         for increases in measured:
             costs = [increases[bits][0] for bits in chosen]
             kept = sum(cost <= promised for cost in costs)

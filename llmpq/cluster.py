@@ -1,4 +1,4 @@
-"""`Cluster` as Python users meet it: read or detect one, and plan for it."""
+"""`Cluster`, which users hold: read or detect one, and plan for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Cluster:
 
 
 def _warned(spec: ClusterSpec) -> ClusterSpec:
-    """The same, after its notes were told."""
+    """Warn of the cluster's notes and return it."""
     for note in spec.notes:
         warnings.warn(note, stacklevel=3)
     return spec

@@ -23,8 +23,7 @@ from planner.explanation.planned_assignment import planned_assignment
 from planner.explanation.rebuilt_costs import rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
 from planner.micro_batches import MicroBatches
-from planner.plan.plan import Plan as PlanData
-from planner.plan.plan import PlannedModel, Prediction, SolverRecord, StagePlan
+from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.front import FrontPoint
 from planner.simulation.trace import write_chrome_trace, write_gantt
 from planner.workload import Workload
@@ -36,20 +35,20 @@ class Plan:
     """
 
     def __init__(
-        self, data: PlanData, costs: CostModel | None = None, source: str = "the plan"
+        self, spec: PlanSpec, costs: CostModel | None = None, source: str = "the plan"
     ) -> None:
-        self.data = data
+        self.spec = spec
         self._costs = costs
         self._source = source
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; raises `SpecError` naming file and field."""
-        return cls(PlanData.load(path), source=str(path))
+        return cls(PlanSpec.load(path), source=str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        self.data.save(path)
+        self.spec.save(path)
 
     @cached_property
     def costs(self) -> CostModel:
@@ -57,7 +56,7 @@ class Plan:
 
         Raises `SpecError` where a file that the plan was made from is gone or has changed.
         """
-        return rebuilt_costs(self.data) if self._costs is None else self._costs
+        return rebuilt_costs(self.spec) if self._costs is None else self._costs
 
     @cached_property
     def explanation(self) -> Explanation:
@@ -66,7 +65,7 @@ class Plan:
 
     def explain(self, options: WhatIfOptions | None = None) -> Explanation:
         """Why the plan is as it is, and the answers to what `options` ask. Raises as `costs`."""
-        return explain(self.data, self.costs, options)
+        return explain(self.spec, self.costs, options)
 
     def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
         """Write the plan and its explanation as one HTML page.
@@ -74,19 +73,19 @@ class Plan:
         `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it cannot be
         written, and as `costs`.
         """
-        write_report(path, self.data, self.explanation, front)
+        write_report(path, self.spec, self.explanation, front)
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
         """What holds each stage. Raises as `costs`."""
-        return stage_limits(planned_assignment(self.data, self.costs))
+        return stage_limits(planned_assignment(self.spec, self.costs))
 
     def trace(self, path: str | Path) -> None:
         """Write the simulated batch: an `.svg` Gantt picture, else JSON for Perfetto or Chrome.
 
         Raises `SpecError` where it cannot be written, and as `costs`.
         """
-        simulated = planned_assignment(self.data, self.costs).simulate()
+        simulated = planned_assignment(self.spec, self.costs).simulate()
         labels = [stage.device for stage in self.stages]
         if Path(path).suffix == ".svg":
             write_gantt(path, simulated, labels)
@@ -96,32 +95,32 @@ class Plan:
     @property
     def model(self) -> PlannedModel:
         """The planned model."""
-        return self.data.model
+        return self.spec.model
 
     @property
     def workload(self) -> Workload:
         """The planned workload."""
-        return self.data.workload
+        return self.spec.workload
 
     @property
     def micro_batches(self) -> MicroBatches:
         """Micro-batch sizes of prefill and decode."""
-        return self.data.micro_batches
+        return self.spec.micro_batches
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
         """The stages in pipeline order."""
-        return self.data.stages
+        return self.spec.stages
 
     @property
     def predicted(self) -> Prediction:
         """Predicted seconds and tokens per second of one global batch."""
-        return self.data.predicted
+        return self.spec.predicted
 
     @property
     def solver(self) -> SolverRecord:
         """How the plan was found."""
-        return self.data.solver
+        return self.spec.solver
 
     def run(
         self,
@@ -174,7 +173,7 @@ class Plan:
         from llmpq.run.run import Run
 
         chosen = RunOptions.of(options)
-        return Results(Run(self.data, chosen, self._source, on_event=on_event), rows)
+        return Results(Run(self.spec, chosen, self._source, on_event=on_event), rows)
 
     def evaluate(
         self,
@@ -197,4 +196,4 @@ class Plan:
         from llmpq.quality.subjects import evaluate_plan
 
         options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
-        return evaluate_plan(self.data, text, model, options)
+        return evaluate_plan(self.spec, text, model, options)

@@ -1,4 +1,4 @@
-"""The workload that a file of prompts amounts to."""
+"""Deriving a workload from a file of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512,
 
 
 def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
-    """Batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
+    """The batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
 
     `model` must be a local folder or hub id when prompts are text, for its tokenizer. Raises
     `InputError` when no prompt can be used.

@@ -55,9 +55,10 @@ class QuantizedLinear(nn.Module):
         rule: KernelRule,
         input_order: torch.Tensor | None = None,
     ) -> None:
-        """Wrap `packed`, made for activations of `dtype`; `bias` is `[out]` or None.
+        """Wrap `packed`, which was made for activations of `dtype`; `bias` is `[out]` or None.
 
-        `input_order` `[in]`: which input belongs to each column of `packed`, None: the same one.
+        `input_order` `[in]`: the input that belongs to each column of `packed`; None: they are in
+        order.
         """
         super().__init__()
         self.packed = packed
@@ -88,7 +89,7 @@ class QuantizedLinear(nn.Module):
 
 
 def warm_up_codes(model: nn.Module) -> None:
-    """Compile now what layers of `model` that round their inputs need at the first token."""
+    """Compile in advance the loops of layers in `model` that round their inputs."""
     found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
     for width in {m.in_features for m in found if isinstance(m.packed, OneDnnW8A8)}:
         warm_up(width)
@@ -141,7 +142,7 @@ def linear_of_codes(
     packed: PackedWeight
     if issubclass(kernel, CanonicalPacked):
         packed = kernel.from_canonical(canonical.to(form.device))
-    else:  # at 8 bit, on a grid as fine as ours
+    else:  # at 8 bit, with a grid as fine
         packed = kernel.from_weight(dequantize(canonical), form.dtype, form.device)
     _check_bytes(packed, rule, shape, form.dtype)
     order = None if input_order is None else input_order.to(form.device)

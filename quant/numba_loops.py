@@ -1,4 +1,4 @@
-"""What loops compiled by numba share, where it is installed (extra `cpu`)."""
+"""Compiling loops with numba, where it is installed (extra `cpu`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 _FAST_SUMS = {"reassoc", "contract", "nsz"}
-"""Sums in any order; NaN and infinity keep their meaning, for the sampler to see them."""
+"""Allows sums in any order, but keeps the meaning of NaN and infinity, which the sampler checks."""
 
 _one_at_a_time = threading.Lock()
 
 
 @cache
 def has_numba() -> bool:
-    """Whether loops can be compiled; says once what is lost where they cannot."""
+    """Whether loops can be compiled; logs a warning once where they cannot."""
     found = find_spec("numba") is not None
     if not found:
         logging.getLogger(__name__).warning(
@@ -32,9 +32,9 @@ def has_numba() -> bool:
 
 @contextmanager
 def torch_threads() -> Iterator[None]:
-    """Run compiled loops on as many threads as torch has here.
+    """Let compiled loops run on as many threads as torch has here.
 
-    Numba's own thread pool may not be entered by two threads: others wait.
+    Only one thread at a time may enter numba's thread pool: others wait.
     """
     import numba
 
@@ -55,7 +55,7 @@ def compiled_loop(function: Any, parallel: bool) -> Any:
 
 @cache
 def widening(dtype: torch.dtype) -> Any:
-    """What makes a float32 of a stored element of `dtype`, within compiled code."""
+    """A compiled function that makes a float32 of a stored element of `dtype`."""
     import numba
     from llvmlite import ir
     from numba.core import types

@@ -5,22 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FULL_BITS = 16
-"""Stands for the compute type, whatever its width: not quantized."""
+"""The bitwidth of weights that are not quantized: they have the compute type, whatever its width.
+"""
 
 BITWIDTHS = (3, 4, 8, FULL_BITS)
 KV_BITWIDTHS = (8, FULL_BITS)
 ROUNDINGS = ("nearest", "searched", "stochastic")
-"""Ways of rounding a weight that is quantized while it loads; see `quant.rounding`."""
+"""Ways of rounding a weight that is quantized while it is loaded; see `quant.rounding`."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 GROUP_SIZES = (128, 64, 32)
-"""Group sizes tried in this order; all are among those that torch's int4pack matmul takes."""
+"""Group sizes, tried in this order; torch's int4pack matmul takes all of them."""
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One weight matrix `[out_features, in_features]`.
+    """The shape of a weight matrix `[out_features, in_features]`.
 
     `stored_group`: weights that share a scale and a zero where the checkpoint is quantized already,
     None where it is not.
@@ -43,7 +44,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Processor:
-    """What a kernel backend must know of a device; `compute_capability` is None for a CPU."""
+    """The properties of a device that decide on kernels; `compute_capability` is None for a CPU."""
 
     compute_capability: tuple[int, int] | None = None
     instruction_sets: frozenset[str] = frozenset({"avx512_bf16", "avx512_vnni"})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from actors.stage.spec import StageSpec
 from planner.model.finding import ModelShape
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceError, SpecError
 
 
@@ -33,7 +33,7 @@ def stand_in_spec(spec: StageSpec, shape: ModelShape) -> StageSpec:
     )
 
 
-def check_planned_memory(plan: Plan) -> None:
+def check_planned_memory(plan: PlanSpec) -> None:
     """Raise `DeviceError` where a stage that a stand-in plays would not fit its planned device."""
     for stage in plan.stages:
         if plan.stand_in is not None and stage.memory_bytes > stage.memory_limit_bytes:

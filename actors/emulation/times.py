@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from actors.messages import MicroBatch
 from planner.plan.modelled_times import ModelledTimes
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ScaledTimes:
         return self.scale * self.times.transfer_s(int(batch.counts.sum()), len(batch.slots))
 
 
-def emulated_times(plan: Plan, stage: StagePlan) -> ScaledTimes | None:
+def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:
     """The times that `stage` is held to; None where its device is real or takes no modelled time.
 
     Plans without tabulated times have constant ones, those of full micro-batches.

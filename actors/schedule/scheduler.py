@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.transport.message_format import Limits
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 
 Policy = Literal["static"]
 
@@ -23,7 +23,7 @@ class QueueSizes:
     policy: Policy = "static"
 
     @classmethod
-    def of(cls, plan: Plan) -> QueueSizes:
+    def of(cls, plan: PlanSpec) -> QueueSizes:
         """The sizes that `plan` asks for."""
         sizes = plan.micro_batches
         return cls(plan.workload.global_batch, sizes.prefill, sizes.decode)

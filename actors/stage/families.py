@@ -40,7 +40,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
 
 
 class PassThrough(nn.Module):
-    """Stands for a module that lives on another stage: returns its first input."""
+    """A placeholder for a module of another stage, which returns its first input."""
 
     def __init__(self, returns_tuple: bool = False) -> None:
         super().__init__()
@@ -52,18 +52,19 @@ class PassThrough(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """Stands for position embeddings that were added on the first stage: a zero of no dimension."""
+    """A placeholder for position embeddings, which were added on the first stage."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return the neutral element of the addition that follows."""
+        """Return a zero without dimensions, for the addition that follows."""
         return torch.zeros(())
 
 
 class ContextAsCache:
-    """Carries the ragged context down a forward pass that hands on nothing but its cache (BLOOM).
+    """The ragged context in the place of a KV cache, for layers that pass nothing else to
+    attention.
 
-    It answers the questions about lengths that the model asks of a cache so that the alibi and mask
-    tensors, which the ragged attention makes itself, stay one element large.
+    Its answers about lengths keep the alibi and mask tensors of the model at one element: the
+    ragged attention makes its own.
     """
 
     is_compileable = False
@@ -72,16 +73,16 @@ class ContextAsCache:
         self.context = context
 
     def get_seq_length(self, *_: Any) -> int:
-        """No past, as far as the model is concerned."""
+        """Return a length without past tokens."""
         return 0
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """One key at offset zero."""
+        """Return one key at offset zero."""
         return 1, 0
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal model of `config` with every weight on the meta device (no memory)."""
+    """Build the causal model of `config` with all weights on the meta device, without memory."""
     register()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -93,7 +94,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def keep_stage(
     model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
 ) -> None:
-    """Replace what a stage of `layers` does not own; global layer indices stay."""
+    """Replace the modules that a stage of `layers` does not own; layers keep their global
+    indices.
+    """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     stack = getattr(decoder, architecture.layers)
@@ -117,7 +120,7 @@ def keep_stage(
 
 
 def _restore_buffers(decoder: nn.Module) -> None:
-    """Rotary frequencies are computed, not stored: make them anew off the meta device."""
+    """Compute rotary frequencies, which no checkpoint stores, off the meta device."""
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         decoder.rotary_emb = type(rotary)(config=rotary.config)
@@ -142,7 +145,9 @@ def _bloom_attention(
     layer_past: ContextAsCache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
+    """Compute BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens,
+    hidden_size]`.
+    """
     projected = self._reshape(self.query_key_value(hidden_states))
     new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
     slopes = self.alibi_slopes.to(hidden_states.device)
@@ -154,4 +159,5 @@ def _bloom_attention(
 _ATTENTION_REPLACEMENTS: Mapping[str, Callable[[PreTrainedModel, list[nn.Module]], None]] = {
     "bloom": _replace_bloom_attention,
 }
-"""By `model_type`, for families whose layers do not call transformers' attention interface."""
+"""Functions that replace a model's attention, by `model_type`, for families whose layers do not
+call the attention interface of transformers."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from planner.cluster.accelerators import find_accelerator
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StageSpec:
         return self.is_first if self.head_on_first else self.is_last
 
 
-def stage_spec(plan: Plan, stage: StagePlan) -> StageSpec:
+def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
     """The specification of `stage` for its actor."""
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     return StageSpec(

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command("llmpq-dist", lambda: known_job(where))
     options = dist_parser(__doc__).parse(arguments, DIST_RULES)
     if where.address is not None:
-        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].data))
+        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].spec))
     return run_command("llmpq-dist", lambda: _run(options))
 
 
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     with stop_signals() as seen:
         try:
             with output:
-                return _run_rest(options, plan, chosen, source, output, seen)
+                return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
                 f"llmpq-dist: interrupted; what was finished is kept{output.resume_hint()}",
@@ -97,14 +97,14 @@ def _failed(why: str, output: Output) -> str:
 
 
 def _end_at_once(output: Output, why: str) -> None:
-    """Leave although a call to Ray does not come back."""
+    """Commit what is finished and end the process although a call to Ray does not return."""
     with suppress(InputError):
         output.commit()
     _say(_failed(why, output))
     os._exit(EXIT_FAILED)
 
 
-def _run_rest(
+def _run_job(
     options: argparse.Namespace,
     plan: Plan,
     chosen: RunOptions,
@@ -112,10 +112,12 @@ def _run_rest(
     output: Output,
     seen: Sequence[int],
 ) -> int:
-    """Do what is left of a job; the exit code. Torch and Ray are loaded where that is something."""
+    """Do what is left of a job and return the exit code; torch and Ray are loaded only if something
+    is left.
+    """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
-    identity = job_identity(plan.data, chosen, plan_file)
+    identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:
         _show_plan(options, plan)
@@ -123,9 +125,9 @@ def _run_rest(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.data, chosen, plan_file, job=Path(options.output).stem)
+        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
         run.give_up = partial(_end_at_once, output)
-        return _run_job(run, job, job_options.stop_at_error, seen)
+        return _generate(run, job, job_options.stop_at_error, seen)
     code = _end_done(job.tally)
     job.finish()
     return code
@@ -133,19 +135,19 @@ def _run_rest(
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
     if options.show_plan:
-        console(stderr=True).print(plan_table(plan.data))
+        console(stderr=True).print(plan_table(plan.spec))
 
 
 def _end_done(tally: Tally) -> int:
-    """Say that nothing is left to do; the exit code."""
+    """Say that nothing is left to do, and return the exit code."""
     _say(f"all {tally.rows} rows are done")
     if tally.resumed_errors:
         _say(f"{tally.resumed_errors} rows have errors; --retry-errors runs them again")
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
-    """Generate what is left of `job`; the exit code."""
+def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
+    """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     if run.sampling.note:
         _say(run.sampling.note)
@@ -173,16 +175,16 @@ def _say(line: str) -> None:
 
 
 def _check_cluster(plan: Plan, path: str) -> None:
-    if ClusterSpec.from_yaml(path).fingerprint() != plan.data.cluster_fingerprint:
+    if ClusterSpec.from_yaml(path).fingerprint() != plan.spec.cluster_fingerprint:
         raise PlanMismatchError(
-            f"the plan is for cluster {plan.data.cluster!r}, which differs from {path}; "
+            f"the plan is for cluster {plan.spec.cluster!r}, which differs from {path}; "
             "plan again with llmpq-algo --cluster"
         )
 
 
 def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
     run.on_state.append(progress.show)
-    run.on_plan.append(progress.follow)
+    run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
     tally = job.tally
     size = RunSize(tally.left, tally.max_tokens, tally.resumed)

@@ -38,7 +38,7 @@ DIST_RULES = (
 
 
 def dist_parser(description: str | None) -> Parser:
-    """All options of the command."""
+    """The parser of all options of the command."""
     parser = Parser(prog="llmpq-dist", description=description, parents=[submit_parser()])
     add = parser.option
     add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
@@ -142,7 +142,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
 
 def output_options(options: argparse.Namespace) -> OutputOptions:
-    """How results are kept; `SpecError` for sizes of shards that make no sense."""
+    """How results are kept; raises `SpecError` for impossible sizes of shards."""
     rows, seconds = options.shard_rows, options.shard_seconds
     if rows < 1 or not 0 < seconds < float("inf"):
         raise SpecError(
@@ -153,7 +153,7 @@ def output_options(options: argparse.Namespace) -> OutputOptions:
 
 
 def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
-    """Bias by token id, of words such as `50256=-100`."""
+    """The bias by token id, from words such as `50256=-100`."""
     bias = {}
     for pair in pairs:
         token, _, value = pair.partition("=")

@@ -78,7 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
     held_out = read_documents(options.perplexity)
     with layer_progress("layers") as report:
         content = measure_omega(folder, calibration, chosen, report)
-    save_omega(target, content)  # what took an hour is kept, whatever the second text does
+    save_omega(target, content)  # it took an hour; kept even if the second text fails
     if held_out:
         settings = EvaluationOptions(
             chosen.sequence_length,
@@ -108,7 +108,7 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
 
 
 def _table(content: OmegaContent) -> Table:
-    """Sensitivities by layer and bitwidth, and their sums."""
+    """The table of sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
@@ -127,7 +127,7 @@ def _table(content: OmegaContent) -> Table:
 
 
 def _print_points(content: OmegaContent) -> None:
-    """The measured perplexities and the curve through them, if they allow one."""
+    """Print the measured perplexities and the curve through them, if they allow one."""
     if not content.points:
         return
     points = content.weighed_points()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
 from llmpq.profile.tables import hop_table, loading_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
@@ -106,7 +106,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
     from llmpq.detect import detect_cluster, local_node
 
     if "cluster" in options:
-        return noted(ClusterSpec.from_yaml(options.cluster))
+        return print_notes(ClusterSpec.from_yaml(options.cluster))
     if "address" in options:
         return detect_cluster(options.address)
     node = local_node("localhost")
@@ -118,7 +118,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, and how the machine's speed varied."""
+    """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state

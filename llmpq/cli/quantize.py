@@ -47,7 +47,7 @@ def _quantize(options: argparse.Namespace) -> int:
             "text), of the kind that the model shall work on"
         )
     settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
-    folder, bitwidths = _what(options)
+    folder, bitwidths = _model_and_bits(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
     Checkpoint(folder).check_files()
@@ -75,18 +75,18 @@ def _quantize(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
+def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
     from llmpq.model_check import checked_shape
     from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-    from planner.plan.plan import Plan
+    from planner.plan.spec import PlanSpec
     from quant.checkpoint.model_reference import resolve
 
     if ("strat_file_name" in options) == ("bits" in options):
         raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
-        plan = Plan.load(options.strat_file_name)
+        plan = PlanSpec.load(options.strat_file_name)
         folder = resolve(checkpoint_reference(plan, model))
         shape_for_plan(plan, folder)
         return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)

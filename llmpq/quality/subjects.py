@@ -15,7 +15,7 @@ from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.accelerators import find_accelerator
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import LayerScheme
@@ -24,7 +24,10 @@ from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor
 
 
 def evaluate_plan(
-    plan: Plan, text: Document | Iterable[Document], model: str | None, options: EvaluationOptions
+    plan: PlanSpec,
+    text: Document | Iterable[Document],
+    model: str | None,
+    options: EvaluationOptions,
 ) -> Perplexity:
     """Perplexity of `plan` on `text`; see `llmpq.Plan.evaluate`."""
     folder = resolve(checkpoint_reference(plan, model))
@@ -44,7 +47,7 @@ def windows_of(documents: Sequence[Document], folder: Path, options: EvaluationO
     return token_windows(documents, load_tokenizer(folder), length, options.max_tokens)
 
 
-def plan_subject(plan: Plan, name: str, device: torch.device, dtype: str) -> Subject:
+def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) -> Subject:
     """`plan` with every layer as its stage's device would hold it; `dtype` as in the options."""
     kept = [_type_here(stage.dtype if dtype == AUTO else dtype, device) for stage in plan.stages]
     layers = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmpq.report.formatting import number, seconds
 from llmpq.report.rendering import render
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import FrontPoint, front_json
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
@@ -109,7 +109,7 @@ class Front:
 
 
 def front_of(
-    plan: Plan, explanation: Explanation | None, front: Sequence[FrontPoint]
+    plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
 ) -> Front | None:
     """The given front, else what other thetas gave, with `plan`; None where neither is known."""
     present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)

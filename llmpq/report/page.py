@@ -22,7 +22,7 @@ from llmpq.report.sentences import (
 )
 from llmpq.report.what_if import ChangedPlan, changed_plans
 from planner.explanation.explain import Explanation, StageLimits
-from planner.plan.plan import Baseline, Plan
+from planner.plan.spec import Baseline, PlanSpec
 from planner.search.front import FrontPoint
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
@@ -47,7 +47,7 @@ class Explained:
 class Page:
     """All that the templates show, under the names that they use."""
 
-    plan: Plan
+    plan: PlanSpec
     summary: str
     link_lines: Sequence[Sequence[str]]
     baselines: Sequence[Baseline]
@@ -57,7 +57,7 @@ class Page:
 
 
 def report_page(
-    plan: Plan, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
+    plan: PlanSpec, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
 ) -> str:
     """The plan as an HTML document.
 
@@ -78,7 +78,7 @@ def report_page(
     return render("page.html.j2", **vars(page))
 
 
-def _explained(plan: Plan, explanation: Explanation) -> Explained:
+def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.device for stage in plan.stages]
     answers = explanation.answers
@@ -99,7 +99,7 @@ def _explained(plan: Plan, explanation: Explanation) -> Explained:
     )
 
 
-def _link_lines(plan: Plan, explanation: Explanation | None) -> list[list[str]]:
+def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[str]]:
     """Seconds of each stage's link to the next one, and its rate where the cluster is known."""
     lines = [
         [f"prefill {seconds(stage.prefill_comm_s)}", f"decode {seconds(stage.decode_comm_s)}"]
@@ -116,7 +116,7 @@ def _link_lines(plan: Plan, explanation: Explanation | None) -> list[list[str]]:
 
 def write_report(
     path: str | Path,
-    plan: Plan,
+    plan: PlanSpec,
     explanation: Explanation | None = None,
     front: Sequence[FrontPoint] = (),
 ) -> None:

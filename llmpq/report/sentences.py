@@ -16,7 +16,7 @@ from llmpq.report.formatting import (
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Answer, Question
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
 RESOURCES = {
@@ -26,7 +26,7 @@ RESOURCES = {
 }
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanSpec) -> str:
     """A few plain sentences on what runs where, and how fast."""
     w, p = plan.workload, plan.predicted
     bits = [each for stage in plan.stages for each in stage.bitwidths]
@@ -44,7 +44,7 @@ def summary(plan: Plan) -> str:
     )
 
 
-def bottlenecks(plan: Plan) -> str:
+def bottlenecks(plan: PlanSpec) -> str:
     """A sentence on the stages that work longest, and on how much of the time devices wait."""
     p = plan.predicted
     if len(plan.stages) == 1:
@@ -66,7 +66,7 @@ def binding(limits: StageLimits) -> str:
     return listed(used) if used else "nothing"
 
 
-def lever(plan: Plan, explanation: Explanation, least_s: float) -> str:
+def lever(plan: PlanSpec, explanation: Explanation, least_s: float) -> str:
     """A sentence on the change of hardware that brings most, if any does."""
     asked = explanation.answers.of("memory", "links")
     best = min(asked, key=lambda answer: answer.objective_change_s, default=None)

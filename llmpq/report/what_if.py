@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmpq.report.formatting import change, listed, number
 from llmpq.report.sentences import difference, question
 from planner.explanation.what_if import Answer
-from planner.plan.plan import StagePlan
+from planner.plan.spec import StagePlan
 
 
 @dataclass(frozen=True)

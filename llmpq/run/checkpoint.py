@@ -14,14 +14,14 @@ from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.workload import check_length
 from quant.checkpoint.model_reference import local_path, resolve
 from quant.common.errors import PlanMismatchError, SpecError
 
 
-def checkpoint_reference(plan: Plan, model: str | None) -> str:
-    """Where the weights are, in words that hold on every node: an absolute folder, or a hub id.
+def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
+    """The place of the weights in a form that is valid on every node: an absolute folder or hub id.
 
     That is `model` if given, else what the plan was made from.
     """
@@ -30,7 +30,7 @@ def checkpoint_reference(plan: Plan, model: str | None) -> str:
     return str(named.resolve()) if named is not None and named.is_dir() else reference
 
 
-def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:
+def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
     """Shape of the model in `folder`; raises `PlanMismatchError` if the plan is for another one."""
     shape = checked_shape(folder)
     if shape.fingerprint() != plan.model.fingerprint:
@@ -49,7 +49,7 @@ def shape_for_plan(plan: Plan, folder: Path) -> ModelShape:
     return shape
 
 
-def shape_for_run(plan: Plan, sampling: Sampling, folder: Path, source: str) -> ModelShape:
+def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str) -> ModelShape:
     """Shape of the model that computes, which is the stand-in where the plan has one.
 
     Raises `SpecError` and `PlanMismatchError` where the plan of the file `source`, the `sampling`
@@ -70,15 +70,15 @@ def shape_for_run(plan: Plan, sampling: Sampling, folder: Path, source: str) -> 
     return shape
 
 
-def _planned_shape(plan: Plan) -> ModelShape | None:
+def _planned_shape(plan: PlanSpec) -> ModelShape | None:
     """Shape of the model that a stand-in plays, where it can be told without the network."""
     shape = shape_at_hand(plan.model.source)
     return shape if shape and shape.fingerprint() == plan.model.fingerprint else None
 
 
-def job_identity(plan: Plan, options: RunOptions, source: str = "the plan") -> JobIdentity:
-    """What all rows of a job with these options share, found without torch; `source` is the plan's
-    file.
+def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") -> JobIdentity:
+    """The model and sampling that all rows of a job share, found without torch; `source` is the
+    plan's file.
 
     Raises what `Run` raises for a model or options that do not go with the plan.
     """

@@ -1,4 +1,4 @@
-"""Results as they finish: an iterator, an asynchronous one, and a context manager."""
+"""The results of a run as they finish: an iterator, also asynchronous, and a context manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llmpq.run.summary import RunSummary
 
 
 class Results(Iterator[Result], AsyncIterator[Result]):
-    """What `Plan.run` returns. Nothing is started before the first result is asked for.
+    """The results that `Plan.run` returns; nothing is started before the first is asked for.
 
     Iterated to its end, closed or left as a context manager, it has freed actors and placement
     groups. With `async for` it waits in a thread of its own.
@@ -28,24 +28,22 @@ class Results(Iterator[Result], AsyncIterator[Result]):
 
     @property
     def sampling(self) -> Sampling:
-        """What holds for rows that have no sampling of their own."""
+        """The sampling of rows that have none of their own."""
         return self._run.sampling.sampling
 
     @property
     def summary(self) -> RunSummary | None:
-        """Figures of the run, once it has ended."""
+        """The figures of the run, once it has ended."""
         return self._run.summary
 
     def __next__(self) -> Result:
-        """The next that finishes."""
         return next(self._results)
 
     def __aiter__(self) -> Results:
-        """This."""
         return self
 
     async def __anext__(self) -> Result:
-        """The next that finishes; other tasks go on meanwhile."""
+        """Wait for the next result in a thread, so that other tasks go on."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="llmpq-results")
         loop = asyncio.get_running_loop()
@@ -66,11 +64,10 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         self._run.close()
 
     async def aclose(self) -> None:
-        """As `close`; other tasks go on meanwhile."""
+        """End the run in a thread, so that other tasks go on."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Results:
-        """This."""
         return self
 
     async def __aexit__(
@@ -79,11 +76,9 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the run; other tasks go on meanwhile."""
         await self.aclose()
 
     def __enter__(self) -> Results:
-        """This."""
         return self
 
     def __exit__(
@@ -92,5 +87,4 @@ class Results(Iterator[Result], AsyncIterator[Result]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the run."""
         self.close()

@@ -18,13 +18,13 @@ from llmpq.rows.sampling_defaults import job_sampling
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_run
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.options import RunOptions
-from llmpq.run.replan import replan_for_rest, replanned_text
+from llmpq.run.replan import replan_after_loss, replanned_text
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.summary import RunSize, RunSummary
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
-from planner.plan.plan import Plan
 from planner.plan.run_trace import check_trace_path
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceLostError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Runs a plan over rows; afterwards `summary` holds the figures.
+    """A run of a plan over rows; afterwards `summary` holds the figures.
 
     `source` is the plan's file, for messages; `job` names the run in Ray's metrics. The functions
     in `on_event` are called with every fault, those in `on_state` with the state about once a
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanSpec,
         options: RunOptions,
         source: str = "the plan",
         job: str = "llmpq",
@@ -62,7 +62,7 @@ class Run:
             check_trace_path(options.trace_path)
         self.plan = plan
         self.on_event = [] if on_event is None else [on_event]
-        self.on_plan: list[Callable[[Plan], None]] = []
+        self.on_plan: list[Callable[[PlanSpec], None]] = []
         self.on_state: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None
         self.summary: RunSummary | None = None
@@ -70,7 +70,7 @@ class Run:
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
         with ExitStack() as undo:
-            tokenizer = self._started_tokenizer()  # it loads while the rest is looked at
+            tokenizer = self._started_tokenizer()  # it loads during the checks below
             if tokenizer is not None:
                 undo.callback(tokenizer.close)
             self.sampling = job_sampling(
@@ -186,7 +186,7 @@ class Run:
         """Take the best plan for what is left; raises `DeviceLostError` where there is none."""
         began_s = time.perf_counter()
         stand_in = self.plan.stand_in is not None
-        self.plan = replan_for_rest(self.plan, lost, None if stand_in else str(self._folder))
+        self.plan = replan_after_loss(self.plan, lost, None if stand_in else str(self._folder))
         lost_s = time.perf_counter() - began_s
         for on_plan in self.on_plan:
             on_plan(self.plan)

@@ -1,5 +1,5 @@
-"""YAML that somebody wrote, as plain values: what aliases and merge keys make of it is counted
-before any of it is built.
+"""Parsing YAML files of users safely: aliases and merge keys are counted before anything is
+built.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import yaml
 from quant.common.errors import SpecError
 
 MOST_BYTES = 1 << 18
-"""A thousand for each device of the largest cluster. More would be read for minutes."""
+"""Largest file: a thousand bytes for each device of the largest cluster. Larger ones take
+minutes."""
 
 MOST_NODES = MOST_BYTES // 2
-"""No file of `MOST_BYTES` spells out more keys and values; aliases could name them without end."""
+"""Most keys and values: no file of `MOST_BYTES` writes out more, but aliases could multiply
+them."""
 
 _IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
-"""What the library raises for a number, date or truth value that says it is one and is none."""
+"""Errors that the library raises for malformed numbers, dates and truth values."""
 
 
 def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
-    """The values in `text`, and its nodes with their lines; SpecError, which names `label`, for
-    what is no YAML, is too large written out, or repeats a key.
+    """Parse `text` to its values and its nodes with their lines. SpecError, which names `label`,
+    for invalid YAML, for a document that is too large when written out, and for a repeated key.
     """
     if len(text) > MOST_BYTES:
         raise SpecError(f"{label} has {len(text)} characters; a cluster takes at most {MOST_BYTES}")
@@ -40,7 +42,9 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
 
 
 def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
-    """Counts keys and values with every alias and merge key written out, each node once."""
+    """Count keys and values with all aliases and merge keys written out, visiting each node
+    once.
+    """
     if document is None:
         return
     sizes: dict[int, int] = {}
@@ -54,7 +58,7 @@ def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
             waiting += missing
             continue
         waiting.pop()
-        # A node that is still open here contains itself, which ends its expansion.
+        # A node that is still open here contains itself: its expansion ends there.
         sizes[id(node)] = 1 + sum(sizes.get(id(child), 1) for child in _children(node))
         if sizes[id(node)] > MOST_NODES:
             line = node.start_mark.line + 1
@@ -75,7 +79,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def _refuse_repeated_keys(document: yaml.Node | None, label: str) -> None:
-    """Looks at every node once, however often aliases name it, and it itself."""
+    """Check every node once, however often aliases name it."""
     waiting, met = [] if document is None else [document], set[int]()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,4 @@
-"""Times with keys and values at 8 bits, of times that were measured with 16."""
+"""Times of layers with 8-bit keys and values, from times that were measured with 16-bit ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quant.scheme import FULL_BITS
 
 @dataclass(frozen=True)
 class EightBitCacheLatency:
-    """`measured` in the proportion in which the datasheet's times change with `kv_bits`.
+    """Times of `measured`, scaled as the roofline's times change with `kv_bits`.
 
     Profiles are of layers whose keys and values are in the compute type.
     """
@@ -30,7 +30,6 @@ class EightBitCacheLatency:
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
         full, coded = self._estimates()
         workload = (device, bits, micro_batch, prompt_length, dtype)
         factor = coded.layer_prefill_s(*workload) / full.layer_prefill_s(*workload)
@@ -39,22 +38,19 @@ class EightBitCacheLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one new token a request."""
         full, coded = self._estimates()
         workload = (device, bits, micro_batch, context_length, dtype)
         factor = coded.layer_decode_s(*workload) / full.layer_decode_s(*workload)
         return self.measured.layer_decode_s(*workload) * factor
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """As `measured`: it holds no keys."""
         return self.measured.embedding_s(device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As `measured`: it holds no keys."""
         return self.measured.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """That of `measured`, and that the change is an estimate."""
+        """The provenance of `measured`, with the note that the change is estimated."""
         text = self.measured.provenance(device, dtype, bits)
         return f"{text}; change by {self.kv_bits}-bit keys and values estimated"
 

@@ -1,6 +1,6 @@
-"""Bytes of one stage: packed weights, KV cache, embedding and head, peak temporaries, the runtime.
+"""The memory of a stage: packed weights, KV cache, embedding and head, temporaries, the runtime.
 
-LLM-PQ section 4.1 (memory cost model) with the bytes of the kernels that really run.
+This is the memory cost model of LLM-PQ section 4.1, with the bytes of the kernels that really run.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS
 
 KV_SCALE_BYTES = 2
-"""Beside the 8-bit codes of a token's key or value in one head: one scale."""
+"""Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
 
 # PyTorch's caching allocator rounds large blocks up to 2 MiB and cannot join blocks of different
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
 _ALLOCATOR_SLACK = 0.02
 
 _ORDERED_BITS = (3, 4)
-"""Bits whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+"""Bitwidths whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
 
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
-# Sampling works in float64. At most, while it sorts: logits with bias and penalties, their scaled
-# copy, the sorted one, its 64-bit order, and the sort's own space for both.
+# Sampling works in float64. Its peak is in sorting: logits with bias and penalties, their scaled
+# copy, the sorted copy, its 64-bit order, and the sort's own space for both.
 _SAMPLING_BYTES_PER_LOGIT = 6 * 8
-# Elements as wide as the MLP that are alive at once: gate, up and their product; else the matrix
-# product and its activation.
+# Buffers of the MLP's width that exist at once: gate, up and their product; else the matrix product
+# and its activation.
 _GATED_BUFFERS, _PLAIN_BUFFERS = 3, 2
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What fills one stage, in bytes; `weights` and `kv_cache` are those of its layers.
+    """The memory of one stage by part, in bytes; `weights` and `kv_cache` are those of its layers.
 
-    `runtime` is what no tensor accounts for: context of the device and the allocator's slack.
+    `runtime` belongs to no tensor: the context of the device and the allocator's slack.
     """
 
     weights: int
@@ -54,18 +54,18 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.fixed + self.weights + self.kv_cache
 
     @property
     def fixed(self) -> int:
-        """All but the layers and their KV cache."""
+        """The sum of all parts but the layers and their KV cache."""
         return self.embedding + self.final + self.temporary + self.runtime
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """What passes through a stage: micro-batches of `sizes`, computed in `dtype`.
+    """The work of a stage: micro-batches of `sizes` requests, computed in `dtype`.
 
     `quantized`: whether its kernels may be of less than 16 bits. `kv_bits`: those of keys and
     values; 16 stands for `dtype`.
@@ -107,9 +107,11 @@ class StageEnds:
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
 ) -> int:
-    """One decoder layer at `bits`: linears as the device's kernels pack them, the rest in `dtype`.
+    """Bytes of one decoder layer at `bits`: linears as the device's kernels pack them, the rest in
+    `dtype`.
 
-    `backend` names a kernel backend other than the preferred one. SpecError as `quant.scheme`.
+    `backend` names a kernel backend other than the preferred one. Errors as in
+    `quant.backends.selection`.
     """
     packed = sum(
         layer_rule(device.processor, bits, linear, dtype, backend).nbytes(linear, dtype)
@@ -122,7 +124,9 @@ def layer_weight_bytes(
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Keys and values of all requests at full length in a layer; 16 bits: the compute type."""
+    """Bytes of the keys and values of all requests at full length in a layer; 16 bits: the compute
+    type.
+    """
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
     tokens = workload.global_batch * workload.total_length
@@ -130,30 +134,35 @@ def kv_cache_bytes_per_layer(
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
-    """One token's keys, or its values, in one layer: elements of `dtype`, or codes and scales."""
+    """Bytes of one token's keys, or its values, in a layer: elements of `dtype`, or codes and
+    scales.
+    """
     if kv_bits == FULL_BITS:
         return shape.kv_width * DTYPE_BYTES[dtype]
     return shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES)
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
-    """What the first stage holds besides layers: token and position tables, projection, norm."""
+    """Bytes that the first stage holds besides layers: token and position tables, projection,
+    norm.
+    """
     return shape.embedding_parameters * DTYPE_BYTES[dtype]
 
 
 def norm_bytes(shape: ModelShape, dtype: str) -> int:
-    """Final norm and projection, which live on the last stage."""
+    """Bytes of final norm and projection, which the last stage holds."""
     return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
 
 
 def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
-    """The LM head alone; nothing where it is tied to an embedding on the same stage."""
+    """Bytes of the LM head; 0 where it is tied to an embedding on the same stage."""
     shared = shape.tied_embeddings and on_first
     return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
 
 
 def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
-    """Peak of the activations: a decoder layer in either phase, embedding, or logits.
+    """Peak bytes of the activations: of a decoder layer in either phase, the embedding, or the
+    logits.
 
     Batches are flattened without padding, attention keeps no score matrix, and logits are those of
     each request's last token. Hidden states under way between stages come on top.
@@ -176,7 +185,7 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
 
 
 def runtime_bytes(device: Device) -> int:
-    """Context of the device and the allocator's slack; none where the budget is stated net."""
+    """Bytes of the device's context and the allocator's slack; 0 where the budget is stated net."""
     if device.runs_on_cpu:
         return 0
     return device.runtime_bytes + round(_ALLOCATOR_SLACK * device.memory_bytes)
@@ -198,9 +207,9 @@ def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> Stag
 
 
 def margin_bytes(device: Device, share: float) -> int:
-    """What a plan leaves free of a GPU's memory: this `share` of it.
+    """Bytes of a GPU's memory that a plan leaves free: this `share` of it.
 
-    Nothing of a CPU's: its budget is what somebody chose to give, and the host has more beside it.
+    It is 0 for a CPU: a user has chosen its budget, and the host has more memory beside it.
     """
     return 0 if device.accelerator.is_cpu else round(share * device.memory_bytes)
 
@@ -213,7 +222,7 @@ def stage_memory(
     dtype: str,
     fixed: StageMemory,
 ) -> StageMemory:
-    """`fixed` filled up with layers of these `bitwidths` and their KV cache."""
+    """Fill up `fixed` with layers of these `bitwidths` and their KV cache."""
     weights = {bits: layer_weight_bytes(shape, bits, device, dtype) for bits in set(bitwidths)}
     return StageMemory(
         weights=sum(weights[bits] for bits in bitwidths),
@@ -226,7 +235,8 @@ def stage_memory(
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int) -> int:
-    """Residual, norm, projections with their rotated copies, keys and values repeated, result.
+    """Bytes of residual, norm, projections with their rotated copies, repeated keys and values,
+    result.
 
     Decoding may copy the keys and values of slots that lie apart, and kernels that do not know
     grouped heads repeat them; `key_tokens` are the tokens attended to. 8-bit keys and values are
@@ -244,9 +254,9 @@ def _attention_bytes(work: StageWork, tokens: int, key_tokens: int) -> int:
 
 
 def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -> int:
-    """What 8-bit keys and values need beyond 16-bit ones: while new ones become codes, a float32
-    copy, two results and codes; while codes are restored, a copy of one tensor's, and where heads
-    are then repeated what they are repeated from.
+    """Bytes that 8-bit keys and values need beyond 16-bit ones. While new ones become codes: a
+    float32 copy, two results and codes. While codes are restored: a copy of one tensor's codes,
+    and, where heads are repeated, the tensors from which they are repeated.
     """
     made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
     repeated_from = 0 if shape.heads == shape.kv_heads else 2 * shape.kv_width * element
@@ -255,7 +265,9 @@ def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """ALiBi's bias and its masked copy, or a window's mask, of one prompt at a time."""
+    """Bytes of ALiBi's bias and its masked copy, or of a window's mask, for one prompt at a
+    time.
+    """
     if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
@@ -263,7 +275,7 @@ def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
 
 
 def _mlp_bytes(work: StageWork) -> int:
-    """Residual, norm and the MLP's buffers, beside what a quantized matrix product needs.
+    """Bytes of residual, norm and the MLP's buffers, and of what a quantized matrix product needs.
 
     That is the largest weight matrix in the compute type, or 32-bit sums of an int8 product.
     """

@@ -9,7 +9,7 @@ from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import planned_assignment
 from planner.model.finding import ModelShape, model_shape
 from planner.plan.origin import PlanOrigin
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import planning_costs
 from quant.common.errors import CheckpointError, SpecError
 
@@ -19,7 +19,7 @@ _ROUNDING = 1e-6
 _REMEDY = "plan again with llmpq-algo"
 
 
-def rebuilt_costs(plan: Plan) -> CostModel:
+def rebuilt_costs(plan: PlanSpec) -> CostModel:
     """The cost model that `plan` was made with, from its origin, its model and the files named
     there.
 
@@ -49,7 +49,7 @@ def _check_files(origin: PlanOrigin) -> None:
         )
 
 
-def _shape(plan: Plan) -> ModelShape:
+def _shape(plan: PlanSpec) -> ModelShape:
     source = plan.model.source
     try:
         shape = model_shape(source)
@@ -62,8 +62,8 @@ def _shape(plan: Plan) -> ModelShape:
     return shape
 
 
-def _check_figures(plan: Plan, costs: CostModel) -> None:
-    """Latency and sensitivity are those of the plan."""
+def _check_figures(plan: PlanSpec, costs: CostModel) -> None:
+    """Raise SpecError unless latency and sensitivity are those of the plan."""
     times = planned_assignment(plan, costs).times
     for what, planned, computed in (
         ("latency in seconds", plan.predicted.objective_latency_s, times.latency_s),

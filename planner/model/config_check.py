@@ -1,4 +1,6 @@
-"""Checks of what a `config.json` says beside the model's sizes, which the runtime would believe."""
+"""Checking the entries of a `config.json` beside the model's sizes, as the runtime relies on
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ ACTIVATIONS = frozenset({
     "gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu", "linear", "mish",
     "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu", "sqrtsoftplus", "swish", "tanh",
 })  # fmt: skip
-"""Transformers' `ACT2CLS`, but for the two with weights of their own (prelu, xielu)."""
+"""Names in `ACT2CLS` of transformers, but for the two with weights of their own (prelu, xielu)."""
 
 _DTYPES = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -26,7 +28,9 @@ _MOST = 1e300
 
 
 def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> None:
-    """SpecError naming file, entry, value and remedy for the first that could not be run with."""
+    """Raise SpecError, naming file, entry, value and remedy, for the first entry that could not be
+    run.
+    """
     _check_eps(config, keys.norm_eps)
     _check_activation(config, keys.activation)
     rope = rope_entries(config)
@@ -42,8 +46,8 @@ def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> Non
 def check_end_tokens(
     value: Any, vocab_size: int, place: str, refuse: type[Exception]
 ) -> tuple[int, ...]:
-    """The token ids of an `eos_token_id`: one, a list or none; `refuse` where they are none of a
-    vocabulary of `vocab_size`.
+    """Check an `eos_token_id`: a token id, a list of them, or None. Returns the ids; raises
+    `refuse` where one is not in a vocabulary of `vocab_size`.
     """
     tokens = value if isinstance(value, list) else [] if value is None else [value]
     for token in tokens:

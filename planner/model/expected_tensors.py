@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint must hold, by their names in transformers, with their shapes."""
+"""The tensors that a checkpoint must hold: names in transformers and shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_tensors(shape: ModelShape) -> Shapes:
-    """Shapes of the tensors of one decoder layer, by their names within it."""
+    """The shapes of the tensors of one decoder layer, by their names within it."""
     names = FAMILIES[shape.model_type].architecture
     modules = (*names.attention, *names.mlp)
     output = len(names.attention) - 1
@@ -27,7 +27,7 @@ def layer_tensors(shape: ModelShape) -> Shapes:
 
 
 def end_tensors(shape: ModelShape) -> Shapes:
-    """Shapes of all tensors outside the layers, by full names, without the LM head."""
+    """The shapes of all tensors outside the layers, by full names, without the LM head."""
     names, hidden = FAMILIES[shape.model_type].architecture, shape.hidden_size
     embedding = names.embedding_path
     found: Shapes = {f"{embedding}.weight": (shape.vocab_size, shape.word_embedding_size)}
@@ -44,6 +44,6 @@ def end_tensors(shape: ModelShape) -> Shapes:
 
 
 def _norm(name: str, shape: ModelShape) -> Shapes:
-    """Weight of a norm, and its bias where it has one."""
+    """The weight of a norm, and its bias where it has one."""
     count = shape.norm_parameters // shape.hidden_size
     return {f"{name}.{part}": (shape.hidden_size,) for part in ("weight", "bias")[:count]}

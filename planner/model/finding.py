@@ -1,4 +1,4 @@
-"""Finds the shape of a model by folder, `config.json`, built-in name or hub id."""
+"""Finding the shape of a model by folder, `config.json`, built-in name or hub id."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _REMEDY = "give a name, a folder or a hub id"
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """The shape of a local folder or `config.json`, a built-in name, or a hub id, in this order.
+    """Find the shape of a local folder or `config.json`, a built-in name, or a hub id, in this
+    order.
 
     Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
@@ -60,7 +61,7 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 
 
 def shape_at_hand(text: str) -> ModelShape | None:
-    """As `model_shape`, but None for what only the network could tell."""
+    """Find a shape as `model_shape` does, without the network; None where it would be needed."""
     local = _local_shape(text)
     if local is not None:
         return local
@@ -69,11 +70,11 @@ def shape_at_hand(text: str) -> ModelShape | None:
 
 
 def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
-    """The shape that the parsed `config.json` of `name` describes; `place` is the file's path.
+    """Read the shape from the parsed `config.json` of `name`; `place` is the file's path.
 
-    SpecError naming it for mixture-of-experts models, for architectures outside
+    SpecError, naming the file, for mixture-of-experts models, for types that are not in
     `supported_model_types`, for quantized weights that cannot be read, and for entries that are
-    missing or that the model could not be run with.
+    missing or with which the model could not be run.
     """
     config = ConfigFile(name, values, place or f"config.json of {name}")
     model_type = values.get("model_type")
@@ -110,7 +111,7 @@ def _has_experts(config: ConfigFile) -> bool:
 
 
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
-    """The entries of `config.json` that `model_shape` reads the shape from; SpecError as there."""
+    """Read the entries of the `config.json` that `model_shape` uses; errors as there."""
     text = str(name_or_path)
     path = local_path(text, _REMEDY, SpecError)
     if path is not None:
@@ -120,12 +121,12 @@ def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """The first short name (no owner) of every built-in shape."""
+    """The first name without owner of every built-in shape."""
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
 def _local_shape(text: str) -> ModelShape | None:
-    """The shape of a folder or file here; None where there is neither."""
+    """The shape of a local folder or file; None where there is neither."""
     path = local_path(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
@@ -149,7 +150,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:
-    """`config.json` of a hub repository, from the local cache or the network."""
+    """Read `config.json` of a hub repository, from the local cache or the network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

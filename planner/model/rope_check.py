@@ -1,7 +1,7 @@
-"""What a `config.json` says of rotary positions, as transformers 5 reads it.
+"""Checking the entries about rotary positions in a `config.json`, as transformers 5 reads them.
 
 The entries are in `rope_parameters`, or, in older files, in `rope_scaling` with `rope_theta` beside
-it; `rope_scaling` comes first where both are there.
+it; `rope_scaling` is used where both are there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from planner.model.families.family import RotaryKeys
 from quant.common.errors import SpecError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Those of transformers' `ROPE_INIT_FUNCTIONS` with which a token's frequencies depend on nothing
-but its position: longrope changes them with the longest request of a batch."""
+"""Those `ROPE_INIT_FUNCTIONS` of transformers with which a token's frequencies depend only on its
+position: longrope changes them with the longest request of a batch."""
 
 _DEFAULT_THETA = 10_000.0
 _MOST = 1e12
-"""Of any of these numbers; their powers and products stay finite."""
+"""The largest value of these numbers, whose powers and products stay finite."""
 
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -32,14 +32,14 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 }
 _OFF_AT_ZERO = ("mscale", "mscale_all_dim")
 _WITH_LENGTH = ("llama3", "yarn")
-"""Types that know the length which the model was first trained with."""
+"""Types with an entry for the length with which the model was first trained."""
 
 Entries = tuple[str, Mapping[str, Any]]
-"""The entries in force, and the key that they are under."""
+"""The key under which the entries stand, and the entries."""
 
 
 def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim: int) -> None:
-    """SpecError naming the entry that cannot be computed with, for heads of `head_dim` elements.
+    """Raise SpecError for an entry with which heads of `head_dim` elements cannot be computed.
 
     `keys`: how the family calls the entries beside `entries`.
     """
@@ -65,7 +65,7 @@ def check_rope(config: ConfigFile, entries: Entries, keys: RotaryKeys, head_dim:
 
 
 def rope_entries(config: ConfigFile) -> Entries:
-    """What is said of rotary positions, if anything; SpecError where that is no object."""
+    """Find the entries about rotary positions; SpecError where they are no object."""
     for key in ("rope_scaling", "rope_parameters"):
         value = config.values.get(key)
         if value is not None and not isinstance(value, Mapping):

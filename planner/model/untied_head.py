@@ -1,6 +1,6 @@
-"""Whether a checkpoint whose configuration ties its LM head to the embedding has another one.
+"""Finding LM heads that are stored although the configuration ties them to the embedding.
 
-As transformers 5 does it: a stored head that differs from the stored embedding is used, whatever
+As in transformers 5, a stored head that differs from the stored embedding is used, whatever
 `tie_word_embeddings` says.
 """
 
@@ -20,9 +20,9 @@ _BLOCK_BYTES = 1 << 24
 
 
 def has_own_head(folder: Path, model_type: str) -> bool:
-    """Whether `folder` holds an LM head that differs from its embedding; False where it is unknown.
+    """Whether `folder` has an LM head that differs from its embedding; False where it is unknown.
 
-    Reads both until they differ. CheckpointError for damaged files.
+    Both are read until they differ. CheckpointError for damaged files.
     """
     names = FAMILIES[model_type].architecture
     stored = stored_tensors(folder)

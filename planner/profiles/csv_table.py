@@ -15,14 +15,14 @@ from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import write_whole
 
 VERSION = 1
-"""In the first column of every row of a table; a reader refuses others."""
+"""The version in the first column of every row of a table; other versions are refused."""
 
 _Row = TypeVar("_Row")
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One row as text by column; `place` is its file and line, for messages."""
+    """A row as text by column; `place` is its file and line, for messages."""
 
     values: dict[str, str | None]
     place: str
@@ -40,7 +40,7 @@ class Line:
 
 
 def read_lines(path: Path, check_columns: Callable[[Sequence[str]], None]) -> list[Line]:
-    """The rows of the CSV file at `path`; SpecError where it cannot be read.
+    """Read the rows of the CSV file at `path`; SpecError where it cannot be read.
 
     `check_columns` raises for the names in the first line.
     """
@@ -54,7 +54,7 @@ def read_lines(path: Path, check_columns: Callable[[Sequence[str]], None]) -> li
 
 
 def write_lines(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV file so that none is ever torn; InputError where it cannot be written."""
+    """Write a CSV file atomically; InputError where it cannot be written."""
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
     writer.writerow(columns)
@@ -66,13 +66,15 @@ def write_lines(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
 
 
 def table_beside(profile: str | Path, name: str) -> Path:
-    """`times.links.csv` of the profile `times.csv`."""
+    """The path of a table beside a profile: `times.links.csv` for `times.csv`."""
     path = Path(profile)
     return path.with_name(f"{path.stem}.{name}.csv")
 
 
 def read_table(path: Path, kind: type[_Row]) -> tuple[_Row, ...]:
-    """Every row as a `kind`, a pydantic dataclass; SpecError names file and line of a bad one."""
+    """Read every row as a `kind`, a pydantic dataclass; SpecError names file and line of a bad
+    row.
+    """
     names = _columns(kind)
 
     def check_columns(found: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""How well fitted layer times foretell measured ones."""
+"""The errors of fitted layer times against measured ones."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from planner.profiles.fit import FittedLatency, row_length
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import ProfileRow
 
-# One measured point in four is left out of the fit and foretold by it.
+# One measured point in four is left out of the fit, which then predicts it.
 _LEFT_OUT = 4
 
 
 @dataclass(frozen=True)
 class FitError:
-    """Relative errors at one bitwidth and phase: `fitted` points foretell `seen` others."""
+    """Relative errors at one bitwidth and phase, of a fit to `fitted` points."""
 
     bits: int | None
     phase: Phase | None
@@ -29,12 +29,12 @@ class FitError:
 
     @property
     def mean(self) -> float:
-        """Of the absolute relative errors."""
+        """The mean of the absolute relative errors."""
         return float(np.mean(self.errors))
 
     @property
     def percentile_95(self) -> float:
-        """Of the absolute relative errors."""
+        """The 95th percentile of the absolute relative errors."""
         return float(np.quantile(self.errors, 0.95))
 
     @property
@@ -44,7 +44,7 @@ class FitError:
 
 
 def predicted_s(model: LatencyModel, device: Device, row: ProfileRow, dtype: str) -> float:
-    """What `model` says of the workload of `row`."""
+    """The seconds that `model` predicts for the workload of `row`."""
     time = model.layer_prefill_s if row.phase == "prefill" else model.layer_decode_s
     return time(device, row.bits, row.batch_size, row_length(row), dtype)
 
@@ -52,7 +52,7 @@ def predicted_s(model: LatencyModel, device: Device, row: ProfileRow, dtype: str
 def relative_errors(
     model: LatencyModel, device: Device, rows: Iterable[ProfileRow], dtype: str
 ) -> tuple[float, ...]:
-    """`|predicted - measured| / measured` of every row."""
+    """Compute `|predicted - measured| / measured` for every row."""
     pairs = [(predicted_s(model, device, row, dtype), row.seconds) for row in rows]
     return tuple(abs(predicted - measured) / measured for predicted, measured in pairs)
 
@@ -60,9 +60,9 @@ def relative_errors(
 def held_out_errors(
     rows: Sequence[ProfileRow], fallback: LatencyModel, device: Device, dtype: str
 ) -> tuple[FitError, ...]:
-    """For each bitwidth and phase every fourth row, by tokens, foretold from the others.
+    """Predict every fourth row, by tokens, from the others, for each bitwidth and phase.
 
-    Those too few to leave one out are not in the answer.
+    Bitwidths and phases with too few rows to leave one out are not in the answer.
     """
     found: list[FitError] = []
     for bits in sorted({row.bits for row in rows}):
@@ -82,6 +82,6 @@ def held_out_errors(
 
 
 def all_together(errors: Sequence[FitError]) -> FitError:
-    """The errors of every bitwidth and phase as one."""
+    """Join the errors of all bitwidths and phases."""
     together = tuple(value for each in errors for value in each.errors)
     return FitError(None, None, sum(each.fitted for each in errors), together)

@@ -1,4 +1,4 @@
-"""Which rows of a profile a device's times are taken from, and why others are not used."""
+"""Selecting the rows of a profile for a device's times, and saying why others are not used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from quant.scheme import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A question for times: of layers of these sizes on a device, at one precision."""
+class TimeQuery:
+    """The times that are asked for: of layers of these sizes on a device, at one precision and
+    phase.
+    """
 
     device: Device
     dtype: str
@@ -25,26 +27,26 @@ class Wanted:
 
     @property
     def threads(self) -> int:
-        """Threads of the device; 1 where that is no property of it."""
+        """Threads of the device; 1 where it has no such property."""
         return self.device.threads or 1
 
     @property
     def backend(self) -> str:
-        """The kernel whose time is meant, also where a CPU emulates the device."""
+        """The kernel backend that is timed, also where a CPU emulates the device."""
         dtype = ProfileRow.timed_dtype(self.device, self.dtype)
         return backend_name(self.device.accelerator.processor, self.bits, dtype)
 
     def dtype_of(self, row: ProfileRow) -> str:
-        """The compute type of a row; where it says none, the device's own."""
+        """The compute type of a row, or that of the device where the row has none."""
         return row.dtype or self.device.default_dtype
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A property without which a row is not used, and the words where none has it."""
+    """A condition that rows have to fulfil, and the words for messages where none does."""
 
-    holds: Callable[[Wanted, ProfileRow], bool]
-    lack: Callable[[Wanted, Sequence[ProfileRow]], str]
+    holds: Callable[[TimeQuery, ProfileRow], bool]
+    problem: Callable[[TimeQuery, Sequence[ProfileRow]], str]
 
 
 CONDITIONS = (
@@ -75,68 +77,72 @@ CONDITIONS = (
         ),
     ),
 )
-"""In the order in which it is said what is missing."""
+"""The conditions, in the order in which messages say what is missing."""
 
 
 def applies(row: ProfileRow, device: Device, dtype: str) -> bool:
-    """Whether it was measured on such a device and precision, with the kernel used now."""
-    wanted = Wanted(device, dtype, row.layer, row.bits, row.phase)
+    """Whether a row was measured on such a device and precision, with the kernel that is used
+    now.
+    """
+    wanted = TimeQuery(device, dtype, row.layer, row.bits, row.phase)
     return all(condition.holds(wanted, row) for condition in CONDITIONS)
 
 
 @dataclass(frozen=True)
-class Used:
-    """The rows for what is wanted, or `lack`: why there are none, or none of this very model."""
+class SelectedRows:
+    """The rows for a query, and `problem`: why there are none, or none of this very model."""
 
-    wanted: Wanted
+    wanted: TimeQuery
     rows: tuple[ProfileRow, ...]
-    lack: str | None
+    problem: str | None
 
 
-def used_rows(profiles: Sequence[ProfileRow], wanted: Wanted) -> Used:
-    """Rows of the very layer alone where there are any, else those of other models."""
+def select_rows(profiles: Sequence[ProfileRow], wanted: TimeQuery) -> SelectedRows:
+    """Select rows of the very layer where there are any, else those of other models."""
     left = profiles
     for condition in CONDITIONS:
         kept = [row for row in left if condition.holds(wanted, row)]
         if not kept:
-            return Used(wanted, (), condition.lack(wanted, left) if left else "no rows")
+            return SelectedRows(wanted, (), condition.problem(wanted, left) if left else "no rows")
         left = kept
     same = tuple(row for row in left if row.layer == wanted.layer)
     if same:
-        return Used(wanted, same, None)
-    return Used(wanted, tuple(left), f"scaled from {_listed(row.model for row in left)}")
+        return SelectedRows(wanted, same, None)
+    return SelectedRows(wanted, tuple(left), f"scaled from {_listed(row.model for row in left)}")
 
 
-def uses(
+def select_all(
     profiles: Sequence[ProfileRow],
     device: Device,
     dtype: str,
     layer: LayerTerms,
     bits: Iterable[int],
-) -> list[Used]:
-    """Rows for both phases at each bitwidth, or why there are none."""
+) -> list[SelectedRows]:
+    """Select rows for both phases at each bitwidth."""
     return [
-        used_rows(profiles, Wanted(device, dtype, layer, each, phase))
+        select_rows(profiles, TimeQuery(device, dtype, layer, each, phase))
         for each in bits
         for phase in PHASES
     ]
 
 
-def describe_uses(verb: str, found: Sequence[Used], estimate: str) -> str:
-    """`verb` so many rows of which files, bits and kernels; for what is not, `estimate` and why."""
+def describe_selections(verb: str, found: Sequence[SelectedRows], estimate: str) -> str:
+    """Describe from which rows, files, bits and kernels times are taken (`verb` them), and for all
+    others `estimate` and the reason.
+    """
     rows = [row for used in found for row in used.rows]
     missing = [used for used in found if not used.rows]
-    scaled = [used for used in found if used.rows and used.lack]
+    scaled = [used for used in found if used.rows and used.problem]
     parts = []
     if rows:
         sources = _listed(row.source for row in rows)
         kernels = {f"{r.backend} {r.backend_version or ''}".strip() for r in rows if r.backend}
         bits = ", ".join(map(str, sorted({row.bits for row in rows})))
-        inner = "; ".join((f"bits {bits}", *sorted(kernels), *_lacks(scaled)))
+        inner = "; ".join((f"bits {bits}", *sorted(kernels), *_problems(scaled)))
         of = f" of {sources}" if sources else ""
         parts.append(f"{verb} {len(rows)} profile rows{of} ({inner})")
     if missing:
-        parts.append(f"{estimate} ({'; '.join(_lacks(missing))})")
+        parts.append(f"{estimate} ({'; '.join(_problems(missing))})")
     if rows:
         parts.append(f"embedding and LM head {estimate}")
     return "; ".join(parts)
@@ -149,30 +155,34 @@ def refuse_estimates(
     bits: Sequence[int],
     path: str,
 ) -> None:
-    """SpecError for the first of `devices`, each with its compute type, of which some layer's time
-    was not measured with this very layer, and what is missing.
+    """Raise SpecError for the first of `devices`, each with its compute type, for which a time of
+    this very layer was not measured; the message says what is missing.
     """
     for device, dtype in devices:
-        lacking = [used for used in uses(profiles, device, dtype, layer, bits) if used.lack]
+        lacking = [
+            used for used in select_all(profiles, device, dtype, layer, bits) if used.problem
+        ]
         if lacking:
             raise SpecError(
                 f"strict_profiles: {path} has not all times of {device.name}: "
-                f"{'; '.join(_lacks(lacking))}; measure them with llmpq-profile, leave those "
+                f"{'; '.join(_problems(lacking))}; measure them with llmpq-profile, leave those "
                 "bits out (--bits), or plan without --strict_profiles"
             )
 
 
-def _lacks(found: Sequence[Used]) -> Iterator[str]:
-    """What is lacking, by reason: `decode of bits 3, 8: no rows`."""
-    for lack in dict.fromkeys(used.lack for used in found):
+def _problems(found: Sequence[SelectedRows]) -> Iterator[str]:
+    """Yield what is lacking by reason, such as `decode of bits 3, 8: no rows`."""
+    for problem in dict.fromkeys(used.problem for used in found):
         by_bits = {
-            bits: tuple(u.wanted.phase for u in found if (u.lack, u.wanted.bits) == (lack, bits))
-            for bits in sorted({used.wanted.bits for used in found if used.lack == lack})
+            bits: tuple(
+                u.wanted.phase for u in found if (u.problem, u.wanted.bits) == (problem, bits)
+            )
+            for bits in sorted({used.wanted.bits for used in found if used.problem == problem})
         }
         for phases in dict.fromkeys(by_bits.values()):
             bits = ", ".join(str(each) for each, of in by_bits.items() if of == phases)
             which = "" if phases == PHASES else f"{phases[0]} of "
-            yield f"{which}bits {bits}: {lack}"
+            yield f"{which}bits {bits}: {problem}"
 
 
 def _listed(names: Iterable[str]) -> str:

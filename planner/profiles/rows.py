@@ -1,4 +1,4 @@
-"""Measured times of one decoder layer as versioned CSV, one row a measurement."""
+"""The rows of a profile: measured times of a decoder layer, in a CSV file."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ OPTIONAL_COLUMNS = (
 
 
 _MOST_DIGITS = 15
-"""Of a whole number: all of them are exact as floating point numbers."""
+"""Most digits of a whole number: such numbers are exact in floating point."""
 
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """The sizes of a layer that its time scales with, in elements."""
+    """The sizes of a layer, in elements, with which its time scales."""
 
     hidden_size: int
     linear_parameters: int
@@ -55,7 +55,7 @@ class LayerTerms:
 
     @classmethod
     def of(cls, shape: ModelShape) -> LayerTerms:
-        """Those of one decoder layer of `shape`."""
+        """The sizes of a decoder layer of `shape`."""
         return cls(
             shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
         )
@@ -63,12 +63,13 @@ class LayerTerms:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One measured layer time.
+    """A measured layer time.
 
-    `prompt_length` tokens a request enter (1 in decode), `context_length` stood before them; the
+    `prompt_length` tokens of each request enter (1 in decode) after `context_length` others; the
     batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
-    and then hold for any. `layer` are the sizes of the model measured, `source` names the file.
-    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
+    and then match any. `layer` has the sizes of the model that was measured, `source` names the
+    file. `spread` is the interquartile range over `seconds`, the median of `repetitions`; None:
+    unknown.
     """
 
     device: str
@@ -91,12 +92,12 @@ class ProfileRow:
 
     @staticmethod
     def timed_dtype(device: Device, dtype: str) -> str:
-        """The compute type of the accelerator whose time is meant, also where a CPU emulates it."""
+        """The compute type of the accelerator that is timed, also where a CPU emulates it."""
         return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
 
 
 def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
-    """Every row of a profile CSV; SpecError names file and line of the first bad one.
+    """Read every row of a profile; SpecError names file and line of the first bad one.
 
     With `torn_end` a last row that was cut off while it was written is left out.
     """
@@ -118,7 +119,7 @@ def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
 
 
 def _values(row: ProfileRow) -> dict[str, object]:
-    """A row by the names of its columns."""
+    """The values of a row by column."""
     return {
         "device": row.device,
         "model": row.model,
@@ -153,7 +154,7 @@ def _check_columns(found: Sequence[str], path: Path) -> None:
 
 
 def _row(line: Line, source: str) -> ProfileRow:
-    """The row that `line` of the file `source` says; SpecError names the field that is wrong."""
+    """Read the row in `line` of the file `source`; SpecError names the field that is wrong."""
     fields = _Fields(line.fields(), line.place)
     return ProfileRow(
         device=fields.device(),
@@ -227,7 +228,7 @@ class _Fields:
 
     def milliseconds(self) -> float:
         value = self.real("ms_per_layer")
-        if value / 1e3 <= 0:  # the smallest of numbers are no seconds any more
+        if value / 1e3 <= 0:  # the smallest numbers underflow in seconds
             raise self.error(
                 f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
             )
@@ -245,7 +246,7 @@ class _Fields:
         return value
 
     def layer(self) -> LayerTerms:
-        """Sizes not given are those of a layer without grouped heads or a gated MLP."""
+        """Read the sizes; those not given are of a layer without grouped heads or a gated MLP."""
         hidden, wide = self.integer("h1"), self.integer("h2")
         given = {
             name: self.integer(name) if self.text(name) else default

@@ -32,7 +32,7 @@ from planner.optimiser.solve_options import SolveOptions
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import Solution, build_plan, simulate_solution, solution_quality
 from planner.plan.origin import origin_of
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.links import links_beside
 from planner.quality.perplexity_fit import omega_bound, perplexity_forecast
 from planner.quality.sensitivity import Omega
@@ -183,7 +183,7 @@ def find_plan(
     workload: Workload,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
-) -> Plan:
+) -> PlanSpec:
     """The best plan for `shape` (found at `source`) on `cluster`.
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
@@ -195,7 +195,7 @@ def find_plan(
 class PricedPlan:
     """A plan and the cost model that it was found with, which explains and simulates it."""
 
-    plan: Plan
+    plan: PlanSpec
     costs: CostModel
 
 

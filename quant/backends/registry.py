@@ -1,4 +1,4 @@
-"""The kernel class of each backend, and the self-test that precedes its first use on a machine."""
+"""The kernel classes of all backends, and the self-test before their first use on a machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BACKENDS = {rule.name: _kernel_class(rule.kernel) for rule in KERNEL_RULES if ru
 _TEST_SHAPE = (192, 256)
 _TEST_TOKENS = (1, 3, 7, 33, 130)
 _TOLERANCE = 0.03
-"""Relative error (Frobenius norm) of a product. Rounding activations to 8 bit costs 0.009 on normal
-values, bfloat16 0.004; a kernel that misreads a scale, a zero or a code is beyond 0.1."""
+"""Largest relative error (Frobenius norm) of a product. Rounding activations to 8 bit costs 0.009
+on normal values, bfloat16 0.004; a kernel that misreads a scale, a zero or a code is beyond 0.1."""
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def usable_backend(
 ) -> type[PackedWeight]:
     """The backend of that name or, with a warning, the pure torch one if it fails its self-test.
 
-    Tested once per process, compute type and device. DeviceError if it needs a missing package.
+    It is tested once per process, compute type and device. DeviceError if a package is missing.
     """
     backend = BACKENDS[name]
     fallback = fallback_rule(bits).name
@@ -53,7 +53,9 @@ def usable_backend(
 
 
 def self_test(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> str | None:
-    """What is wrong with a backend here, against dequantize-and-matmul; None if all is well."""
+    """Compare a backend with dequantize-and-matmul; describes what is wrong, None if all is
+    well.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE, generator=generator)
     try:

@@ -9,7 +9,8 @@ from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, GROUP_SIZES, LinearShape, Processor
 
 _ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
-"""Hidden sizes of language models are multiples of 64: any such shape tells the usual backend."""
+"""Hidden sizes of language models are multiples of 64: the backend of this shape is the usual
+one."""
 
 
 def rule_for(
@@ -33,7 +34,7 @@ def rule_for(
 
 
 def fallback_rule(bits: int) -> KernelRule:
-    """The backend of this bitwidth that runs everywhere, on any shape and compute type."""
+    """The rule of the backend for `bits` that runs everywhere, on any shape and compute type."""
     return next(rule for rule in reversed(KERNEL_RULES) if rule.bits == bits)
 
 
@@ -42,8 +43,8 @@ def layer_rule(
 ) -> KernelRule:
     """The rule of one linear of a layer planned for `backend`.
 
-    As `rule_for`, except that a shape that the named backend does not take falls to the one that
-    takes every shape.
+    Differs from `rule_for` where the named backend does not take the shape: the backend that takes
+    every shape holds it then.
     """
     if backend is None:
         return rule_for(processor, bits, shape, dtype)

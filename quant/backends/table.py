@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from quant.scheme import DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
 
 INT8PACK_COLUMNS = 16
-"""torch's int8 CPU kernel reads rows so many weights at a time, beyond their end if need be."""
+"""Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
 
 NF4_BLOCK = 64
 """bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
@@ -65,7 +65,7 @@ def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
 
 
 def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """What `_convert_weight_to_int4pack_for_cpu` and its matmul check, and bfloat16 activations.
+    """Check what `_convert_weight_to_int4pack_for_cpu` and its matmul do, and for bfloat16.
 
     The kernel also takes float32 and float16, at a hundredth of the speed.
     """
@@ -74,33 +74,37 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
 
 
 def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Without VNNI u8 x s8 products saturate; whole 64 x 64 tiles are packed without padding."""
+    """Ask for VNNI, without which u8 x s8 products saturate, and whole 64 x 64 tiles, which are
+    packed without padding.
+    """
     whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
     vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
     return vnni and whole_tiles and dtype in ("bfloat16", "float32")
 
 
 def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Rows that the kernel does not read beyond; other types than bfloat16 have no fast path."""
+    """Ask for rows that the kernel does not read beyond, and bfloat16, which alone has a fast
+    path.
+    """
     whole = shape.in_features % INT8PACK_COLUMNS == 0
     return processor.is_cpu and dtype == "bfloat16" and whole
 
 
 def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Compute capability 6.0; rows of whole blocks, which bitsandbytes' decode kernel asks for; no
-    codes of a checkpoint, which are not nf4's.
+    """Ask for compute capability 6.0, rows of whole blocks, as bitsandbytes' decode kernel does,
+    and a weight that is not quantized already: its codes are not those of nf4.
     """
     whole_blocks = shape.in_features % NF4_BLOCK == 0
     return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
 
 
 def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """INT8 tensor cores: compute capability 7.5."""
+    """Ask for INT8 tensor cores: compute capability 7.5."""
     return _has_capability(processor, (7, 5))
 
 
 def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Groups of whole runs of 32 columns, the 8 rows of a block; bfloat16 where GPUs have it."""
+    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
     least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
     if least is None or not _has_capability(processor, least):
         return False
@@ -116,27 +120,27 @@ def _plain_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _groups_bytes(shape: LinearShape) -> int:
-    """Scale and zero of every group, 16 bit each (bfloat16)."""
+    """Bytes of scale and zero of every group, 16 bit each (bfloat16)."""
     return 4 * shape.out_features * (shape.in_features // shape.group)
 
 
 def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Three planes of one bit per weight, each row padded to whole bytes."""
+    """Bytes of three planes of one bit per weight, rows padded to whole bytes, and the groups."""
     return 3 * shape.out_features * -(-shape.in_features // 8) + _groups_bytes(shape)
 
 
 def _packed_4bit_bytes(shape: LinearShape, dtype: str) -> int:
-    """Two codes per byte, each row padded to whole bytes."""
+    """Bytes of two codes per byte, each row padded to whole bytes, and the groups."""
     return shape.out_features * -(-shape.in_features // 2) + _groups_bytes(shape)
 
 
 def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
-    """One byte per weight and a 32-bit scale per output row."""
+    """Bytes of one 8-bit code per weight and a 32-bit scale per output row."""
     return shape.parameters + 4 * shape.out_features
 
 
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """Codes, a 32-bit compensation (inside the packed blob) and scale per row, and one zero.
+    """Bytes of codes, a 32-bit compensation (in the packed blob) and scale per row, and one zero.
 
     Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds
     4 bytes per padded row.
@@ -145,7 +149,7 @@ def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
-    """Two codes per byte, a 32-bit maximum per block of 64, and the table of 16 32-bit values."""
+    """Bytes of two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values."""
     return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
 
 
@@ -156,9 +160,9 @@ def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
 _INT3PACK_COST = KernelCost(passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44)
 _INT4PACK_COST = KernelCost(passes=42.0, restores_from=96, scalar=0.44)
 _INT8PACK_COST = KernelCost(passes=14.0, restores_from=24, scalar=0.37)
-# 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
+# Measured: 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
 _ONEDNN_COST = KernelCost(integer=True)
-# A fused kernel for one row, else the matrix is written and read once in 16 bit.
+# A fused kernel multiplies one row; for more the matrix is written and read once in 16 bit.
 _NF4_COST = KernelCost(passes=4.0, restores_from=2)
 # Outliers and row scales cost part of the int8 rate, and a dozen small kernels surround each
 # product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
@@ -166,8 +170,8 @@ _BNB_INT8_COST = KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4)
 # Up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the code
 # for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
 _CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
-# torch_*: unpack, subtract, scale in float32 and convert: about six passes of 4 bytes. On a CPU the
-# blocks of rows stay in its caches, so that less goes to memory: 0.3 to 0.8 times as fast as bf16.
+# torch_* below: unpack, subtract, scale in float32 and convert are about six passes of 4 bytes. On
+# a CPU blocks of rows stay in its caches: 0.3 to 0.8 times as fast as bf16.
 
 KERNEL_RULES: tuple[KernelRule, ...] = (
     KernelRule("plain", FULL_BITS, _anywhere, _plain_bytes, kernel=None),

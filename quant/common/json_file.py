@@ -1,4 +1,4 @@
-"""Reading the JSON files beside a model's weights, within bounds of size and depth."""
+"""Reading the JSON files beside a model's weights, within limits of size and depth."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any
 from quant.common.errors import LlmpqError
 
 MAX_BYTES = 1 << 26
-"""The largest such file is an index of shards: 110 bytes a tensor, 80 layers of 512 experts."""
+"""Largest file. An index of shards has 110 bytes a tensor, for instance 80 layers of 512 experts.
+"""
 
 MAX_DEPTH = 64
-"""Of lists and objects within each other; what is deeper breaks those who print or compare it."""
+"""Deepest nesting of lists and objects; deeper values break code that prints or compares them."""
 
 
 def read_json_object(
     path: Path, remedy: str, refuse: type[LlmpqError], what: str = "JSON object"
 ) -> dict[str, Any]:
-    """The entries of the JSON object in the file at `path`.
+    """Read the entries of the JSON object in the file at `path`.
 
-    `refuse`, naming the file, the problem and `remedy`, for a file that cannot be read, is larger
-    than `MAX_BYTES`, is no `what` or nested deeper than `MAX_DEPTH`, or has NaN or Infinity.
+    Raises `refuse`, which names the file, the problem and `remedy`, for a file that cannot be read,
+    is larger than `MAX_BYTES`, is no `what`, is nested deeper than `MAX_DEPTH`, or has NaN or
+    Infinity.
     """
     try:
         size = path.stat().st_size
@@ -40,7 +42,7 @@ def read_json_object(
 
 
 def _parsed(text: str) -> Any:
-    """What `text` says; ValueError where that is no JSON, nested too deep or not finite."""
+    """Parse `text`; ValueError where it is no JSON, nested too deep or not finite."""
     too_deep = f"it is nested deeper than {MAX_DEPTH} levels"
     try:
         values = json.loads(text)
@@ -55,7 +57,7 @@ def _parsed(text: str) -> Any:
 
 
 def _inside(name: str, outer: Any) -> Iterator[tuple[str, Any]]:
-    """The lists and objects in the one at `name`, with the names of their own places."""
+    """The lists and objects directly inside `outer`, each with its path below `name`."""
     if not isinstance(outer, dict | list):
         return
     for key, value in outer.items() if isinstance(outer, dict) else enumerate(outer):

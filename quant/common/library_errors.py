@@ -1,4 +1,4 @@
-"""What other libraries say of a failure, without advice that users of llmpq cannot follow."""
+"""Messages of other libraries' errors, without advice that users of llmpq cannot follow."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _OURS: Mapping[str, str] = {
     "ignore_mismatched_sizes": "give the weights of this configuration",
     "force_download": "remove it from the hub's cache",
 }
-"""By an argument that others propose: what there is instead."""
+"""By an argument that other libraries propose: the advice that llmpq gives instead."""
 
 _SENTENCE_END = re.compile(r"((?<=[.!?;])\s+|\n+)")
 
 
 def without_library_advice(text: str) -> str:
-    """`text` with each sentence that proposes an argument of another library left out, and what
-    llmpq has for it at the end.
+    """`text` without the sentences that propose an argument of another library; llmpq's own advice
+    follows at the end.
     """
     if not any(argument in text for argument in _OURS):
         return text
-    told: dict[str, None] = {}
+    advised: dict[str, None] = {}
     kept = []
     for part in _SENTENCE_END.split(text):
         advice = next((ours for argument, ours in _OURS.items() if argument in part), None)
         if advice is None:
             kept.append(part)
         else:
-            told[advice] = None
+            advised[advice] = None
             kept.append(")" * (part.count(")") > part.count("(")))
     rest = "".join(kept).strip().rstrip(".;: \n")
-    return f"{rest}; {'; '.join(told)}" if rest else "; ".join(told)
+    return f"{rest}; {'; '.join(advised)}" if rest else "; ".join(advised)
 
 
 def library_reason(error: BaseException) -> str:
-    """The type of an error of another library and the first lines of what it says."""
+    """The type of an error of another library and the first lines of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = without_library_advice(" ".join(lines[:4]))
     return f"{type(error).__name__}: {said:.400}" if said else type(error).__name__

@@ -1,4 +1,4 @@
-"""Text of unknown origin as a terminal or a log may show it."""
+"""Making text of unknown origin safe to show: no control characters and no secrets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 _KEPT_CONTROLS = "\n\t"
 _END_CHARACTERS = 300
-"""Kept of the end of what is cut: there stands the remedy."""
+"""Characters kept of the end of a text that is cut, where the remedy stands."""
 
 SECRET_VARIABLES = (
     "HF_TOKEN",
@@ -16,9 +16,9 @@ SECRET_VARIABLES = (
     "RAY_REDIS_PASSWORD",
     "AWS_SECRET_ACCESS_KEY",
 )
-"""Of the environment. Files of tokens are read by their libraries alone."""
+"""Environment variables that hold secrets. Files with tokens are read by their libraries only."""
 
-_LEAST_SECRET = 6  # characters: shorter ones would blot out ordinary words
+_LEAST_SECRET = 6  # characters: shorter ones could be ordinary words
 _SECRETS = re.compile(
     r"(?P<user>:/{1,2})(?:[^/@\s'\":]*:[^\s'\"]*|[^/@\s'\"]+)@|"
     r"(?<![^\s'\"=(,])(?P<bare>[^\s'\":/=(,]+:(?![\s/])[^\s'\"]*@)(?=[\w\[])|"
@@ -27,15 +27,14 @@ _SECRETS = re.compile(
     r"(?P<bearer>\bBearer )\S+",
     re.IGNORECASE,
 )
-"""User and password in an address (with one slash where it went through a path, or without scheme;
-up to the last @, as passwords may hold one), tokens of the hub, tokens in a query or a header.
-"""
+"""Matches user and password in an address (with one slash where it went through a path, or without
+a scheme; up to the last @, as passwords may hold one), tokens of the hub, and tokens in a query or
+a header."""
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """`text` without control characters, which could drive a terminal, hide or reorder words
-    (escaped as in Python), and without secrets. Of more than `most` characters the middle is left
-    out.
+    """`text` without secrets, its control characters escaped as in Python, as they could control a
+    terminal or hide and reorder words. The middle is left out of more than `most` characters.
     """
     text = without_secrets(text)
     if most is not None and len(text) > most:
@@ -53,7 +52,7 @@ def printable(text: str, most: int | None = None) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """`text` with stars for what looks like a secret or is one of this process's."""
+    """`text` with stars in place of what looks like a secret or is a secret of this process."""
     for name in SECRET_VARIABLES:
         value = os.environ.get(name, "")
         if len(value) >= _LEAST_SECRET:
@@ -67,7 +66,7 @@ def _starred(found: re.Match[str]) -> str:
 
 
 def without_user(address: str) -> str:
-    """`address` without user and password, whatever characters these have."""
+    """`address` without user and password, whatever characters they contain."""
     scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|", address)
     begin = "" if scheme is None else scheme[0]
     return f"{begin}{address[len(begin) :].rpartition('@')[2]}"

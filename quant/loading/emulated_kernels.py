@@ -1,4 +1,4 @@
-"""Layers as another device's kernels make them, computed on this machine.
+"""Emulating the kernels of another device: layers with the weights that they would round to.
 
 A kernel backend that does not run here still says which weight it stands for
 (`PackedWeight.represent`): the linear is then computed plainly with that weight, so that its
@@ -28,13 +28,13 @@ from quant.scheme import FULL_BITS, LinearShape, Processor
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How the linears of one decoder layer are held.
+    """How one decoder layer is held, on this machine or as planned for another device.
 
     `backend` names a kernel backend of `bits`, None the preferred one; `dtype` is the type to
     compute in where it differs from that of the other layers. With `planned_for` the layer is that
     of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
-    are represented. `rounding` is a way of `quant.rounding`, `kv_bits` are the bits of keys and
-    values.
+    are represented. `rounding` is one of `quant.scheme.ROUNDINGS`, `kv_bits` are the bits of keys
+    and values.
     """
 
     bits: int = FULL_BITS
@@ -55,14 +55,14 @@ class Compute:
     processor: Processor
 
     def in_type(self, dtype: torch.dtype | None) -> Compute:
-        """The same in another type; None: in this one."""
+        """This with another type; None leaves it unchanged."""
         return self if dtype is None else replace(self, dtype=dtype)
 
 
 class RepresentedLinear(nn.Module):
-    """A plain product with the weight `[out, in]` that a backend stands for.
+    """A linear layer with the plain weight `[out, in]` that a backend multiplies with.
 
-    No `nn.Linear`, so that the loader does not fill it a second time.
+    It is no `nn.Linear`, so that the loader does not fill it a second time.
     """
 
     def __init__(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
@@ -71,7 +71,7 @@ class RepresentedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., in]` to `[..., out]`."""
+        """Multiply `x` `[..., in]` to `[..., out]`."""
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -82,11 +82,12 @@ def load_layer_as_planned(
     scheme: LayerScheme,
     compute: Compute,
 ) -> frozenset[str]:
-    """Fill a decoder layer on the meta device by `scheme`; names the backends represented.
+    """Fill a decoder layer on the meta device by `scheme`; returns the names of backends
+    represented.
 
-    As `quant.loading.loader.load_layer`, with its errors. A checkpoint that holds codes already has
-    the same weights on every device: none is represented. DeviceError where representing a backend
-    needs a package that is missing.
+    Errors are those of `quant.loading.loader.load_layer`, and DeviceError where a package that is
+    needed for a backend is missing. A checkpoint that is quantized already has the same weights on
+    every device: no backend is represented then.
     """
     compute = compute.in_type(scheme.dtype)
     represented = set()
@@ -117,7 +118,7 @@ def load_layer_as_planned(
 
 
 def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> KernelRule | None:
-    """The rule that the planned processor holds this linear by, unless it would be ours too."""
+    """The rule by which the planned processor holds this linear; None where it is the same here."""
     assert scheme.planned_for is not None, "the scheme is of this machine"
     shape = LinearShape(linear.in_features, linear.out_features)
     bits, dtype = scheme.bits, dtype_name(compute.dtype)
@@ -129,14 +130,14 @@ def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> K
 def _stored(
     linear: nn.Linear, checkpoint: Checkpoint, full_name: str, compute: Compute
 ) -> torch.Tensor:
-    """The weight as it is stored, in float32."""
+    """Load the stored weight in float32."""
     stored = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     load_tensors(stored, checkpoint, full_name, torch.float32, compute.device)
     return stored.weight.detach()
 
 
 def _represented(weight: torch.Tensor, rule: KernelRule, rounding: Rounding) -> torch.Tensor:
-    """What `rule` makes of a weight."""
+    """Round a weight as the backend of `rule` does."""
     backend = BACKENDS[rule.name]
     if issubclass(backend, CanonicalPacked):
         return dequantize(quantize(weight, rule.bits, rounding=rounding))

@@ -40,7 +40,7 @@ from quant.scheme import FULL_BITS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """A decoder layer to be loaded: `module` on the meta device, and the form it shall have.
+    """A decoder layer to load: `module` on the meta device, and the form that it will have.
 
     `name_prefix` is its full name, such as `model.layers.3`.
     """
@@ -73,10 +73,11 @@ def loading(
     cache: ShardCache | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
 ) -> Iterator[None]:
-    """Around `load_layer` for each of `layers` in turn, and `load_tensors` for what else there is.
+    """Read ahead and write the cache in the background, around `load_layer` for each of `layers` in
+    turn and `load_tensors` for all others.
 
-    `others`: full names of the latter's tensors. Files are read up to `read_ahead_bytes` ahead (0:
-    not at all), and the cache writes in the background; both are done with on leaving.
+    `others`: full names of those other tensors. Files are read up to `read_ahead_bytes` ahead (0:
+    not at all). Both reading and writing are finished on leaving.
     """
     with ExitStack() as stack:
         if cache is not None:
@@ -91,7 +92,7 @@ def loading(
 
 
 def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
-    """What the cache would only copy is not put there: 16-bit layers, and stored codes."""
+    """Whether a layer is worth caching: 16-bit layers and stored codes would only be copied."""
     return load.form.bits != FULL_BITS and checkpoint.gptq is None
 
 
@@ -111,11 +112,11 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 
 
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    """From the checkpoint."""
+    """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
     for name, linear in _linears(module):
         filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint)
-        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
+        filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
 
@@ -123,7 +124,7 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
 def _stored_linear(
     full_name: str, linear: nn.Linear, form: LayerForm, checkpoint: Checkpoint
 ) -> nn.Module:
-    """The linear for `linear` (on meta) without its bias, of codes or of a weight to be rounded."""
+    """Load the linear for `linear` (on meta) without its bias, of codes or of a weight to round."""
     if checkpoint.gptq is not None:
         shape = (linear.out_features, linear.in_features)
         with _named(f"{full_name}.qweight", checkpoint):
@@ -136,7 +137,7 @@ def _stored_linear(
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
-    """From the cache; whether it was there. The module is changed only then."""
+    """Fill a layer from the cache; returns whether it was there. Else the module is not changed."""
 
     def build(cached: CachedTensors) -> CachedLayer:
         return read_layer(load.module, cached, load.form)
@@ -150,7 +151,7 @@ def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
 def _ranges_of_layer(
     load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
 ) -> list[FileRange]:
-    """What `load_layer` will read, in its order."""
+    """The ranges that `load_layer` will read, in its order."""
     if cache is not None and _is_quantized_here(load, checkpoint):
         path = cache.path_of(_key(load, checkpoint))
         if path.is_file():
@@ -163,7 +164,7 @@ def _ranges_of_layer(
 
 
 def _ranges(full_names: Sequence[str], checkpoint: Checkpoint) -> list[FileRange]:
-    """Of those that the checkpoint has under such a name; the others are for loading to miss."""
+    """The ranges of those tensors that the checkpoint has; loading will report the others."""
     found = ((name, name.partition(".")[0]) for name in full_names)
     stored = (checkpoint.find(*each) for each in found if checkpoint.has(*each))
     return [checkpoint.range_of(name) for name in stored]
@@ -193,7 +194,9 @@ def load_tensors(
 
 
 def module_nbytes(module: nn.Module) -> int:
-    """Bytes that `module` holds: parameters, buffers and packed weights, shared storage once."""
+    """Bytes that `module` holds: parameters, buffers and packed weights; shared storage counts
+    once.
+    """
     packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
     tensors = itertools.chain(module.parameters(), module.buffers())
     storages = {
@@ -207,7 +210,7 @@ def module_nbytes(module: nn.Module) -> int:
 
 @contextmanager
 def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
-    """Puts tensor and folder before what is wrong with its values."""
+    """Add the tensor's name and the folder to errors about its values."""
     try:
         yield
     except CheckpointError as error:
@@ -244,7 +247,7 @@ def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read(checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor) -> torch.Tensor:
-    """The tensor for `wanted` (on meta), which may be stored without its name's first part."""
+    """Read the tensor for `wanted` (on meta), which may be stored without its name's first part."""
     stored_name = checkpoint.find(full_name, prefix=full_name.partition(".")[0])
     stored_shape = checkpoint.shape_of(stored_name)
     if stored_shape != tuple(wanted.shape):

@@ -1,4 +1,4 @@
-"""16-bit linear layers in the block layout that oneDNN multiplies from.
+"""16-bit linear layers in the block layout from which oneDNN multiplies.
 
 A plain weight is brought into that layout at every product; done once, a decode step of a few rows
 takes two thirds of the time.
@@ -13,7 +13,7 @@ from quant.scheme import Processor
 
 
 class PrepackedLinear(nn.Module):
-    """A linear layer over an opaque bfloat16 weight, which takes as many bytes as a plain one."""
+    """A linear layer over an opaque bfloat16 weight, which has as many bytes as a plain one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, shape: tuple[int, int]) -> None:
         super().__init__()
@@ -23,12 +23,12 @@ class PrepackedLinear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the weight, which torch does not see in the storage."""
+        """Bytes of the weight, which are not in torch's storage."""
         count: int = torch.ops.mkldnn._nbytes(self.packed_weight)
         return count
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` `[..., in]` to `[..., out]`."""
+        """Multiply `x` `[..., in]` to `[..., out]`."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.packed_weight, self.bias, "none", [], ""
         )
@@ -36,7 +36,7 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
-    """`linear` prepacked where this processor gains by it and not a byte is added, else itself."""
+    """Prepack `linear` where that is faster on this processor and adds no byte; else return it."""
     weight = linear.weight
     if not processor.is_cpu or weight.dtype != torch.bfloat16:
         return linear

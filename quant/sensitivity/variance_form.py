@@ -1,4 +1,4 @@
-"""Which form of the variance indicator is meant, and its scalar parts; without torch.
+"""The forms of the variance indicator and their scalar factors, without torch.
 
 `quant.sensitivity.indicators` has the equations.
 """
@@ -17,9 +17,10 @@ SCALES = ("tensor", "group")
 
 @dataclass(frozen=True)
 class VarianceForm:
-    """The defaults are Proposition 2's form, for rounding to nearest with asymmetric scales.
+    """A form of the variance indicator. The defaults are that of Proposition 2, for rounding to
+    nearest with asymmetric scales.
 
-    `scales`: one S_W for the whole tensor, or one for each group that the quantizer scales.
+    `scales`: one S_W for the whole tensor, or one for each group that has a scale of its own.
     """
 
     rounding: str = "nearest"
@@ -27,7 +28,7 @@ class VarianceForm:
     scales: str = "tensor"
 
     def __post_init__(self) -> None:
-        """Check the names; SpecError lists those there are."""
+        """Check the names; SpecError lists the known ones."""
         choices = {"rounding": ROUNDINGS, "scheme": SCHEMES, "scales": SCALES}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -36,7 +37,9 @@ class VarianceForm:
                 )
 
     def gain(self, mean: float, variance: float) -> float:
-        """G(X) of inputs of this mean and variance: how far noise in the weights shows."""
+        """G(X) of inputs of this mean and variance: the factor by which noise in the weights
+        counts.
+        """
         if self.rounding == "nearest":
             return variance / 4
         return (mean**2 + variance) / 6
@@ -46,7 +49,7 @@ class VarianceForm:
         return (1 << bits) - 1 if self.scheme == "asymmetric" else (1 << (bits - 1)) - 1
 
     def group(self, out_features: int, in_features: int, bits: int) -> int:
-        """Consecutive weights of a row-major matrix that share a scale: those of
+        """Number of consecutive weights of a row-major matrix that share a scale: a group of
         `quant.canonical`, or all.
         """
         if self.scales == "tensor":

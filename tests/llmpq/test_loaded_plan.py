@@ -85,7 +85,7 @@ def test_it_says_the_same(
     assert said.layers == first.layers
     assert said.stages == first.stages
     assert said.answers == first.answers
-    assert report_page(again.data, said) == report_page(plan.data, first)
+    assert report_page(again.spec, said) == report_page(plan.spec, first)
     for suffix in ("svg", "json"):
         for name, each in (("made", plan), ("loaded", again)):
             each.trace(folder / f"{name}.{suffix}")
@@ -96,7 +96,7 @@ def test_it_says_the_same(
 def test_so_does_one_that_was_planned_again(folder: Path) -> None:
     """For devices that are left, which the origin names."""
     first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD)
-    again = loaded(Plan(replan(first.data, ["node0/T4-16GB:1"])))
+    again = loaded(Plan(replan(first.spec, ["node0/T4-16GB:1"])))
     assert len(again.costs.cluster.devices) == 2
     again.report("page.html")
     assert "Why" in Path("page.html").read_text()
@@ -163,9 +163,9 @@ def test_files_that_were_only_moved_and_put_back_are_taken(folder: Path) -> None
 def test_a_plan_file_of_before_is_read(folder: Path) -> None:
     """Its origin names no digests: figures alone are compared."""
     plan = made()
-    assert plan.data.origin is not None
-    origin = replace(plan.data.origin, files={})
-    text = replace(plan.data, origin=origin).to_json().replace(',\n  "files": {}', "")
+    assert plan.spec.origin is not None
+    origin = replace(plan.spec.origin, files={})
+    text = replace(plan.spec, origin=origin).to_json().replace(',\n  "files": {}', "")
     assert '"files"' not in text
     Path("plan.json").write_text(text)
     assert Plan.load("plan.json").limits == plan.limits

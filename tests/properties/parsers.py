@@ -34,7 +34,7 @@ from planner.cluster.file import MOST_TIME_SCALE
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.plan.check import check_plan
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.rows import read_profiles, write_profiles
 from planner.quality.sensitivity import load_omega
 from planner.workload import Workload
@@ -130,9 +130,9 @@ def _cluster(data: bytes, folder: Path) -> bool:
 def _plan(data: bytes, folder: Path) -> bool:
     """As `llmpq-dist` reads one: what is accepted is what the planner could have written."""
     path = _file(folder, "plan.json", data)
-    plan = Plan.load(path)
+    plan = PlanSpec.load(path)
     text = plan.to_json()
-    assert Plan.from_json(text) == plan
+    assert PlanSpec.from_json(text) == plan
     if plan.model.fingerprint != shape().fingerprint():  # refused as another model's
         return False
     check_plan(plan, shape(), str(path))

@@ -76,7 +76,7 @@ def plan_seeds() -> tuple[bytes, ...]:
     """One of two emulated devices with modelled times, one of real ones with a forecast."""
     emulated = Cluster.from_yaml(ROOT / "cluster_specs/emulated_t4_v100.yaml")
     real = Cluster.from_yaml(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
-    plans = [each.plan(_MODEL, Workload(8, 64, 16)).data for each in (real, emulated)]
+    plans = [each.plan(_MODEL, Workload(8, 64, 16)).spec for each in (real, emulated)]
     return tuple(_compact(plan) for plan in plans)
 
 

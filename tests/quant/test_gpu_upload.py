@@ -44,33 +44,33 @@ def test_every_block_arrives_as_it_is_stored(
 ) -> None:
     weight = torch.randn(rows, *shape).to(dtype)
     blocks = [slice(i, min(i + 3, rows)) for i in range(0, rows, 3)]
-    lane = LateLane()
+    stream = LateLane()
     seen = []
-    for block, part in staged_blocks(weight, blocks, lane):
+    for block, part in staged_blocks(weight, blocks, stream):
         assert torch.equal(part, weight[block])
         assert part.dtype == dtype
         seen.append(block)
     assert seen == blocks
-    assert lane.unfinished == []
-    assert lane.buffers == min(2, len(blocks))
+    assert stream.unfinished == []
+    assert stream.buffers == min(2, len(blocks))
 
 
 def test_the_next_copy_begins_before_a_block_is_used() -> None:
     weight = torch.randn(9, 4)
-    lane = LateLane()
+    stream = LateLane()
     waiting = [
-        len(lane.unfinished)
-        for _ in staged_blocks(weight, [slice(i, i + 3) for i in (0, 3, 6)], lane)
+        len(stream.unfinished)
+        for _ in staged_blocks(weight, [slice(i, i + 3) for i in (0, 3, 6)], stream)
     ]
     assert waiting == [1, 1, 0]
 
 
 def test_stopping_early_waits_for_what_is_on_its_way() -> None:
-    lane = LateLane()
-    moving = staged_blocks(torch.randn(9, 4), [slice(i, i + 3) for i in (0, 3, 6)], lane)
+    stream = LateLane()
+    moving = staged_blocks(torch.randn(9, 4), [slice(i, i + 3) for i in (0, 3, 6)], stream)
     next(moving)
     moving.close()
-    assert lane.unfinished == []
+    assert stream.unfinished == []
 
 
 def test_on_the_host_blocks_are_views() -> None:

@@ -10,18 +10,18 @@ from typing import Literal
 
 from actors.messages import QueueDepth, StageStats
 
-WINDOW_S = 15.0  # tokens per second are of this time: long enough for several prefills
+WINDOW_S = 15.0  # over which tokens per second are counted: long enough for several prefills
 
-EARLY_PROMPTS = 16  # that have ended, before their lengths say anything of the others
-ENDS_EARLY = 0.95  # of its limit: below, answers end by themselves and prompts tell more
+EARLY_PROMPTS = 16  # must have ended before their lengths say anything of the others
+ENDS_EARLY = 0.95  # share of their limits below which answers end by themselves
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """Seconds to go, and what they were told by.
+class TimeLeft:
+    """The estimated seconds until the run ends, and what they are estimated `by`.
 
-    Tokens go by each request's limit and are right where answers do not end before it; prompts go
-    by those that have ended.
+    Estimates by tokens take every request to reach its limit; those by prompts take the others
+    to be as long as the ones that have ended.
     """
 
     seconds: float
@@ -30,7 +30,7 @@ class Outlook:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment; shares and tokens per second are of the last seconds.
+    """The state of a run at one moment; tokens per second are of the last seconds.
 
     `max_tokens` is what all prompts may generate at most, None where their number is not known.
     `busy_share` and `whole_busy_share` [stages] are of the last interval and of the whole run.
@@ -45,7 +45,7 @@ class RunState:
     busy_share: tuple[float, ...]
     whole_busy_share: tuple[float, ...]
     queue: QueueDepth | None
-    outlook: Outlook | None
+    time_left: TimeLeft | None
     stages: tuple[StageStats, ...] = ()
 
 
@@ -57,7 +57,7 @@ class _Sample:
 
 
 class RunMeter:
-    """Turns what stages tell, and what has ended, into a `RunState`.
+    """Computes the `RunState` from what stages report and from the requests that have ended.
 
     `prompts` and `max_tokens` are those of the whole run, where they are known. A stage that was
     restarted counts from 0 again.
@@ -77,7 +77,7 @@ class RunMeter:
         self._samples = deque([_Sample(self._began_s, 0, ())])
 
     def begin(self) -> None:
-        """Stages are loaded: count from now; those of another plan go on with the tokens."""
+        """Count time from now on, as stages are loaded; with another plan's stages tokens go on."""
         now_s = self._clock()
         if not self._ended:
             self._began_s = now_s
@@ -85,19 +85,19 @@ class RunMeter:
         self._samples = deque([_Sample(now_s, self._samples[-1].tokens, ())])
 
     def end(self, tokens: int, limit: int) -> None:
-        """Take in a request that ended with `tokens` of the `limit` that it was allowed."""
+        """Count a request that ended with `tokens` of the `limit` that it was allowed."""
         self._ended += 1
         self._ended_tokens += tokens
         self._ended_limits += limit
 
     def leave_out(self) -> None:
-        """Take in a row that cannot run; its limit is not known, so the mean of all is taken."""
+        """Leave out a row that cannot run; its limit is not known, so the mean of all is taken."""
         if self._prompts and self._max_tokens is not None:
             self._max_tokens -= self._max_tokens // self._prompts
             self._prompts -= 1
 
     def add(self, stages: Sequence[StageStats]) -> None:
-        """Take in what the stages told just now."""
+        """Count what the stages report just now."""
         at_s, last = self._clock(), self._samples[-1]
         before = self._stages or (None,) * len(stages)
         tokens = _increase(generated(stages[-1]), generated(before[-1]))
@@ -132,7 +132,7 @@ class RunMeter:
             busy_share=self._busy_share(),
             whole_busy_share=_shares(last.busy_s, (), last.at_s - self._began_s),
             queue=self._stages[0].queue if self._stages else None,
-            outlook=self._outlook(tokens, rate, elapsed_s),
+            time_left=self._time_left(tokens, rate, elapsed_s),
             stages=self._stages,
         )
 
@@ -147,34 +147,34 @@ class RunMeter:
         before, last = self._samples[-2], self._samples[-1]
         return _shares(last.busy_s, before.busy_s, last.at_s - before.at_s)
 
-    def _outlook(self, tokens: int, rate: float, elapsed_s: float) -> Outlook | None:
-        """By tokens until enough prompts have ended early to go by prompts."""
+    def _time_left(self, tokens: int, rate: float, elapsed_s: float) -> TimeLeft | None:
+        """The estimate by tokens, until enough prompts have ended early to estimate by prompts."""
         if self._prompts is None or self._max_tokens is None:
             return None
         ends_early = self._ended_tokens < ENDS_EARLY * self._ended_limits
         if self._ended >= EARLY_PROMPTS and ends_early and elapsed_s > 0:
             left = max(0, self._prompts - self._ended)
-            return Outlook(left * elapsed_s / self._ended, "prompts")
+            return TimeLeft(left * elapsed_s / self._ended, "prompts")
         if rate <= 0:
             return None
-        unused = self._ended_limits - self._ended_tokens  # will not come any more
-        return Outlook(max(0, self._max_tokens - unused - tokens) / rate, "tokens")
+        unused = self._ended_limits - self._ended_tokens  # tokens that will not come
+        return TimeLeft(max(0, self._max_tokens - unused - tokens) / rate, "tokens")
 
 
 def generated(stage: StageStats | None) -> int:
-    """Tokens that came of a stage's micro-batches: each gives one for each of its requests."""
+    """Tokens that a stage's micro-batches gave: one for each of their requests."""
     return 0 if stage is None else stage.prefill.requests + stage.decode.requests
 
 
 def _increase(now: float, before: float) -> float:
-    """Of a count that begins at 0 again where its process was restarted."""
+    """The increase of a count that begins at 0 again where its process was restarted."""
     return now - before if now >= before else now
 
 
 def _shares(
     busy_s: Sequence[float], before_s: Sequence[float], passed_s: float
 ) -> tuple[float, ...]:
-    """Each at most 1: the clocks of two processes are not read at the same time."""
+    """Shares of `passed_s`, at most 1: clocks of two processes are not read at the same time."""
     if passed_s <= 0:
         return ()
     before_s = before_s or (0.0,) * len(busy_s)

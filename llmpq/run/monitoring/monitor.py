@@ -1,4 +1,4 @@
-"""Watching a run: a thread asks the stages about once a second how far they are, and a trace of
+"""Monitoring a run: a thread asks the stages about once a second how far they are, and a trace of
 their micro-batches is written at the end.
 """
 
@@ -13,15 +13,15 @@ from actors.messages import StageStats
 from actors.stage_group import StageGroup
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError
 
 INTERVAL_S = 1.0
-WAIT_AT_END_S = 10.0  # for a poll that is under way: it waits for the stages for 5 s at most
+WAIT_AT_END_S = 10.0  # for a poll in progress, which waits 5 s for the stages
 
 
 class Monitor:
-    """Context manager: while it is open, `poll` is asked again and again and `show` told the state.
+    """Context manager that calls `poll` every `interval_s` and then each of `show` with the state.
 
     `poll` returns None where the stages do not answer; the run never waits for either of them.
     """
@@ -39,22 +39,20 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="llmpq-monitor", daemon=True)
 
     def __enter__(self) -> Monitor:
-        """Begin to poll."""
         self._meter.begin()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End with the run."""
         self._ended.set()
         self._thread.join(WAIT_AT_END_S)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            self.look()
+            self.poll_once()
 
-    def look(self) -> None:
-        """Poll once and show what is known."""
+    def poll_once(self) -> None:
+        """Ask the stages once and show the state."""
         stages = self._poll()
         if stages is not None:
             self._meter.add(stages)
@@ -67,24 +65,24 @@ class Monitor:
 @contextmanager
 def monitored(
     group: StageGroup,
-    plan: Plan,
+    plan: PlanSpec,
     meter: RunMeter,
     show: Sequence[Callable[[RunState], None]],
     trace: Path | None,
 ) -> Iterator[None]:
-    """Around generating: `show` is told the state about once a second, and the trace is written
-    however the run ends, but for the loss of Ray itself.
+    """Monitor a run while it generates: the functions in `show` are called with the state about
+    once a second, and the trace is written however the run ends, unless Ray itself is lost.
     """
     if trace is not None:
         group.observer.align()
     try:
         with Monitor(meter, group.observer.figures, show):
             yield
-    except HeadLostError:  # the stages have gone with it, or are on their way
+    except HeadLostError:  # the stages are lost with it
         raise
     except BaseException:
         if trace is not None:
-            with suppress(InputError):  # what ended the run matters more
+            with suppress(InputError):  # the error that ended the run matters more
                 save_trace(trace, plan, group.observer.traces())
         raise
     if trace is not None:

@@ -1,4 +1,4 @@
-"""How far a run is: live in a terminal, a line every few seconds in a log."""
+"""Showing how far a run is: live in a terminal, or as a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.slow_stages import slow_stages
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 
 LOG_INTERVAL_S = 5.0
 
@@ -31,7 +31,7 @@ class RunProgress:
         console: Console,
         total: int,
         clock: Callable[[], float] = time.monotonic,
-        plan: Plan | None = None,
+        plan: PlanSpec | None = None,
     ) -> None:
         self._console = console
         self._total = total
@@ -54,7 +54,6 @@ class RunProgress:
         self._live = Live(console=console, get_renderable=self._render)
 
     def __enter__(self) -> RunProgress:
-        """Show that loading has begun."""
         if self._console.is_terminal:
             self._live.start()
         else:
@@ -67,31 +66,30 @@ class RunProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the last state standing."""
         if self._console.is_terminal:
             self._live.stop()
         else:
             self._log(last=True)
 
     def count(self, result: Result) -> None:
-        """Take in one result."""
+        """Count one result."""
         self._done += 1
         self._tokens += len(result.token_ids)
         self._log()
 
     def show(self, state: RunState) -> None:
-        """Take in what the stages do, from whatever thread."""
+        """Show the run's state; can be called from any thread."""
         self._state = state
         self._name_slow_stages(state)
         self._log()
 
-    def follow(self, plan: Plan) -> None:
-        """Another plan is run from now on."""
+    def change_plan(self, plan: PlanSpec) -> None:
+        """Compare stages with another plan, which is run from now on."""
         self._plan = plan
         self._named.clear()
 
     def note(self, line: str) -> None:
-        """Something to be read above the figures."""
+        """Print a line above the figures."""
         self._print(line)
 
     def _name_slow_stages(self, state: RunState) -> None:
@@ -103,7 +101,7 @@ class RunProgress:
                 self._print(str(slow))
 
     def _render(self) -> Group:
-        """The bar is brought up to date where it is drawn: results may come by the ten thousand."""
+        """Draw the bar, which is updated only here: results may come by the ten thousand."""
         state = self._state
         if state is not None or self._done:
             tokens = max(self._tokens, 0 if state is None else state.tokens)
@@ -114,7 +112,7 @@ class RunProgress:
         return Group(self._bar, *(Text(line) for line in lines))
 
     def _log(self, last: bool = False) -> None:
-        """A line, unless there is a terminal or the last one was written just now."""
+        """Print a line, unless there is a terminal or the last one was printed just now."""
         with self._lock:
             now = self._clock()
             if (not last and now - self._logged < LOG_INTERVAL_S) or self._console.is_terminal:
@@ -128,14 +126,14 @@ class RunProgress:
         self._print(", ".join(parts))
 
     def _print(self, line: str) -> None:
-        """One line however long, and never markup: device names come from users."""
+        """Print one line however long, and never as markup: device names come from users."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def state_lines(state: RunState) -> Iterator[str]:
-    """Tokens and time to go; busy shares; queue."""
+    """The state in up to three lines: tokens and time left, busy shares, queue."""
     limit = "" if state.max_tokens is None else f" of at most {state.max_tokens}"
-    yield (f"{state.tokens}{limit} tokens, {state.tokens_per_s:.1f} tokens/s, {_outlook(state)}")
+    yield (f"{state.tokens}{limit} tokens, {state.tokens_per_s:.1f} tokens/s, {_time_left(state)}")
     if state.busy_share:
         yield f"busy {_shares(state.busy_share)} (in all {_shares(state.whole_busy_share)})"
     if state.queue is not None:
@@ -145,10 +143,10 @@ def state_lines(state: RunState) -> Iterator[str]:
         )
 
 
-def _outlook(state: RunState) -> str:
-    if state.outlook is None:
+def _time_left(state: RunState) -> str:
+    if state.time_left is None:
         return "time to go not known yet"
-    return f"{duration(state.outlook.seconds)} to go (by {state.outlook.by})"
+    return f"{duration(state.time_left.seconds)} to go (by {state.time_left.by})"
 
 
 def _shares(shares: Sequence[float]) -> str:
@@ -156,7 +154,7 @@ def _shares(shares: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As 1:02:03, or 2:03 below an hour."""
+    """Seconds as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""Stages that are slower than their plan says, found by what they told of themselves."""
+"""Finding stages that are slower than their plan says, by the times that they report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from actors.messages import PhaseWork, StageStats
 from planner.phases import PHASES, Phase
-from planner.plan.plan import Plan, StagePlan
 from planner.plan.simulate import planned_s
+from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """When a stage counts as slow: `excess` of the planned time more, in so many full micro-batches
-    and so many seconds of them.
+    """When a stage counts as slow: it takes the share `excess` longer than planned, over at least
+    so many full micro-batches that take at least `busy_s` seconds together.
 
-    Micro-batches that lose less than `least_s` do so by what models leave out: a hop, and some
-    Python.
+    A micro-batch that is less than `least_s` slower is so by what models leave out: a hop, and
+    some Python.
     """
 
     excess: float = 0.2
@@ -39,7 +39,7 @@ class SlowStage:
     is_estimate: bool
 
     def __str__(self) -> str:
-        """Problem, numbers, remedy."""
+        """The problem, the numbers and the remedy in one sentence."""
         remedy = (
             "these times were estimated from a datasheet: measure the device with llmpq-profile"
             if self.is_estimate
@@ -55,12 +55,12 @@ class SlowStage:
 
 
 def slow_stages(
-    plan: Plan, stats: Sequence[StageStats], evidence: Evidence | None = None
+    plan: PlanSpec, stats: Sequence[StageStats], evidence: Evidence | None = None
 ) -> tuple[SlowStage, ...]:
-    """Those for which there is enough evidence, in stage order; prefill before decode.
+    """The slow stages for which there is enough evidence, in stage order; prefill before decode.
 
     Emulated devices without a time scale follow no plan and are never slow. Only full micro-batches
-    are looked at: what smaller ones should take, a plan does not say.
+    count: a plan does not say what smaller ones should take.
     """
     evidence = evidence or Evidence()
     found = [
@@ -72,17 +72,17 @@ def slow_stages(
 
 
 def work_of(stats: StageStats, phase: Phase) -> PhaseWork:
-    """Of one phase."""
+    """The work that a stage did in one phase."""
     return stats.prefill if phase == "prefill" else stats.decode
 
 
 def measured_s(work: PhaseWork) -> float | None:
-    """Seconds of a planned micro-batch, by those that were full; None where none was."""
+    """Mean seconds of full micro-batches; None where none was full."""
     return work.full_s / work.full_sizes if work.full_sizes else None
 
 
 def _slow(
-    plan: Plan, stage: StagePlan, phase: Phase, work: PhaseWork, evidence: Evidence
+    plan: PlanSpec, stage: StagePlan, phase: Phase, work: PhaseWork, evidence: Evidence
 ) -> SlowStage | None:
     planned, measured = planned_s(plan, stage, phase), measured_s(work)
     if not planned or measured is None:

@@ -1,4 +1,4 @@
-"""From what the stages noted of a run to its trace file."""
+"""Writing the trace file of a run from the times that its stages recorded."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from actors.telemetry.observer import StageTrace
-from planner.plan.plan import Plan
 from planner.plan.run_trace import MeasuredStage, write_run_trace
+from planner.plan.spec import PlanSpec
 
 
-def save_trace(path: str | Path, plan: Plan, traces: Sequence[StageTrace | None]) -> None:
+def save_trace(path: str | Path, plan: PlanSpec, traces: Sequence[StageTrace | None]) -> None:
     """Write the run beside the plan's simulation; raises InputError where that is not possible."""
     write_run_trace(path, plan, [None if trace is None else measured(trace) for trace in traces])
 
 
 def measured(trace: StageTrace) -> MeasuredStage:
-    """A stage's micro-batches by the driver's clock."""
+    """Turn a stage's times into the driver's clock."""
     rows, clock = trace.spans.rows, trace.clock
     return MeasuredStage(
         began_s=rows["began_s"] - clock.offset_s,

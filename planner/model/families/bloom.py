@@ -13,7 +13,7 @@ _TRAINED_LENGTH = 2048
 """ALiBi has no table of positions; BLOOM was trained on 2,048 tokens."""
 
 _ACTIVATION_BUFFERS = 2
-"""Two more terms of the MLP's width, as the library spells GELU out."""
+"""The library writes GELU out in terms of which two more are of the MLP's width."""
 
 
 def _shape(config: ConfigFile) -> ModelShape:

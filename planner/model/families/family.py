@@ -1,4 +1,4 @@
-"""What has to be said of a model family: its configuration, its shape and its modules."""
+"""The types that describe a model family: its configuration, shape and modules."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ConfigKeys:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family: `model_type` of its `config.json`, the reader of its shape, and the rest.
+    """A model family, by the `model_type` of its `config.json`.
 
     `read_shape` raises SpecError for entries that are missing or impossible.
     """

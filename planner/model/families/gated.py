@@ -1,4 +1,4 @@
-"""What LLaMA and its kin share: rotary positions, a gated MLP, RMS norms, grouped heads."""
+"""Code for LLaMA-like families: rotary positions, a gated MLP, RMS norms, grouped heads."""
 
 from __future__ import annotations
 

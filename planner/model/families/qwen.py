@@ -31,7 +31,7 @@ def _qwen3_shape(config: ConfigFile) -> ModelShape:
 
 
 def _kv_heads(config: ConfigFile) -> int | None:
-    """As many key/value heads as others where they are null; None where the file says them."""
+    """The number of attention heads where key/value heads are null; else None: the file has it."""
     is_null = (
         "num_key_value_heads" in config.values and config.values["num_key_value_heads"] is None
     )

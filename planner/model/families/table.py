@@ -15,10 +15,9 @@ from planner.model.families.qwen import QWEN2, QWEN3
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (BLOOM, GPT_NEOX, LLAMA, MISTRAL, OPT, QWEN2, QWEN3)
 }
-"""By `model_type`. Stages keep transformers' forward pass and cut it between layers, which is held
-token for token against `generate` for these families: others may lose information at a cut without
-any error.
-"""
+"""The families by `model_type`. Stages cut the forward pass of transformers between layers. Tests
+compare their tokens with those of `generate` for each of these families: others may lose
+information at a cut without any error."""
 
 
 def supported_model_types() -> tuple[str, ...]:

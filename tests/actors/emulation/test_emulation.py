@@ -26,7 +26,7 @@ from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.simulation.schedule import Pass, static_schedule
 from planner.simulation.simulation import PassSeconds, simulate
@@ -228,7 +228,7 @@ def test_messages_arrive_when_the_emulated_link_has_brought_them() -> None:
 
 
 @pytest.fixture(scope="module")
-def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> PlanSpec:
     path = tmp_path_factory.mktemp("cluster") / "two.yaml"
     path.write_text(CLUSTER)
     workload = Workload(global_batch=4, prompt_length=16, new_tokens=8)
@@ -237,7 +237,7 @@ def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return find_plan(cluster, model_shape("opt-13b"), "opt-13b", workload, options)
 
 
-def test_modelled_times_follow_the_plan(emulated_plan: Plan) -> None:
+def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
     stage = emulated_plan.stages[1]
     assert stage.modelled is not None
     assert emulated_times(emulated_plan, stage) == ScaledTimes(stage.modelled, 0.25)
@@ -249,7 +249,7 @@ def test_modelled_times_follow_the_plan(emulated_plan: Plan) -> None:
     assert older.compute_s(decode) == 0.25 * stage.decode_s
 
 
-def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: Plan, tmp_path: Path) -> None:
+def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: PlanSpec, tmp_path: Path) -> None:
     save_tiny(tmp_path, CONFIGS["llama"])
     shape = model_shape(tmp_path)
     for index in (0, 1):
@@ -265,7 +265,7 @@ def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: Plan, tmp_path: Pa
         stand_in_spec(replace(spec, max_tokens=200), shape)
 
 
-def test_planned_memory_is_enforced_though_a_stand_in_computes(emulated_plan: Plan) -> None:
+def test_planned_memory_is_enforced_though_a_stand_in_computes(emulated_plan: PlanSpec) -> None:
     check_planned_memory(emulated_plan)
     first, second = emulated_plan.stages
     small = replace(second, memory_limit_bytes=second.memory_bytes - 1)

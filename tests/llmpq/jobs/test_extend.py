@@ -243,7 +243,7 @@ def test_the_command_says_it_before_torch_and_ray(
 ) -> None:
     plan.save(tmp_path / "plan.json")
     target = tmp_path / "out.csv"
-    identity = job_identity(plan.data, RunOptions())
+    identity = job_identity(plan.spec, RunOptions())
     run_job(write_prompts(source, *prompts(3)), target, identity=identity)
     write_prompts(source, *prompts(2))
     command = ["--plan", str(tmp_path / "plan.json"), "--input", str(source)]

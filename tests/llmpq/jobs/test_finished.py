@@ -262,13 +262,13 @@ def test_the_command_needs_neither_torch_nor_ray_for_a_finished_job(
 ) -> None:
     plan.save(tmp_path / "plan.json")
     source = write_prompts(tmp_path / "in.jsonl", *ROWS)
-    run_job(source, tmp_path / "out.jsonl", identity=job_identity(plan.data, RunOptions()))
+    run_job(source, tmp_path / "out.jsonl", identity=job_identity(plan.spec, RunOptions()))
     write_prompts(tmp_path / "good.jsonl", *prompts(3))
     run_job(
         tmp_path / "good.jsonl",
         tmp_path / "good-out.jsonl",
         OutputOptions(shard_s=None),
-        identity=job_identity(plan.data, RunOptions()),
+        identity=job_identity(plan.spec, RunOptions()),
     )
     code = (
         "import sys; from llmpq.cli import dist\n"

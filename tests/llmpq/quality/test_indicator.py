@@ -203,7 +203,7 @@ def test_command_writes_what_the_planner_takes(
     plan = Cluster.from_yaml(cluster_file).plan(
         model, Workload(2, 16, 4), omega_file=omega, dtype="float32", bits=[3, 4, 8, 16]
     )
-    assert "variance, stochastic" in plan.data.sensitivity_source
+    assert "variance, stochastic" in plan.spec.sensitivity_source
 
 
 def test_bound_of_perplexity_from_the_command_line(

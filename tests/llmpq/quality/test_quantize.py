@@ -348,7 +348,7 @@ def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> N
         tmp_path / "model", Workload(2, 8, 4), bits=[3], rounding=rounding
     )
     planned.save(tmp_path / "plan.json")
-    plan = Plan.load(tmp_path / "plan.json").data
+    plan = Plan.load(tmp_path / "plan.json").spec
     assert plan.rounding == rounding
     spec = stage_spec(plan, plan.stages[0])
     hidden = []

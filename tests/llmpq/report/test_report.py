@@ -21,8 +21,12 @@ from llmpq.report.formatting import change, layer_span, listed, seconds, shorten
 from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan as PlanData
-from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
+from planner.plan.spec import PlanSpec
+from planner.quality.sensitivity import (
+    OmegaContent,
+    default_sensitivity,
+    save_omega,
+)
 from planner.search.front import FrontPoint
 from quant.common.errors import SpecError
 
@@ -100,11 +104,11 @@ def made() -> Plan:
 
 @cache
 def page() -> Page:
-    return Page(report_page(made().data, made().explanation))
+    return Page(report_page(made().spec, made().explanation))
 
 
 def test_the_page_loads_nothing() -> None:
-    text = report_page(made().data, made().explanation)
+    text = report_page(made().spec, made().explanation)
     assert text.startswith("<!DOCTYPE html>")
     for name in ("script", "link", "img", "iframe", "object", "base"):
         assert page().all_of(name) == [], name
@@ -138,7 +142,7 @@ def test_every_section_is_labelled_and_every_table_even() -> None:
 
 
 def test_every_layer_has_a_box_with_its_reason() -> None:
-    plan = made().data
+    plan = made().spec
     boxes = page().all_of("li", "box")
     bits = [each for stage in plan.stages for each in stage.bitwidths]
     assert len(bits) == 24
@@ -157,7 +161,7 @@ def test_every_layer_has_a_box_with_its_reason() -> None:
 
 
 def test_memory_bars_say_what_fills_the_devices() -> None:
-    plan = made().data
+    plan = made().spec
     most = max(stage.memory_limit_bytes for stage in plan.stages)
     tracks = [
         each for each in page().all_of("div", "track") if "left" in (each["aria-label"] or "")
@@ -183,7 +187,7 @@ def percent_of(element: dict[str, str | None]) -> float:
 
 
 def test_figures_are_the_plans() -> None:
-    plan, text = made().data, page().text
+    plan, text = made().spec, page().text
     for stage in plan.stages:
         for figure in (seconds(stage.prefill_s), seconds(stage.decode_s), stage.provenance):
             assert " ".join(figure.split()) in text
@@ -204,21 +208,21 @@ def test_figures_are_the_plans() -> None:
 def hostile_plan() -> Plan:
     cluster = make_cluster(HOSTILE, f"n{HOSTILE}")
     made_plan = cluster.plan("opt-1.3b", Workload(4, 64, 12))
-    model = replace(made_plan.data.model, name=HOSTILE, source=HOSTILE)
+    model = replace(made_plan.spec.model, name=HOSTILE, source=HOSTILE)
     data = replace(
-        made_plan.data,
+        made_plan.spec,
         model=model,
         sensitivity_source=HOSTILE,
         unused_devices=(HOSTILE,),
-        baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.data.baselines),
-        stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.data.stages),
+        baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.spec.baselines),
+        stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.spec.stages),
     )
     return Plan(data, made_plan.costs)
 
 
 def test_hostile_names_stay_text() -> None:
     plan = hostile_plan()
-    parsed = Page(report_page(plan.data, reasons_of(plan, WhatIfOptions(theta_factors=()))))
+    parsed = Page(report_page(plan.spec, reasons_of(plan, WhatIfOptions(theta_factors=()))))
     for name in ("script", "img"):
         assert parsed.all_of(name) == []
     for name, attributes in parsed.elements:
@@ -241,20 +245,20 @@ def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
             theta=20.0,
             keep_all_devices=True,
         )
-        text = Page(report_page(plan.data, reasons_of(plan))).text
+        text = Page(report_page(plan.spec, reasons_of(plan))).text
         assert "Exchanging bits with layer" in text
         assert str(tmp_path / "omega.json") in text
         assert ("layers 2 to 3: " in text.lower()) == (group == 2)
 
 
 def test_given_front_is_drawn_without_dominated_points() -> None:
-    latency_s = made().data.predicted.objective_latency_s
-    sensitivity = made().data.solver.sensitivity
+    latency_s = made().spec.predicted.objective_latency_s
+    sensitivity = made().spec.solver.sensitivity
     front = (
         FrontPoint(9.0, 1.0, latency_s * 2, 1.0, sensitivity / 2, 8.0),
         FrontPoint(7.0, 1.0, latency_s * 3, 1.0, sensitivity, 8.0),
     )
-    parsed = Page(report_page(made().data, None, front))
+    parsed = Page(report_page(made().spec, None, front))
     assert len(parsed.all_of("circle", "spot")) == 2
     assert len(parsed.all_of("circle", "present")) == 1
 
@@ -289,7 +293,7 @@ def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     small = ["--global_bz", "2", "--s", "16", "--n", "4", "--json"]
     target = tmp_path / "page.html"
     assert algo.main([*arguments, *small, "--report", str(target)]) == 0
-    printed = PlanData.from_json(capsys.readouterr().out)
+    printed = PlanSpec.from_json(capsys.readouterr().out)
     assert json.loads(printed.to_json())["model"]["name"] in Page(target.read_text()).text
     missing = tmp_path / "no" / "page.html"
     assert algo.main([*arguments, *small, "--report", str(missing)]) == 2
@@ -324,12 +328,12 @@ def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
 def test_latency_against_quality_is_in_predicted_seconds() -> None:
     """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
     plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
-    predicted = plan.data.predicted
+    predicted = plan.spec.predicted
     assert predicted.objective_latency_s < 0.9 * predicted.latency_s
     answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))
     others = answered.answers.of("theta")
     assert all(answer.latency_s < 0.9 * answer.predicted_s for answer in others)
-    section = report_page(plan.data, answered).partition('<section id="pareto"')[2]
+    section = report_page(plan.spec, answered).partition('<section id="pareto"')[2]
     shown = section.partition("</section>")[0]
     assert seconds(predicted.latency_s) in shown
     assert seconds(predicted.objective_latency_s) not in shown

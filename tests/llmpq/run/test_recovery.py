@@ -85,7 +85,7 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
     kill, stop = signal.SIGKILL, signal.SIGSTOP
     faults = {COUNT // 4: [(1, stop)], COUNT // 2: [(0, kill), (2, kill)]}
     group = StageGroup(
-        plan.data,
+        plan.spec,
         str(tiny[0]),
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",
@@ -118,7 +118,7 @@ def faulty(
     events: list[RecoveryEvent] = []
     recovery = Recovery(retries=1)
     with FaultyGroup(
-        plan.data, str(tiny[0]), transport="ray", recovery=recovery, on_event=events.append
+        plan.spec, str(tiny[0]), transport="ray", recovery=recovery, on_event=events.append
     ) as group:
         yield group, events
 
@@ -194,7 +194,7 @@ def test_a_death_while_the_plan_is_loaded_is_mended_but_not_for_ever(
 ) -> None:
     events: list[RecoveryEvent] = []
     group = DyingGroup(
-        plan.data,
+        plan.spec,
         str(tiny[0]),
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",

@@ -11,7 +11,7 @@ from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
@@ -40,7 +40,7 @@ def profile(path: Path, kinds: Iterable[tuple[str, int]] = WHOLE, **other: str) 
     return path
 
 
-def planned(path: Path, **options: object) -> Plan:
+def planned(path: Path, **options: object) -> PlanSpec:
     given = {"profiles": path, "bits": [8, 16], **options}
     return find_plan(CPU, SHAPE, "opt-125m", Workload(8, 64, 16), PlanOptions.of(given))
 

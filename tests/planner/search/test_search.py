@@ -23,7 +23,7 @@ from planner.optimiser.problem import Assignment, stage_times
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines import baselines
 from planner.search.candidates import Candidates, SearchCandidate
@@ -286,7 +286,7 @@ def test_the_head_goes_where_it_is_better(name: str) -> None:
 def test_bounds_on_quality_and_latency_are_kept() -> None:
     shape, cluster = model_shape("opt-13b"), ClusterSpec.from_counts(["T4-16GB"], [2])
 
-    def plan(**options: Any) -> Plan:
+    def plan(**options: Any) -> PlanSpec:
         chosen = PlanOptions(**options, head="last", keep_all_devices=True)
         return find_plan(cluster, shape, "opt-13b", WORKLOAD, chosen)
 

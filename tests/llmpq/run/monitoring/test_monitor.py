@@ -88,10 +88,10 @@ def test_time_to_go_is_told_by_tokens_where_answers_have_their_full_length() -> 
     meter.add([stats(1.0, 200)])
     for _ in range(20):
         meter.end(10, 10)
-    outlook = meter.state().outlook
-    assert outlook is not None
-    assert outlook.by == "tokens"
-    assert outlook.seconds == pytest.approx(800 / 20)
+    time_left = meter.state().time_left
+    assert time_left is not None
+    assert time_left.by == "tokens"
+    assert time_left.seconds == pytest.approx(800 / 20)
 
 
 def test_time_to_go_is_told_by_prompts_once_enough_ended_early() -> None:
@@ -101,15 +101,15 @@ def test_time_to_go_is_told_by_prompts_once_enough_ended_early() -> None:
     meter.add([stats(1.0, 80)])
     for _ in range(EARLY_PROMPTS - 1):
         meter.end(4, 10)
-    early = meter.state().outlook
+    early = meter.state().time_left
     assert early is not None
     assert early.by == "tokens"
     assert early.seconds == pytest.approx((1000 - 6 * 15 - 80) / 5)  # what ended gives no more
     meter.end(4, 10)
-    outlook = meter.state().outlook
-    assert outlook is not None
-    assert outlook.by == "prompts"
-    assert outlook.seconds == pytest.approx(84)
+    time_left = meter.state().time_left
+    assert time_left is not None
+    assert time_left.by == "prompts"
+    assert time_left.seconds == pytest.approx(84)
 
 
 def test_rows_that_cannot_run_are_not_waited_for() -> None:
@@ -121,8 +121,8 @@ def test_rows_that_cannot_run_are_not_waited_for() -> None:
         meter.leave_out()
     state = meter.state()
     assert (state.total_prompts, state.max_tokens) == (40, 400)
-    assert state.outlook is not None
-    assert state.outlook.seconds == pytest.approx(200 / 20)
+    assert state.time_left is not None
+    assert state.time_left.seconds == pytest.approx(200 / 20)
     unknown = meter_at(clock, prompts=None, most=None)
     unknown.leave_out()
     assert unknown.state().max_tokens is None
@@ -130,9 +130,9 @@ def test_rows_that_cannot_run_are_not_waited_for() -> None:
 
 def test_nothing_is_foretold_of_a_run_without_an_end_or_a_beginning() -> None:
     clock = Clock()
-    assert meter_at(clock, prompts=None, most=None).state().outlook is None
+    assert meter_at(clock, prompts=None, most=None).state().time_left is None
     state = meter_at(clock).state()
-    assert state.outlook is None
+    assert state.time_left is None
     assert state.busy_share == ()
     assert "not known" in next(state_lines(state))
 

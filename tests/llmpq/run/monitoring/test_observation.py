@@ -29,18 +29,21 @@ JOB = "watched"
 
 
 @pytest.fixture(scope="module")
-def group(tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
+def group(
+    tiny: tuple[Path, Any], plan: Plan, worker_environment: dict[str, str]
+) -> Iterator[StageGroup]:
     """Three stages that note all, under a Ray that reports metrics often; runs add up."""
     ray.init(
         address="local",
         include_dashboard=False,
         log_to_driver=False,
         num_cpus=2,
+        runtime_env=worker_environment,
         _system_config={"metrics_report_interval_ms": REPORT_MS},
     )
     try:
         with StageGroup(
-            plan.data, str(tiny[0]), telemetry=TelemetryOptions(JOB, trace=True)
+            plan.spec, str(tiny[0]), telemetry=TelemetryOptions(JOB, trace=True)
         ) as stages:
             yield stages
     finally:
@@ -67,7 +70,7 @@ def test_a_trace_holds_every_micro_batch_of_every_stage(
 ) -> None:
     path, states = tmp_path / "trace.json", list[RunState]()
     meter = RunMeter(PROMPTS, PROMPTS * NEW_TOKENS)
-    with monitored(group, plan.data, meter, [states.append], path):
+    with monitored(group, plan.spec, meter, [states.append], path):
         for finished in group.generate(requests()):
             for each in finished:
                 meter.end(len(each.token_ids), NEW_TOKENS)
@@ -109,7 +112,7 @@ def test_a_loaded_plan_is_simulated_as_while_planning(
     workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
     plan = Cluster.from_yaml(path).plan(tiny[0], workload, dtype="float32", bits=[16])
     plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json").data
+    loaded = Plan.load(tmp_path / "plan.json").spec
     expected_s = 0.5 * plan.predicted.latency_s
     assert simulate_plan(loaded).latency_s == pytest.approx(expected_s, rel=1e-9)
 
@@ -120,7 +123,7 @@ def test_a_run_that_is_interrupted_leaves_a_trace(
     path = tmp_path / "trace.json"
 
     def interrupted() -> None:
-        with monitored(group, plan.data, RunMeter(None, None), [], path):
+        with monitored(group, plan.spec, RunMeter(None, None), [], path):
             next(group.generate(requests()))
             raise KeyboardInterrupt
 

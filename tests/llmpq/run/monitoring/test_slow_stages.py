@@ -24,10 +24,10 @@ PREFILL_S, DECODE_S = 0.5, 0.05
 def timed(plan: Plan) -> Any:
     """The plan with times of its own, followed at a scale of 2, and measured ones on stage 1."""
     stages = tuple(
-        replace(stage, prefill_s=PREFILL_S, decode_s=DECODE_S) for stage in plan.data.stages
+        replace(stage, prefill_s=PREFILL_S, decode_s=DECODE_S) for stage in plan.spec.stages
     )
     measured = replace(stages[1], provenance="V100 fitted to 40 rows of somewhere.csv")
-    return replace(plan.data, time_scale=2.0, stages=(stages[0], measured, *stages[2:]))
+    return replace(plan.spec, time_scale=2.0, stages=(stages[0], measured, *stages[2:]))
 
 
 def stats_with(prefill_s: float, decode_s: float, count: int = 100) -> StageStats:

@@ -36,15 +36,15 @@ PLAN_VERSION = 1
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
 _MAX_BYTES = 2**60
-"""An exbibyte: a stage of more is a slip of the hand."""
+"""An exbibyte: a stage of more is a typing error."""
 _MAX_LAYERS = 2**16
 _MAX_THREADS = 2**16
 _MAX_SECONDS = 1e9
-"""Of one micro-batch: three decades."""
+"""Most seconds of one micro-batch: three decades."""
 
 
 def _as_range(value: Any) -> Any:
-    """`[first, end]` as a range; ValueError, which pydantic reports, for anything else."""
+    """Turn `[first, end]` into a range; ValueError, which pydantic reports, for anything else."""
     match value:
         case range():
             return value
@@ -56,7 +56,7 @@ def _as_range(value: Any) -> Any:
 
 
 def _one_of(choices: Collection[int | str]) -> AfterValidator:
-    """Refuses what is not among `choices`."""
+    """A validator that refuses what is not among `choices`."""
 
     def check(value: int | str) -> int | str:
         if value not in choices:
@@ -67,7 +67,7 @@ def _one_of(choices: Collection[int | str]) -> AfterValidator:
 
 
 def _known_backends(backends: dict[int, str]) -> dict[int, str]:
-    """Whether each backend is one of its bitwidth's."""
+    """Refuse a backend that is not one of its bitwidth's."""
     for bits, backend in backends.items():
         names = [rule.name for rule in KERNEL_RULES if rule.bits == bits]
         if backend not in names:
@@ -140,7 +140,7 @@ class StagePlan:
 
 @dataclass(frozen=True, config=_STRICT)
 class Prediction:
-    """What one global batch should take, by the simulation of the schedule that is run.
+    """The time that one global batch should take, by simulating the schedule that is run.
 
     `prefill_s` until every request has its first token, `decode_s` from then on; the bottlenecks
     are the stages that compute longest in a phase, `busy_share` is what each stage computes of the
@@ -160,7 +160,7 @@ class Prediction:
 
 @dataclass(frozen=True, config=_STRICT)
 class PerplexityForecast:
-    """What the plan's bitwidths should cost, by the perplexities measured in the omega file.
+    """The perplexity that the plan's bitwidths should cost, by the points of the omega file.
 
     `increase` over `baseline`, the perplexity at 16 bit on the text measured; `low` and `high` are
     the ends of its interval. Where `max_increase` was asked for, `max_omega` is the summed
@@ -210,7 +210,7 @@ class Baseline:
     sensitivity: float | None
 
     def __post_init__(self) -> None:
-        """ValueError, which names the field in a plan, where only some figures are None."""
+        """Raise ValueError, which pydantic reports with the field, where only some are None."""
         if (
             len({each is None for each in (self.latency_s, self.tokens_per_s, self.sensitivity)})
             > 1
@@ -219,13 +219,13 @@ class Baseline:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class Plan:
+class PlanSpec:
     """Everything `llmpq-dist` needs, as versioned JSON with these very names.
 
     With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
     is how stages round weights while they load. `stand_in`: the small model that computes in place
-    of the planned one on emulated devices. `origin`: what the plan was made from, to make it again
-    when devices are lost.
+    of the planned one on emulated devices. `origin`: what the plan was made from, to explain it and
+    to make it again when devices are lost.
     """
 
     version: int
@@ -263,7 +263,7 @@ class Plan:
             raise SpecError(f"cannot write the plan to {target}: {error}") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path) -> PlanSpec:
         """Read a plan; raises `SpecError` naming file and field."""
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -272,7 +272,7 @@ class Plan:
         return cls.from_json(text, str(path))
 
     @classmethod
-    def from_json(cls, text: str, source: str = "plan") -> Plan:
+    def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
         """The plan in `text`; raises `SpecError` naming `source` and the field."""
         try:
             content = json.loads(text)
@@ -304,8 +304,8 @@ class Plan:
         return plan
 
     def check(self, source: str = "plan") -> None:
-        """Whether the stages, in order, cover every layer once, each on a device of its own; raises
-        `SpecError`. What follows from the plan's figures is `planner.plan.check`'s.
+        """Raise `SpecError` unless the stages, in order, cover every layer once, each on a device
+        of its own. `planner.plan.check` checks the figures.
         """
         sizes, batch = self.micro_batches, self.workload.global_batch
         if not (1 <= sizes.prefill <= batch and 1 <= sizes.decode <= batch):
@@ -337,7 +337,7 @@ class Plan:
             )
 
     def _check_devices(self, source: str) -> None:
-        """Whether none is named twice."""
+        """Raise `SpecError` where a device is named twice."""
         met: dict[str, str] = {}
         used = ((f"stages.{stage.index}.device", stage.device) for stage in self.stages)
         unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
@@ -350,4 +350,4 @@ class Plan:
             met[device] = where
 
 
-_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
+_ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)
