@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.report.formatting import rate, seconds
-from llmpq.report.front import Chart, front_of
-from llmpq.report.layer_reasons import reason_groups
+from llmpq.report.front import Chart, Front, front_of
+from llmpq.report.layer_reasons import ReasonGroup, reason_groups
 from llmpq.report.rendering import render
-from llmpq.report.schedule import schedule_pictures
+from llmpq.report.schedule import Picture, schedule_pictures
 from llmpq.report.sentences import (
     bottlenecks,
     layer_sentence,
@@ -19,12 +20,40 @@ from llmpq.report.sentences import (
     question,
     summary,
 )
-from llmpq.report.what_if import changed_plans
-from planner.explanation.explain import Explanation
-from planner.plan.spec import PlanSpec
+from llmpq.report.what_if import ChangedPlan, changed_plans
+from planner.explanation.explain import Explanation, StageLimits
+from planner.plan.spec import Baseline, PlanSpec
 from planner.search.front import FrontPoint
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The part of the page that needs an explanation; `least_s`: accuracy of the search."""
+
+    least_s: float
+    lever: str
+    layer_titles: Mapping[int, str]
+    reason_groups: Sequence[ReasonGroup]
+    layer_sentences: Sequence[str]
+    pictures: Sequence[Picture]
+    limits: Sequence[StageLimits]
+    changed_plans: Sequence[ChangedPlan]
+    not_asked: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that the templates show, under the names that they use."""
+
+    plan: PlanSpec
+    summary: str
+    link_lines: Sequence[Sequence[str]]
+    baselines: Sequence[Baseline]
+    explained: Explained | None
+    front: Front | None
+    chart: Chart | None
 
 
 def report_page(
@@ -37,38 +66,37 @@ def report_page(
     default the plans for other thetas of the explanation.
     """
     found = front_of(plan, explanation, front)
-    return render(
-        "page.html.j2",
+    page = Page(
         plan=plan,
-        explanation=explanation,
-        summary=[summary(plan), bottlenecks(plan)],
+        summary=f"{summary(plan)} {bottlenecks(plan)}",
         link_lines=_link_lines(plan, explanation),
         baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
+        explained=_explained(plan, explanation) if explanation else None,
         front=found,
-        chart=found and Chart(found.points, found.present),
-        **(_explained(plan, explanation) if explanation else {}),
+        chart=Chart(found.points, found.present) if found else None,
     )
+    return render("page.html.j2", **vars(page))
 
 
-def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
-    """Values that the templates show of an explanation, under the names that they use."""
+def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
     devices = [stage.device for stage in plan.stages]
     answers = explanation.answers
-    return {
-        "least_s": least_s,
-        "lever": lever(plan, explanation, least_s),
-        "layer_titles": {
+    return Explained(
+        least_s=least_s,
+        lever=lever(plan, explanation, least_s),
+        layer_titles={
             layer: layer_sentence(reason, devices[reason.stage], least_s)
             for reason in explanation.layers
             for layer in reason.layers
         },
-        "reason_groups": reason_groups(explanation.layers, least_s),
-        "layer_sentences": layer_sentences(explanation.layers, devices, least_s),
-        "pictures": schedule_pictures(explanation.simulated, devices),
-        "changed_plans": changed_plans(answers.given, plan.stages, least_s),
-        "not_asked": [question(each, plan.stages) for each in answers.left_out],
-    }
+        reason_groups=reason_groups(explanation.layers, least_s),
+        layer_sentences=layer_sentences(explanation.layers, devices, least_s),
+        pictures=schedule_pictures(explanation.simulated, devices),
+        limits=explanation.stages,
+        changed_plans=changed_plans(answers.given, plan.stages, least_s),
+        not_asked=[question(each, plan.stages) for each in answers.left_out],
+    )
 
 
 def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[str]]:
