@@ -1,4 +1,4 @@
-"""Processor time and memory of a job's input, ledger and output, without a model.
+"""Processor time and memory of a job's input, database and output, without a model.
 
 For rows that all run and for rows that all are unreadable; then of the same job looked up again row
 by row, and as a command that nothing has changed since. Each runs in a process of its own, so that
@@ -21,7 +21,7 @@ from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job
-from llmpq.jobs.output.output import JobOutput
+from llmpq.jobs.output.job_output import JobOutput
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row

@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from actors.messages import Request, Sampling, StageStats
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
-from actors.stage.planned import stage_spec
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from actors.stage_group import StageGroup
 from benchmarks.machine import processor_name
@@ -37,6 +37,7 @@ from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
 from planner.plan.spec import MicroBatches, PlanSpec
 from quant.processor import local_processor
+from tests.actors.local_pipeline import LocalPipeline, drive
 
 PREFILL_S, DECODE_S = 0.05, 0.025
 """Held by an equal stage: ten times what the demo model's part computes, for eight on two cores."""
@@ -130,12 +131,10 @@ def alone(plan: PlanSpec, model: Path, requests: Sequence[Request]) -> list[floa
         Stage(stage_spec(plan, stage), model, device, local_processor(device))
         for stage in plan.stages
     ]
-    pipeline, sizes = LocalPipeline(stages), plan.micro_batches
+    pipeline = LocalPipeline(stages)
     for turn in range(2):
         before = pipeline.stats()
-        scheduler = QueueScheduler(
-            plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages)
-        )
+        scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
         scheduler.add(requests, last=True)
         for _ in drive(scheduler, pipeline):
             pass

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.items import rows_of
-from llmpq.quality.perplexity import AUTO, EvaluationOptions, Perplexity
-from llmpq.quality.text import Document
+from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.quality.options import AUTO, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.text_windows import Document
 from llmpq.report import write_report
 from llmpq.rows.row import BadRow, Row, RowInput
 from llmpq.rows.sampling_defaults import SamplingInput
@@ -192,7 +193,7 @@ class Plan:
         cuda; `dtype`: auto (each stage's own), or a type for all. Raises `CheckpointError`,
         `PlanMismatchError`, `SpecError` and `InputError` of `llmpq.errors`.
         """
-        from llmpq.quality.evaluate import evaluate_plan
+        from llmpq.quality.subjects import evaluate_plan
 
         options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
         return evaluate_plan(self.spec, text, model, options)

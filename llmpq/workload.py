@@ -9,8 +9,8 @@ from pathlib import Path
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import read_rows
 from llmpq.rows.row import Row
-from llmpq.tokenizing.process import Limits
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import CheckpointError, InputError, SpecError
 

@@ -45,8 +45,8 @@ class Workload:
 
 
 def check_length(shape: ModelShape, workload: Workload) -> None:
-    """Raise SpecError where requests exceed the model's context; ALiBi (BLOOM) has no limit."""
-    if shape.model_type != "bloom" and workload.total_length > shape.max_positions:
+    """Raise SpecError where requests exceed the model's context; ALiBi has no limit."""
+    if not shape.alibi and workload.total_length > shape.max_positions:
         raise SpecError(
             f"{workload.prompt_length} prompt and {workload.new_tokens} new tokens are "
             f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions "

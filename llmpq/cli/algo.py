@@ -13,13 +13,14 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_comman
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
+from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import Rule
 from planner.options import BOUNDS, FRONT_RULES, PLAN_RULES, PROFILE_USES, PlanOptions
-from planner.search.front import FrontPoint, front_json, write_front
+from planner.search.front import FrontPoint, front_json
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, ROUNDINGS

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import Rule, refuse_ignored
 from quant.common.errors import HeadLostError, LlmpqError, SpecError, StageLostError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1

@@ -29,7 +29,7 @@ from llmpq.cli.dist_options import (
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.sinks import Output, open_output
+from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.remote.ray_jobs import keep_folder_to_driver
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                 return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
-                f"llmpq-dist: interrupted; what was finished is kept{output.kept()}",
+                f"llmpq-dist: interrupted; what was finished is kept{output.resume_hint()}",
                 soft_wrap=True,
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _failed(why: str, output: Output) -> str:
-    return f"llmpq-dist: failed: {why}; {output.told()}"
+    return f"llmpq-dist: failed: {why}; {output.committed_message()}"
 
 
 def _end_at_once(output: Output, why: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
-from llmpq.jobs.output.output import SHARD_ROWS, SHARD_S, OutputOptions
+from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule

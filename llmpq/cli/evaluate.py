@@ -12,8 +12,9 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
@@ -47,8 +48,8 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.model_check import checked_shape
-    from llmpq.quality.evaluate import bits_subject, device_of, plan_subject, windows_of
     from llmpq.quality.scoring import evaluate
+    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
     from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
     from planner.plan.spec import PlanSpec
     from quant.checkpoint.model_reference import resolve

@@ -10,16 +10,21 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.indicator_options import METHODS, IndicatorOptions
-from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import (
+    AUTO,
+    METHODS,
+    SEQUENCE_LENGTH,
+    EvaluationOptions,
+    IndicatorOptions,
+)
+from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
-from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     from llmpq.model_check import checked_shape
-    from llmpq.quality.omega import measure_omega, measure_points
+    from llmpq.quality.omega_measurement import measure_omega, measure_points
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.perplexity import AUTO
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import AUTO
+from llmpq.quality.text_windows import read_documents
 from llmpq.tables import size_text
 from quant.common.errors import InputError, SpecError
 
@@ -32,10 +32,10 @@ def _quantize(options: argparse.Namespace) -> int:
     import torch
 
     from actors.stage.layer_stream import compute_on
-    from llmpq.quality.evaluate import compute_dtype, device_of
     from llmpq.quality.indicator import Calibration
-    from llmpq.quality.quantize import check_target, quantize_checkpoint
-    from llmpq.quality.text import token_windows
+    from llmpq.quality.quantize import Quantization, check_target, quantize_checkpoint
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from llmpq.quality.text_windows import token_windows
     from llmpq.tokenizing.requests import load_tokenizer
     from planner.model.finding import model_shape
     from quant.checkpoint.reader import Checkpoint
@@ -60,16 +60,9 @@ def _quantize(options: argparse.Namespace) -> int:
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
     with layer_progress("layers") as report:
-        made = quantize_checkpoint(
-            folder,
-            target,
-            bitwidths,
-            torch.from_numpy(calibration.token_ids),
-            compute,
-            settings,
-            options.overwrite,
-            report,
-        )
+        token_ids = torch.from_numpy(calibration.token_ids)
+        wanted = Quantization(bitwidths, token_ids, compute, settings)
+        made = quantize_checkpoint(folder, target, wanted, options.overwrite, report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
     console().print(

@@ -21,7 +21,7 @@ from llmpq.cli.common import (
     Parser,
     console,
 )
-from llmpq.jobs.formats.format import output_format
+from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.option_rules import Rule

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.messages import Sampling
 from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.model_identity import model_digest
+from llmpq.jobs.records.model_digest import model_digest
 from llmpq.model_check import checked_shape
 from llmpq.rows.sampling_defaults import job_sampling
 from llmpq.run.options import RunOptions

@@ -12,7 +12,7 @@ from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
-from llmpq.tokenizing.process import ROW_S, Limits
+from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError

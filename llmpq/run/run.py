@@ -21,8 +21,8 @@ from llmpq.run.options import RunOptions
 from llmpq.run.replan import replan_after_loss, replanned_text
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.summary import RunSize, RunSummary
-from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from planner.plan.run_trace import check_trace_path
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
@@ -55,7 +55,7 @@ class Run:
         job: str = "llmpq",
         on_event: OnEvent | None = None,
     ) -> None:
-        from actors.stage.library_config import check_library_takes
+        from actors.stage.transformers_config import check_transformers_builds
         from quant.checkpoint.reader import Checkpoint
 
         if options.trace_path is not None:
@@ -83,7 +83,7 @@ class Run:
             self._maker = RequestMaker(plan.workload, shape.vocab_size, sampling, tokenizer)
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
-            check_library_takes(self._folder)
+            check_transformers_builds(self._folder)
             if tokenizer is not None:
                 tokenizer.wait()
             undo.pop_all()

@@ -28,7 +28,7 @@ from planner.simulation.simulation import (
     occupied_stages,
     simulate_assignment,
 )
-from quant.scheme import backend_name
+from quant.backends.selection import backend_name
 
 
 @dataclass(frozen=True)

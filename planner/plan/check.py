@@ -15,7 +15,9 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
+    StageEnds,
     StageMemory,
+    StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     stage_memory,
@@ -25,8 +27,9 @@ from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
 from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
+from quant.backends.selection import backend_name
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, backend_name
+from quant.scheme import FULL_BITS
 
 _ROUNDING = 1e-6  # relative error of sums and quotients of seconds
 
@@ -162,21 +165,10 @@ def _memory(
 def _stage_memory(
     plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
-    """Memory as the planner counts it; `quantized` as in `planner.costs.memory.temporary_bytes`."""
-    last = len(plan.stages) - 1
-    fixed = fixed_stage_memory(
-        shape,
-        plan.workload,
-        plan.micro_batches.prefill,
-        plan.micro_batches.decode,
-        stage.dtype,
-        device,
-        on_first=stage.index == 0,
-        on_last=stage.index == last,
-        quantized=quantized,
-        has_head=stage.index == (0 if plan.head_on_first else last),
-        kv_bits=plan.kv_bits,
-    )
+    """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
+    work = StageWork(shape, plan.workload, plan.micro_batches, stage.dtype, quantized, plan.kv_bits)
+    ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
+    fixed = fixed_stage_memory(work, device, ends)
     kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
     return stage_memory(shape, stage.bitwidths, kv_bytes, device, stage.dtype, fixed)
 

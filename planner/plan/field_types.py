@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from planner.costs.memory import StageMemory
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, KERNEL_RULES, KV_BITWIDTHS, ROUNDINGS
+from quant.backends.table import KERNEL_RULES
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, KV_BITWIDTHS, ROUNDINGS
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 

@@ -13,8 +13,8 @@ import yaml
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from planner.cluster.safe_yaml import parse_yaml
 from planner.cluster.spec import ClusterSpec
-from planner.cluster.yaml_text import parse_yaml
 from planner.options import PlanOptions
 from quant.common.errors import InfeasibleError, SpecError
 

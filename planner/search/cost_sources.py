@@ -7,15 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.kv_latency import EightBitCacheLatency
+from planner.costs.eight_bit_kv import EightBitCacheLatency
 from planner.costs.latency import LatencyModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
 from planner.options import PlanOptions, kv_bits_of
 from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.links import links_path
+from planner.profiles.row_selection import refuse_estimates
 from planner.profiles.rows import LayerTerms, read_profiles
-from planner.profiles.use import refuse_estimates
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from quant.scheme import FULL_BITS
 

@@ -16,7 +16,7 @@ from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
 from quant.scheme import BITWIDTHS
 from tests.planner.edits import change
 
@@ -45,7 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "times.csv").write_text(PROFILE)
     shape = model_shape(MODEL)
     matrix = 3 * default_sensitivity(shape, BITWIDTHS)
-    save_sensitivity(tmp_path / "omega.json", matrix, BITWIDTHS, shape.fingerprint())
+    content = OmegaContent(tuple(BITWIDTHS), shape.fingerprint(), matrix)
+    save_omega(tmp_path / "omega.json", content)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -22,9 +22,9 @@ from rich.console import Console
 
 from actors.messages import Sampling
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
-from llmpq.jobs.output.finished import identity
+from llmpq.jobs.output.result_rows import result_identity
 from llmpq.jobs.records.manifest import Manifest
-from llmpq.quality.text import read_documents
+from llmpq.quality.text_windows import read_documents
 from llmpq.report import report_page
 from llmpq.rows.ids import FINGERPRINT_HEX, digest
 from llmpq.rows.row import BadRow, merge_sampling, row_from_line
@@ -289,7 +289,7 @@ def _manifest(data: bytes, folder: Path) -> bool:
 
 
 def _result(data: bytes, folder: Path) -> bool:
-    found = identity(data)
+    found = result_identity(data)
     return found is not None and isinstance(found.custom_id, str)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.messages import MicroBatch, Request, Sampled, TokenIds
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
-from actors.stage.planned import stage_spec
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.layers import profile_of
@@ -41,6 +41,7 @@ from planner.search.search import find_plan, planning_costs
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
+from tests.actors.local_pipeline import LocalPipeline, drive
 
 WEIGHTS_WITH_ROOM = 0.5
 """Share of the 16-bit layers that the memory of the mixed plan has room for."""
@@ -182,8 +183,8 @@ def measure(plan: PlanSpec, folder: Path, place: Place) -> Measured:
 
 def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request]) -> Measured:
     """All requests through the stages."""
-    sizes, pipeline = plan.micro_batches, TimedPipeline(stages)
-    scheduler = QueueScheduler(plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages))
+    pipeline = TimedPipeline(stages)
+    scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
     scheduler.add(requests, last=True)
     began = time.perf_counter()
     finished = sum(len(each) for each in drive(scheduler, pipeline))

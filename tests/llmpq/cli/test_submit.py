@@ -21,6 +21,7 @@ from llmpq.cli.dist_options import dist_parser
 from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
+from llmpq.remote.dashboard import dashboard_client
 from llmpq.remote.ray_jobs import JobEnd, RayJobs, keep_folder_to_driver
 from quant.common.errors import DeviceError, InputError, SpecError
 from tests.llmpq.fake_jobs import write_prompts
@@ -275,5 +276,5 @@ def test_the_address_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "JobSubmissionClient",
         lambda address: (address, os.environ.get("RAY_ADDRESS")),
     )
-    assert ray_jobs._client("http://head:8265") == ("http://head:8265", None)
+    assert dashboard_client("http://head:8265") == ("http://head:8265", None)
     assert os.environ["RAY_ADDRESS"] == "ray://elsewhere:1"

@@ -9,22 +9,26 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
-from llmpq.report import report_page
-from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
-from llmpq.report.markup import Html, tag
-from llmpq.report.pareto import pareto
+from llmpq.report import report_page, write_front
+from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
 from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
-from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.quality.sensitivity import (
+    OmegaContent,
+    default_sensitivity,
+    save_omega,
+)
 from planner.search.front import FrontPoint
+from quant.common.errors import SpecError
 
 VOID = {"meta", "br"}
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
@@ -231,7 +235,7 @@ def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
     shape, bits = model_shape("opt-1.3b"), (3, 4, 8, 16)
     factors = np.random.default_rng(1).uniform(0.1, 3.0, shape.layers)
     omega = default_sensitivity(shape, bits) * factors[:, np.newaxis]
-    save_sensitivity(tmp_path / "omega.json", omega, bits, shape.fingerprint())
+    save_omega(tmp_path / "omega.json", OmegaContent(bits, shape.fingerprint(), omega))
     for group in (1, 2):
         plan = make_cluster().plan(
             "opt-1.3b",
@@ -257,6 +261,24 @@ def test_given_front_is_drawn_without_dominated_points() -> None:
     parsed = Page(report_page(made().spec, None, front))
     assert len(parsed.all_of("circle", "spot")) == 2
     assert len(parsed.all_of("circle", "present")) == 1
+
+
+def test_a_front_by_itself_is_the_same_picture(tmp_path: Path) -> None:
+    points = tuple(FrontPoint(5.0 - n, 1.0 + n, 1.0, 1.0, 2.0 - n, 8.0) for n in (0, 1))
+    write_front(tmp_path / "front.svg", points)
+    drawing = ElementTree.parse(tmp_path / "front.svg").getroot()
+    spots = drawing.findall("{http://www.w3.org/2000/svg}circle")
+    assert [each[0].text for each in spots] == [
+        "theta 5: 1.00\N{NO-BREAK SPACE}s, sensitivity 2, 8.0 bits a layer",
+        "theta 4: 2.00\N{NO-BREAK SPACE}s, sensitivity 1, 8.0 bits a layer",
+    ]
+    assert [float(each.get("cx", "")) for each in spots] == sorted(
+        float(each.get("cx", "")) for each in spots
+    )
+    write_front(tmp_path / "front.json", points)
+    assert [each["theta"] for each in json.loads((tmp_path / "front.json").read_text())] == [5, 4]
+    with pytest.raises(SpecError, match="cannot write"):
+        write_front(tmp_path / "no" / "front.svg", points)
 
 
 def test_one_device_and_one_token(tmp_path: Path) -> None:
@@ -303,15 +325,6 @@ def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
     assert written().replace("\N{NO-BREAK SPACE}", " ") == expected
 
 
-def test_markup_escapes_text_and_attributes() -> None:
-    made_tag = tag(
-        "p", "a < b & c", Html("<b>d</b>"), title="\"'>", class_="x", data_head="h", y=None
-    )
-    assert made_tag.text == (
-        '<p title="&quot;&#x27;&gt;" class="x" data-head="h">a &lt; b &amp; c<b>d</b></p>'
-    )
-
-
 def test_latency_against_quality_is_in_predicted_seconds() -> None:
     """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
     plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
@@ -320,6 +333,7 @@ def test_latency_against_quality_is_in_predicted_seconds() -> None:
     answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))
     others = answered.answers.of("theta")
     assert all(answer.latency_s < 0.9 * answer.predicted_s for answer in others)
-    shown = pareto(plan.spec, answered, ()).text
+    section = report_page(plan.spec, answered).partition('<section id="pareto"')[2]
+    shown = section.partition("</section>")[0]
     assert seconds(predicted.latency_s) in shown
     assert seconds(predicted.objective_latency_s) not in shown

@@ -18,14 +18,14 @@ from tests.llmpq.conftest import NEW_TOKENS
 
 
 @pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[None]:
+def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
     """A head without devices, and a node each for T4, V100 and A100."""
     cluster = RayCluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     for name in ("T4", "V100", "A100"):
         cluster.add_node(num_cpus=1, resources={name: 1})
-    ray.init(address=cluster.address, log_to_driver=False)
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()
     cluster.shutdown()

@@ -15,12 +15,13 @@ import ray
 
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.stage_group import StageGroup
 from llmpq import Plan
 from quant.cache.settings import CacheSettings
 from quant.common.errors import StageLostError
+from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import LAYERS, random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import DEATHS, LARGEST, DyingActor, FaultyActor
@@ -58,7 +59,7 @@ class Recorder:
 def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
     """Without Ray, in stages and micro-batches of other sizes."""
     stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
-    scheduler = QueueScheduler(40, 20, 20, len(stages))
+    scheduler = StaticScheduler(QueueSizes(40, 20, 20), len(stages))
     scheduler.add(list(requests(COUNT)), last=True)
     recorder = Recorder()
     recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))

@@ -29,13 +29,16 @@ JOB = "watched"
 
 
 @pytest.fixture(scope="module")
-def group(tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
+def group(
+    tiny: tuple[Path, Any], plan: Plan, worker_environment: dict[str, str]
+) -> Iterator[StageGroup]:
     """Three stages that note all, under a Ray that reports metrics often; runs add up."""
     ray.init(
         address="local",
         include_dashboard=False,
         log_to_driver=False,
         num_cpus=2,
+        runtime_env=worker_environment,
         _system_config={"metrics_report_interval_ms": REPORT_MS},
     )
     try:
