@@ -1,4 +1,4 @@
-"""`Plan` as Python users meet it: the planner's data, `run` and `evaluate`."""
+"""`Plan`, which users hold: made or loaded, explained, run and evaluated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from planner.workload import Workload
 
 class Plan:
     """What runs where, with how many bits and in which micro-batches; made by `Cluster.plan` or
-    `load`.
+    `load`. `spec` has everything that is in its file.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
-        """What holds each stage. Raises as `costs`."""
+        """What limits each stage. Raises as `costs`."""
         return stage_limits(planned_assignment(self.spec, self.costs))
 
     def trace(self, path: str | Path) -> None:

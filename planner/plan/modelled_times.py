@@ -14,7 +14,7 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.device import Device
@@ -22,6 +22,7 @@ from planner.costs.communication import TOKEN_ID_BYTES, hidden_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
+from planner.plan.field_types import STRICT, Seconds
 from planner.workload import Workload
 from quant.scheme import DTYPE_BYTES
 
@@ -30,8 +31,6 @@ Lengths = npt.NDArray[np.int64]
 Compute = Callable[[Phase, int, int], Sequence[float]]
 """Seconds of every stage [N] for a phase, a number of requests, and the length of each of them."""
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-_Seconds = Annotated[float, Field(ge=0, le=1e9)]
 _Count = Annotated[int, Field(ge=0)]
 
 _LINEAR = 1e-12
@@ -40,13 +39,13 @@ _EVERY_UP_TO = 8  # requests and lengths up to here are all tabulated,
 _GROWTH = 1.25  # from there on each is longer by this factor, and between them time is linear
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class LengthCurve:
     """Seconds of a micro-batch of `requests` by the length of each of them, linear in between."""
 
     requests: Annotated[int, Field(ge=1)]
     lengths: Annotated[tuple[_Count, ...], Field(min_length=1)]
-    seconds: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+    seconds: Annotated[tuple[Seconds, ...], Field(min_length=1)]
 
     def __post_init__(self) -> None:
         """Raise ValueError, which pydantic reports, unless lengths ascend and match."""
@@ -65,7 +64,7 @@ class LengthCurve:
 Curves = Annotated[tuple[LengthCurve, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ModelledTimes:
     """One stage's seconds: all that computes there, and the transfer of its result.
 
@@ -76,9 +75,9 @@ class ModelledTimes:
 
     prefill: Curves
     decode: Curves
-    link_latency_s: _Seconds = 0.0
-    link_s_per_token: _Seconds = 0.0
-    link_s_per_request: _Seconds = 0.0
+    link_latency_s: Seconds = 0.0
+    link_s_per_token: Seconds = 0.0
+    link_s_per_request: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError, which pydantic reports with the field, unless the requests ascend."""

@@ -5,106 +5,54 @@ why.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import astuple, field
+from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.file import TimeScale
-from planner.costs.memory import StageMemory
 from planner.micro_batches import MicroBatches
+from planner.plan.field_types import (
+    MAX_BYTES,
+    MAX_LAYERS,
+    MAX_THREADS,
+    STRICT,
+    Backends,
+    Bits,
+    Bytes,
+    Dtype,
+    KvBits,
+    LayerRange,
+    Memory,
+    Positive,
+    Rounding,
+    Seconds,
+)
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.workload import Workload
-from quant.backends.table import KERNEL_RULES
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
+from quant.scheme import FULL_BITS, ROUNDINGS
 
 PLAN_VERSION = 1
-_STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
-
-_MAX_BYTES = 2**60
-"""An exbibyte: a stage of more is a typing error."""
-_MAX_LAYERS = 2**16
-_MAX_THREADS = 2**16
-_MAX_SECONDS = 1e9
-"""Most seconds of one micro-batch: three decades."""
 
 
-def _as_range(value: Any) -> Any:
-    """Turn `[first, end]` into a range; ValueError, which pydantic reports, for anything else."""
-    match value:
-        case range():
-            return value
-        case [int(first), int(end)] if (
-            bool not in (type(first), type(end)) and 0 <= first <= end <= _MAX_LAYERS
-        ):
-            return range(first, end)
-    raise ValueError(f"give [first, end], whole numbers from 0 to {_MAX_LAYERS}, not {value!r:.40}")
-
-
-def _one_of(choices: Collection[int | str]) -> AfterValidator:
-    """A validator that refuses what is not among `choices`."""
-
-    def check(value: int | str) -> int | str:
-        if value not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(map(str, choices))}")
-        return value
-
-    return AfterValidator(check)
-
-
-def _known_backends(backends: dict[int, str]) -> dict[int, str]:
-    """Refuse a backend that is not one of its bitwidth's."""
-    for bits, backend in backends.items():
-        names = [rule.name for rule in KERNEL_RULES if rule.bits == bits]
-        if backend not in names:
-            raise ValueError(f"{bits} bit has no backend {backend!r}; choose one of {names}")
-    return backends
-
-
-def _no_negative_part(memory: StageMemory) -> StageMemory:
-    parts = astuple(memory)
-    if min(parts) < 0 or max(parts) > _MAX_BYTES:
-        raise ValueError(f"{parts} bytes; each part is 0 to {_MAX_BYTES}")
-    return memory
-
-
-Bits = Annotated[int, _one_of(BITWIDTHS)]
-Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES)]
-Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
-Positive = Annotated[float, Field(gt=0)]
-LayerRange = Annotated[
-    range,
-    BeforeValidator(_as_range),
-    PlainSerializer(lambda layers: [layers.start, layers.stop], return_type=list[int]),
-]
-
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class PlannedModel:
     """The planned model: as the user named it, its family and the fingerprint of its shape."""
 
     source: str
     name: str
     model_type: str
-    layers: Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
+    layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     fingerprint: str
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class StagePlan:
     """One stage: its device, its layers with a bitwidth each, its memory and its times.
 
@@ -120,15 +68,15 @@ class StagePlan:
     accelerator: str
     node: str
     emulated: bool
-    threads: Annotated[int, Field(ge=1, le=_MAX_THREADS)]
+    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)]
     custom_resource: str | None
-    dtype: Annotated[str, _one_of(DTYPE_BYTES)]
+    dtype: Dtype
     layers: LayerRange
     bitwidths: tuple[Bits, ...]
-    backends: Annotated[dict[int, str], AfterValidator(_known_backends)]
-    memory: Annotated[StageMemory, AfterValidator(_no_negative_part)]
+    backends: Backends
+    memory: Memory
     memory_bytes: Bytes
-    memory_limit_bytes: Annotated[int, Field(ge=1, le=_MAX_BYTES)]
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=MAX_BYTES)]
     prefill_s: Seconds
     decode_s: Seconds
     prefill_comm_s: Seconds
@@ -138,7 +86,7 @@ class StagePlan:
     memory_margin_bytes: Bytes = 0
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Prediction:
     """The time that one global batch should take, by simulating the schedule that is run.
 
@@ -158,7 +106,7 @@ class Prediction:
     objective_latency_s: float
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class PerplexityForecast:
     """The perplexity that the plan's bitwidths should cost, by the points of the omega file.
 
@@ -176,7 +124,7 @@ class PerplexityForecast:
     max_omega: float | None = None
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class SolverRecord:
     """How the plan was found, and how far from the optimum it can be.
 
@@ -196,7 +144,7 @@ class SolverRecord:
     solved: int
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class Baseline:
     """A simpler plan for the same cluster; `bitwidth` is None where bits are mixed.
 
@@ -218,7 +166,7 @@ class Baseline:
             raise ValueError("give latency_s, tokens_per_s and sensitivity, or null for all three")
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class PlanSpec:
     """Everything `llmpq-dist` needs, as versioned JSON with these very names.
 
@@ -243,8 +191,8 @@ class PlanSpec:
     sensitivity_source: str
     baselines: tuple[Baseline, ...] = field(default_factory=tuple)
     perplexity: PerplexityForecast | None = None
-    rounding: Annotated[str, _one_of(ROUNDINGS)] = ROUNDINGS[0]
-    kv_bits: Annotated[int, _one_of(KV_BITWIDTHS)] = FULL_BITS
+    rounding: Rounding = ROUNDINGS[0]
+    kv_bits: KvBits = FULL_BITS
     stand_in: Annotated[str, Field(min_length=1)] | None = None
     origin: PlanOrigin | None = None
 
