@@ -56,18 +56,18 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int
-    position_rows: int
     word_embedding_size: int
-    gated_mlp: bool
-    fused_qkv: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
     norm_parameters: int
-    final_norm: bool
-    embedding_norm: bool
-    qk_norm: bool
     tied_embeddings: bool
+    position_rows: int = 0
+    gated_mlp: bool = False
+    fused_qkv: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    final_norm: bool = True
+    embedding_norm: bool = False
+    qk_norm: bool = False
     sliding_window: int | None = None
     stored: GptqConfig | None = None
     alibi: bool = False
