@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
+from quant.backends.cpu.activation_codes import warm_up
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
-from quant.backends.cpu.token_codes import warm_up
 from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule

@@ -112,7 +112,7 @@ def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
 
 
 def _parts(name: str) -> set[str]:
-    """`{"v100", "16gb"}` of `Tesla_V100-16G`."""
+    """Split a name into its parts: `{"v100", "16gb"}` for `Tesla_V100-16G`."""
     parts = re.split(r"[^a-z0-9]+", name.lower())
     return {re.sub(r"^(\d+)g$", r"\1gb", part) for part in parts} - {"nvidia", "tesla"}
 

@@ -53,12 +53,14 @@ class Device:
 
     @property
     def time_kind(self) -> Hashable:
-        """Equal for devices that hold and compute a layer alike."""
+        """A key that is equal for devices that hold and compute a layer alike."""
         return self.accelerator.name, self.threads, self.emulated, self.stand_in
 
     @property
     def cost_kind(self) -> Hashable:
-        """Equal for devices that are alike in all that a plan's cost depends on but their nodes."""
+        """A key that is equal for devices that are alike in all that a plan's cost depends on but
+        their nodes.
+        """
         links = self.link_bytes_per_s, self.host_link_bytes_per_s
         return self.time_kind, self.memory_bytes, links
 

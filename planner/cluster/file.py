@@ -95,7 +95,7 @@ class Source:
     document: yaml.Node | None = None
 
     def at(self, location: Sequence[str | int]) -> str:
-        """`file:line: nodes.0.name`, as far down as the file goes."""
+        """The place as `file:line: nodes.0.name`, as far down as the file goes."""
         node, line = self.document, None
         for step in location:
             found = _child(node, step)

@@ -91,7 +91,9 @@ class StageWork:
 
 @dataclass(frozen=True)
 class StageEnds:
-    """What a stage has besides layers: the embedding, the final norm, the LM head."""
+    """The parts of a stage besides its layers: whether it has the embedding, final norm and LM
+    head.
+    """
 
     embedding: bool = False
     norm: bool = False

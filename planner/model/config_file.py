@@ -54,7 +54,7 @@ class ConfigFile:
         return value
 
     def per_head(self, width: int, heads: int) -> int:
-        """Divide `width` by `heads`; SpecError where that leaves a rest."""
+        """Divide `width` by `heads`; SpecError where that leaves a remainder."""
         if heads < 1 or width % heads:
             raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
         return width // heads

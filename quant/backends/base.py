@@ -24,8 +24,8 @@ _GPU_DECODED_WEIGHTS = 1 << 24
 
 _MANY_TOKENS = 8
 _PRODUCT_ROWS = 256
-"""From this number of tokens on, products of fewer rows than this are slow: more time is lost than
-decoding into the core's cache gains."""
+"""For so many tokens, products of fewer rows than these are slow: more is lost than decoding into
+the core's cache gains."""
 
 
 class PackedWeight(Protocol):
@@ -51,7 +51,7 @@ class PackedWeight(Protocol):
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., in]` times the transposed weight: `[..., out]` in the type of `x`."""
+        """Multiply `x` `[..., in]` with the transposed weight: `[..., out]` in the type of `x`."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which kernel backend holds a weight on a device, without torch."""
+"""Choosing the kernel backend that holds a weight on a device, without torch."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ NO_CACHE = CacheSettings(enabled=False)
 
 
 def default_folder() -> Path:
-    """`llmpq/shards` in the user's cache folder (XDG base directories)."""
+    """The folder `llmpq/shards` in the user's cache folder (XDG base directories)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else _expanded("~/.cache")) / "llmpq/shards"
 

@@ -1,4 +1,4 @@
-"""GPTQ: a weight rounded column by column so that its outputs on calibration inputs change least.
+"""GPTQ: rounding a weight column by column so that its outputs on calibration inputs change least.
 
 Frantar et al., "GPTQ" (ICLR 2023), Algorithm 1. For inputs X `[tokens, in]` the error of a row w is
 (w - q) X^T X (w - q)^T. Columns are rounded in turn, and what a column is off by is made up for in

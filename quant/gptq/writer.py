@@ -92,7 +92,7 @@ class GptqLayout:
 
 
 class GptqWriter:
-    """Writes into the folder `target`, with names as transformers has them.
+    """A writer into the folder `target`, with tensor names as transformers has them.
 
     `checkpoint` is where everything that is not quantized comes from. OSError or SafetensorError
     where the folder cannot be written.

@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.int4_blob import (
+from quant.backends.cpu.int4_layout import (
     BLOCK_ROWS,
     is_many,
     multiply_few,
@@ -41,7 +41,8 @@ takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 @dataclass(frozen=True)
 class Int3Pack(CanonicalPacked):
-    """`packed` `[out, 3 * in / 8]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group`: size.
+    """A 3-bit weight. `packed`: uint8 `[out, 3 * in / 8]`; `scale_zero`: bfloat16 `[groups, out,
+    2]`; `group`: columns of a group.
 
     Every 64 rows of `packed`, and what is left, are one piece of memory: three quarters of these
     rows in the int4 kernel's layout, which carry the fourth quarter.

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.token_codes import MIDDLE, token_codes
+from quant.backends.cpu.activation_codes import MIDDLE, round_activations
 from quant.canonical import CanonicalWeight
 from quant.scheme import LinearShape
 
@@ -25,7 +25,9 @@ _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """`packed`: oneDNN's own layout of `[in, out]`; `scale` `[out]` float32; `zero` `[1]` int32."""
+    """An 8-bit weight. `packed`: oneDNN's own layout of `[in, out]`; `scale`: float32 `[out]`;
+    `zero`: int32 `[1]`.
+    """
 
     bits: ClassVar[int] = 8
 
@@ -64,7 +66,7 @@ class OneDnnW8A8(CanonicalPacked):
         return packed_bytes + tensor_bytes(self.scale, self.zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = token_codes(x.reshape(-1, x.shape[-1]))
+        codes, scale = round_activations(x.reshape(-1, x.shape[-1]))
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
             1.0, 0, torch.float32, "none", [], "",

@@ -1,4 +1,6 @@
-"""Loads machine code onto a GPU and launches its kernels, through the CUDA driver's C interface."""
+"""Loading machine code onto a GPU and launching its kernels, through the CUDA driver's C
+interface.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ THREADS = 128
 """Threads of a block, for which the source is written."""
 
 _NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
+"""Code of CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
 
 
 class Width(ctypes.Structure):
-    """`Width` of the source: octets and groups of a row, and the octets of a group as a power."""
+    """The struct `Width` of the source: octets and groups of a row, and log2 of the octets of a
+    group.
+    """
 
     _fields_ = (
         ("octets", ctypes.c_uint),

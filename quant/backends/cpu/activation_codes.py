@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bit token by token, in one pass compiled by numba: torch takes six."""
+"""Rounding activations to 8 bit token by token, in one pass compiled by numba: torch takes six."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _LEAST_MAXIMUM = 1e-30
 """The largest magnitude that a token of zeros is given, so that its codes and results are zeros."""
 
 _LEAST_NUMBERS = 2**14
-"""Fewer numbers are rounded by torch: small models need not wait for the compiler."""
+"""Least numbers for the compiled loop: torch rounds fewer, so that small models need no
+compiler."""
 
 _TOKENS_FOR_THREADS = 256
-"""Fewer tokens are done before a second thread is awake."""
+"""Least tokens for several threads: fewer are done before a second thread is awake."""
 
 
-def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round `x` `[tokens, in]` to codes uint8 `[tokens, in]` around 128 with scales float32
     `[tokens, 1]`.
 
@@ -44,7 +45,7 @@ def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 def warm_up(width: int) -> None:
     """Compile in advance what rounding tokens of `width` bfloat16 numbers needs."""
     for tokens in (_TOKENS_FOR_THREADS - 1, _TOKENS_FOR_THREADS):
-        token_codes(torch.zeros(tokens, width, dtype=torch.bfloat16))
+        round_activations(torch.zeros(tokens, width, dtype=torch.bfloat16))
 
 
 @cache

@@ -1,8 +1,8 @@
-"""Products with weights in the layout of torch's int4 CPU kernel: few tokens, or many.
+"""Packing and multiplying weights in the layout of torch's int4 CPU kernel.
 
-The kernel multiplies in float32, which costs next to nothing where reading the weight takes the
-time and is far below the rate of bfloat16 dot products where arithmetic does. For many tokens a
-block of rows is therefore decoded to bfloat16 and multiplied by `functional.linear`.
+The kernel multiplies in float32. That is no loss for few tokens, where reading the weight takes the
+time, but far slower than bfloat16 dot products for many. A block of rows is therefore decoded to
+bfloat16 for many tokens and multiplied by `functional.linear`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def stretches(rows: int, step: int) -> Iterator[slice]:
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:
-    """Half-open ranges of `step`, the last perhaps shorter."""
+    """Half-open ranges of `step`; the last may be shorter."""
     for first in range(0, size, step):
         yield slice(first, min(first + step, size))
 
@@ -120,9 +120,10 @@ def product_rows(columns: int) -> int:
 
 
 class _Decoder:
-    """Decodes blobs of rows of `columns` weights, each time into the same scratch memory.
+    """A decoder for blobs of rows of `columns` weights, which uses the same scratch memory each
+    time.
 
-    Fresh memory would cost more than the arithmetic: its pages are mapped one by one.
+    Fresh memory would take more time than the arithmetic: its pages are mapped one by one.
     """
 
     def __init__(self, columns: int, group: int) -> None:
