@@ -29,7 +29,7 @@ from quant.cache.folder import ShardCache, open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
-from quant.linear import LayerForm, warm_up_codes
+from quant.linear import LayerForm, warm_up_kernels
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
 from quant.loading.onednn_linear import prepack, prepack_linears
 from quant.scheme import FULL_BITS, Processor
@@ -64,7 +64,7 @@ class Stage:
         )
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
-            warm_up_codes(self._model)
+            warm_up_kernels(self._model)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = _weight_bytes(self._model)
         self._busy_s = 0.0

@@ -54,6 +54,10 @@ class PackedWeight(Protocol):
         """Multiply `x` `[..., in]` with the transposed weight: `[..., out]` in the type of `x`."""
         ...
 
+    def warm_up(self, in_features: int) -> None:
+        """Compile in advance what products with `in_features` inputs need."""
+        ...
+
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors to store in a file, from which `from_state` restores this weight; numbers are
         int64 tensors without dimensions.
@@ -85,6 +89,9 @@ class CanonicalPacked(ABC):
     @classmethod
     def represent(cls, weight: torch.Tensor) -> torch.Tensor:
         return dequantize(quantize(weight, cls.bits))
+
+    def warm_up(self, in_features: int) -> None:  # noqa: B027  (few backends compile anything)
+        """See `PackedWeight`; by default there is nothing to compile."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The fields of the backend, a dataclass of tensors and numbers, by name."""

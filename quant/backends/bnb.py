@@ -78,6 +78,9 @@ class BnbNf4:
     def nbytes(self) -> int:
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
+    def warm_up(self, in_features: int) -> None:
+        """Do nothing: bitsandbytes brings compiled kernels."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
@@ -115,6 +118,9 @@ class BnbInt8:
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.codes, self.maxima)
+
+    def warm_up(self, in_features: int) -> None:
+        """Do nothing: bitsandbytes brings compiled kernels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bitsandbytes = _bitsandbytes()

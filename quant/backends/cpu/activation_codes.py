@@ -42,7 +42,7 @@ def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def warm_up(width: int) -> None:
+def warm_up_rounding(width: int) -> None:
     """Compile in advance what rounding tokens of `width` bfloat16 numbers needs."""
     for tokens in (_TOKENS_FOR_THREADS - 1, _TOKENS_FOR_THREADS):
         round_activations(torch.zeros(tokens, width, dtype=torch.bfloat16))

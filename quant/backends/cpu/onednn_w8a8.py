@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.activation_codes import MIDDLE, round_activations
+from quant.backends.cpu.activation_codes import MIDDLE, round_activations, warm_up_rounding
 from quant.canonical import CanonicalWeight
 from quant.scheme import LinearShape
 
@@ -64,6 +64,9 @@ class OneDnnW8A8(CanonicalPacked):
         """Bytes of all tensors, with the padding and compensation of the packed layout."""
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero)
+
+    def warm_up(self, in_features: int) -> None:
+        warm_up_rounding(in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         codes, scale = round_activations(x.reshape(-1, x.shape[-1]))
