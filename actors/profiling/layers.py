@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.kv_cache import KVCache, SlotRows
 from actors.messages import MicroBatch
-from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.library_config import with_layers
+from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import make_cache, run_in_passes
 from planner.profiles.design import LayerWorkload
 from quant.cache.layer import put_submodule

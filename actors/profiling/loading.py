@@ -24,8 +24,8 @@ from actors.processes.environment import stage_environment
 from actors.processes.placement import place
 from actors.processes.ray_head import get_while_it_lives
 from actors.profiling.task import Wanted
-from actors.stage.families import architecture_of, empty_model, keep_stage
 from actors.stage.library_config import library_config, with_layers
+from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.stage import path_of
 from planner.cluster.device import Device
 from planner.profiles.loading import Origin

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from actors.attention.kv_cache import KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
-from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.library_config import read_config
+from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.spec import StageSpec
 from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
 from quant.checkpoint.reader import Checkpoint

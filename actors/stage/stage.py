@@ -15,13 +15,13 @@ from actors.attention.cpu_decode import warm_up
 from actors.attention.kv_cache import KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
-from actors.stage.families import (
+from actors.stage.library_config import read_config
+from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
     empty_model,
     keep_stage,
 )
-from actors.stage.library_config import read_config
 from actors.stage.sampler import Sampler
 from actors.stage.spec import StageSpec
 from planner.cluster.device import CPU_TOKENS_AT_ONCE

@@ -1,8 +1,9 @@
-"""The model families a stage can run, and what of each belongs to the first and to the last stage.
+"""The part of a transformers model that a stage runs.
 
-A stage keeps transformers' own forward pass and replaces what it does not own by pass-throughs.
-That was held token for token against `generate` for the families listed here and for no other,
-hence the list: some architectures lose information at a cut without any error.
+A stage keeps the forward pass of transformers and replaces the modules of other stages by
+placeholders. `planner.model.families` says for each family which modules belong to the first and
+to the last stage; families whose layers do not call transformers' attention interface have an
+entry in `_ATTENTION_REPLACEMENTS` too.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _restore_buffers(decoder: nn.Module) -> None:
 
 
 def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
-    """Give BLOOM's attention, which knows no attention interface, a ragged forward."""
+    """Give BLOOM's attention, which does not call the attention interface, a ragged forward."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     heads = model.config.n_head
