@@ -1,6 +1,6 @@
 """BLOOM: ALiBi instead of positions, a norm on the embedding, and fused queries, keys and values.
 
-Its attention knows no attention interface of transformers: `actors.stage.partial_model` replaces it.
+Its attention does not call the attention interface: `actors.stage.partial_model` replaces it.
 """
 
 from __future__ import annotations
