@@ -235,8 +235,11 @@ def test_self_test_passes_here(rule: KernelRule, dtype: str) -> None:
     assert self_test(BACKENDS[rule.name], DTYPES[dtype], CPU) is None
 
 
-def test_every_rule_has_a_backend() -> None:
-    assert set(BACKENDS) == set(RULES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_every_rule_names_a_kernel_of_its_bitwidth(rule: KernelRule) -> None:
+    kernel = BACKENDS[rule.name]
+    assert {"from_weight", "represent", "forward", "state", "warm_up"} <= {*dir(kernel)}
+    assert not issubclass(kernel, CanonicalPacked) or kernel.bits == rule.bits
 
 
 def test_missing_bitsandbytes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
