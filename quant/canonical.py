@@ -103,8 +103,7 @@ def decode(
     bits: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Decode codes `[rows, in]` with scales and zeros `[rows, groups]` to float32 weights `[rows,
-    in]`.
+    """Decode codes `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`.
 
     `out`: memory for the result.
     """
@@ -119,9 +118,7 @@ def decode(
 
 
 def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    """Yield half-open ranges of rows of about the block size of `device`, multiples of `multiple`
-    but the last.
-    """
+    """Yield ranges of rows of about the block size of `device`, each but the last a `multiple`."""
     step = (
         max(
             1,

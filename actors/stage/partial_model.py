@@ -54,8 +54,7 @@ class NoPositions(nn.Module):
 
 
 class ContextAsCache:
-    """The ragged context in the place of a KV cache, for layers that pass nothing else to
-    attention.
+    """The ragged context in place of a KV cache, for layers that pass nothing else to attention.
 
     Its answers about lengths keep the alibi and mask tensors of the model at one element: the
     ragged attention makes its own.
@@ -88,9 +87,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def keep_stage(
     model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
 ) -> None:
-    """Replace the modules that a stage of `layers` does not own; layers keep their global
-    indices.
-    """
+    """Replace the modules that a stage of `layers` does not own; layers keep their indices."""
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     stack = getattr(decoder, architecture.layers)
@@ -139,9 +136,7 @@ def _bloom_attention(
     layer_past: ContextAsCache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens,
-    hidden_size]`.
-    """
+    """Compute attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     out = attend(
         layer_past.context,

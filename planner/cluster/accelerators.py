@@ -85,9 +85,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def assumption(name: str) -> str | None:
-    """A note on which accelerator is assumed where `name` fits several, and how to name the
-    others.
-    """
+    """A note on which accelerator is assumed where `name` fits several; None where it fits one."""
     meant = find_accelerator(name)
     others = [each.name for each in _by_short_name().get(_key(name), ()) if each != meant]
     if not others:

@@ -13,9 +13,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries `values` of the configuration of the model `name`; messages call the file
-    `place`.
-    """
+    """The entries `values` of the model `name`; messages call the file `place`."""
 
     name: str
     values: Mapping[str, Any]

@@ -109,9 +109,7 @@ class ModelShape:
 
     @property
     def layer_input_order_bytes(self) -> int:
-        """Bytes of the indices of a layer's inputs (32 bits each), where the columns of a group lie
-        apart.
-        """
+        """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
         if self.stored is None or not self.stored.desc_act:
             return 0
         return sum(4 * linear.in_features for linear in self.layer_linears())
@@ -141,17 +139,14 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the first stage besides layers: tokens, positions, projection in,
-        norm.
-        """
+        """Number of parameters of the embedding: tokens, positions, projection in, norm."""
         tokens = self.vocab_size * self.word_embedding_size
         positions = self.position_rows * self.hidden_size
         return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
 
     @property
     def final_parameters(self) -> int:
-        """Number of parameters of the last stage besides layers: final norm, projection out, LM
-        head.
+        """Number of parameters of final norm, projection out and LM head.
 
         A tied head counts too: a last stage that is not the first needs a copy of its own.
         """
@@ -165,9 +160,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + ends
 
     def fingerprint(self) -> str:
-        """A digest of all that decides on the tensors' shapes: equal for a built-in and its
-        checkpoint.
-        """
+        """A digest of what decides on the tensors' shapes: equal for equal architectures."""
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

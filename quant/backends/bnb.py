@@ -88,9 +88,7 @@ class BnbNf4:
 
 @dataclass(frozen=True)
 class BnbInt8:
-    """An 8-bit weight. `codes`: int8 `[out, in]`; `maxima`: float32 `[out]`, the largest magnitude
-    of each row.
-    """
+    """An 8-bit weight. `codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
 
     codes: torch.Tensor
     maxima: torch.Tensor

@@ -9,8 +9,7 @@ from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, GROUP_SIZES, LinearShape, Processor
 
 _ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
-"""Hidden sizes of language models are multiples of 64: the backend of this shape is the usual
-one."""
+"""A usual shape: hidden sizes of language models are multiples of 64."""
 
 
 def rule_for(

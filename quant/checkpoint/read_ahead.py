@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 READ_AHEAD_BYTES = 256 << 20
-"""Bytes read ahead of the tensor in use: more than any linear of a 30B model, and little beside its
-layers."""
+"""Bytes read ahead of the tensor in use: more than any linear of a 30B model."""
 
 _CHUNK_BYTES = 4 << 20
 """Bytes read at once: enough for a disk's full speed, and soon done when the reader has to stop."""

@@ -147,9 +147,7 @@ class _Grid:
 def _round_columns(
     values: torch.Tensor, factor: torch.Tensor, grid: _Grid, order: torch.Tensor
 ) -> torch.Tensor:
-    """Round `values` `[in, out]`, which are overwritten, to codes uint8 `[in, out]`; both in
-    `order`.
-    """
+    """Round `values` `[in, out]`, which are overwritten, to uint8 codes; both in `order`."""
     columns, rows = values.shape
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
     groups = (order // grid.group).tolist()

@@ -17,16 +17,14 @@ _LEAST_MAXIMUM = 1e-30
 """The largest magnitude that a token of zeros is given, so that its codes and results are zeros."""
 
 _LEAST_NUMBERS = 2**14
-"""Least numbers for the compiled loop: torch rounds fewer, so that small models need no
-compiler."""
+"""Least numbers for the compiled loop: small models need not wait for the compiler."""
 
 _TOKENS_FOR_THREADS = 256
 """Least tokens for several threads: fewer are done before a second thread is awake."""
 
 
 def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` `[tokens, in]` to codes uint8 `[tokens, in]` around 128 with scales float32
-    `[tokens, 1]`.
+    """Round `x` `[tokens, in]` to uint8 codes `[tokens, in]` and float32 scales `[tokens, 1]`.
 
     The scale of a token with a number that is not finite is not finite either.
     """

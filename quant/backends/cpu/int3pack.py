@@ -76,9 +76,7 @@ class Int3Pack(CanonicalPacked):
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` `[tokens, in]` to `[tokens, out]`, as many rows at a time as a cache
-        holds.
-        """
+        """Multiply `x` `[tokens, in]` to `[tokens, out]`, a cache full of rows at a time."""
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
@@ -143,8 +141,7 @@ class _Scratch:
         return 7 * rows * columns // 32
 
     def restore(self, packed: torch.Tensor) -> torch.Tensor:
-        """Restore the kernel's layout `[rows, in / 2]` of packed rows: whole blocks, or less than
-        one.
+        """Restore the kernel's layout `[rows, in / 2]` of whole blocks, or less than one.
 
         The next call overwrites it.
         """

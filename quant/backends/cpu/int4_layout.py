@@ -44,8 +44,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Pack `scale` and `zero` `[rows, groups]` as the kernel reads them: bfloat16 `[groups, rows,
-    2]`.
+    """Pack `scale` and `zero` `[rows, groups]` for the kernel: bfloat16 `[groups, rows, 2]`.
 
     GPTQ checkpoints have float16 ones, which lose three bits of eleven.
     """
@@ -64,9 +63,7 @@ def multiply_few(
 
 
 def is_many(x: torch.Tensor) -> bool:
-    """Whether `multiply_many` is possible here, and faster than the kernel for `x` `[tokens,
-    in]`.
-    """
+    """Whether `multiply_many` is possible here, and faster for `x` `[tokens, in]`."""
     return x.shape[0] >= MANY_TOKENS and layout_is_known()
 
 
@@ -76,8 +73,7 @@ def multiply_many(
     group: int,
     scale_zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply as `multiply_few`; `blob_of` gives the blob of a range of rows that starts on a
-    block.
+    """Multiply as `multiply_few`; `blob_of` gives the blob of rows that start on a block.
 
     Rows beyond the last whole block, whose layout differs, go to the kernel.
     """
@@ -120,8 +116,7 @@ def product_rows(columns: int) -> int:
 
 
 class _Decoder:
-    """A decoder for blobs of rows of `columns` weights, which uses the same scratch memory each
-    time.
+    """A decoder of rows of `columns` weights, which uses the same scratch memory each time.
 
     Fresh memory would take more time than the arithmetic: its pages are mapped one by one.
     """
@@ -136,9 +131,7 @@ class _Decoder:
         self.values = torch.empty(weights, dtype=torch.float32)
 
     def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
-        """Fill `weight` `[rows, in]`, whole blocks, from their blob; computed in float32, rounded
-        once.
-        """
+        """Fill `weight` `[rows, in]`, whole blocks, from their blob, computed in float32."""
         scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
         zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
         pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block

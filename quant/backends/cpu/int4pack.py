@@ -24,8 +24,8 @@ from quant.canonical import CanonicalWeight, row_blocks
 
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
-    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out, 2]`;
-    `group`: columns of a group.
+    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
+    2]`.
     """
 
     bits: ClassVar[int] = 4

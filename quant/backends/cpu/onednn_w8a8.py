@@ -25,9 +25,7 @@ _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """An 8-bit weight. `packed`: oneDNN's own layout of `[in, out]`; `scale`: float32 `[out]`;
-    `zero`: int32 `[1]`.
-    """
+    """An 8-bit weight. `packed`: oneDNN's layout; `scale`: float32 `[out]`; `zero`: int32 `[1]`."""
 
     bits: ClassVar[int] = 8
 

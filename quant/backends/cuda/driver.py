@@ -1,6 +1,4 @@
-"""Loading machine code onto a GPU and launching its kernels, through the CUDA driver's C
-interface.
-"""
+"""Loading machine code onto a GPU and launching its kernels, through the CUDA driver's API."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ _NO_CONTEXT = 201
 
 
 class Width(ctypes.Structure):
-    """The struct `Width` of the source: octets and groups of a row, and log2 of the octets of a
-    group.
+    """The struct `Width` of the source: octets and groups of a row, and log2 of a group's
+    octets.
     """
 
     _fields_ = (
@@ -57,8 +55,7 @@ class Kernels:
         return cls(driver, functions, device)
 
     def launch(self, name: str, blocks: int, *arguments: torch.Tensor | int | Width) -> None:
-        """Queue a kernel on torch's current stream; tensors are passed as the address of their
-        data.
+        """Queue a kernel on torch's current stream; tensors are passed by address.
 
         The tensors live on `device`; torch's allocator does not give their memory to another
         stream before the kernel has run.

@@ -34,8 +34,8 @@ kernels' multiply-adds, at half the float32 rate, take as long as writing and re
 
 @dataclass(frozen=True)
 class CudaPacked(CanonicalPacked):
-    """A weight for the CUDA kernels. `packed`: see `layout`; `scales`: see the classes for each
-    bitwidth.
+    """A weight for the CUDA kernels; `layout` and the classes for each bitwidth say how it is
+    held.
     """
 
     packed: torch.Tensor
@@ -117,17 +117,15 @@ class CudaPacked(CanonicalPacked):
 
 
 class Cuda3Bit(CudaPacked):
-    """A 3-bit weight. `packed`: int32 `[out, 3, in / 32]`; `scales`: scale and zero, bfloat16
-    `[out, groups, 2]`.
+    """A 3-bit weight. `packed`: int32 `[out, 3, in / 32]`; `scales`: bfloat16 `[out, groups,
+    2]`.
     """
 
     bits: ClassVar[int] = 3
 
 
 class Cuda4Bit(CudaPacked):
-    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scales`: scale and zero, bfloat16 `[out,
-    groups, 2]`.
-    """
+    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scales`: bfloat16 `[out, groups, 2]`."""
 
     bits: ClassVar[int] = 4
 
