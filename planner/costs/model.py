@@ -1,6 +1,4 @@
-"""Computing the numbers of an `AssignmentProblem` (memory, latency, transfers) from cluster, model
-and workload.
-"""
+"""Computing the numbers of an `AssignmentProblem` from cluster, model and workload."""
 
 from __future__ import annotations
 
@@ -140,9 +138,7 @@ class CostModel:
 
     @cached_property
     def _known_layer_bytes(self) -> dict[Hashable, float]:
-        """Bytes of a layer by kind of device and bitwidth, kept for problems of many orders and
-        sizes.
-        """
+        """Bytes of a layer by kind of device and bitwidth, kept for many problems."""
         return {}
 
     def _fixed_times(

@@ -1,8 +1,9 @@
-"""The model families a stage can run, and what of each belongs to the first and to the last stage.
+"""The part of a transformers model that a stage runs.
 
-A stage keeps transformers' own forward pass and replaces what it does not own by pass-throughs.
-That was held token for token against `generate` for the families listed here and for no other,
-hence the list: some architectures lose information at a cut without any error.
+A stage keeps the forward pass of transformers and replaces the modules of other stages by
+placeholders. `planner.model.families` says for each family which modules belong to the first and
+to the last stage; families whose layers do not call transformers' attention interface have an
+entry in `_ATTENTION_REPLACEMENTS` too.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class NoPositions(nn.Module):
 
 
 class ContextAsCache:
-    """The ragged context in the place of a KV cache, for layers that pass nothing else to
-    attention.
+    """The ragged context in place of a KV cache, for layers that pass nothing else to attention.
 
     Its answers about lengths keep the alibi and mask tensors of the model at one element: the
     ragged attention makes its own.
@@ -94,9 +94,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def keep_stage(
     model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
 ) -> None:
-    """Replace the modules that a stage of `layers` does not own; layers keep their global
-    indices.
-    """
+    """Replace the modules that a stage of `layers` does not own; layers keep their indices."""
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     stack = getattr(decoder, architecture.layers)
@@ -127,7 +125,7 @@ def _restore_buffers(decoder: nn.Module) -> None:
 
 
 def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
-    """Give BLOOM's attention, which knows no attention interface, a ragged forward."""
+    """Give BLOOM's attention, which does not call the attention interface, a ragged forward."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     heads = model.config.n_head
@@ -145,9 +143,7 @@ def _bloom_attention(
     layer_past: ContextAsCache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens,
-    hidden_size]`.
-    """
+    """Compute attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
     projected = self._reshape(self.query_key_value(hidden_states))
     new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
     slopes = self.alibi_slopes.to(hidden_states.device)

@@ -1,8 +1,8 @@
-"""Products with weights in the layout of torch's int4 CPU kernel: few tokens, or many.
+"""Packing and multiplying weights in the layout of torch's int4 CPU kernel.
 
-The kernel multiplies in float32, which costs next to nothing where reading the weight takes the
-time and is far below the rate of bfloat16 dot products where arithmetic does. For many tokens a
-block of rows is therefore decoded to bfloat16 and multiplied by `functional.linear`.
+The kernel multiplies in float32. That is no loss for few tokens, where reading the weight takes the
+time, but far slower than bfloat16 dot products for many. A block of rows is therefore decoded to
+bfloat16 for many tokens and multiplied by `functional.linear`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Pack `scale` and `zero` `[rows, groups]` as the kernel reads them: bfloat16 `[groups, rows,
-    2]`.
+    """Pack `scale` and `zero` `[rows, groups]` for the kernel: bfloat16 `[groups, rows, 2]`.
 
     GPTQ checkpoints have float16 ones, which lose three bits of eleven.
     """
@@ -64,9 +63,7 @@ def multiply_few(
 
 
 def is_many(x: torch.Tensor) -> bool:
-    """Whether `multiply_many` is possible here, and faster than the kernel for `x` `[tokens,
-    in]`.
-    """
+    """Whether `multiply_many` is possible here, and faster for `x` `[tokens, in]`."""
     return x.shape[0] >= MANY_TOKENS and layout_is_known()
 
 
@@ -76,8 +73,7 @@ def multiply_many(
     group: int,
     scale_zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Multiply as `multiply_few`; `blob_of` gives the blob of a range of rows that starts on a
-    block.
+    """Multiply as `multiply_few`; `blob_of` gives the blob of rows that start on a block.
 
     Rows beyond the last whole block, whose layout differs, go to the kernel.
     """
@@ -104,7 +100,7 @@ def stretches(rows: int, step: int) -> Iterator[slice]:
 
 
 def _ranges(size: int, step: int) -> Iterator[slice]:
-    """Half-open ranges of `step`, the last perhaps shorter."""
+    """Half-open ranges of `step`; the last may be shorter."""
     for first in range(0, size, step):
         yield slice(first, min(first + step, size))
 
@@ -120,9 +116,9 @@ def product_rows(columns: int) -> int:
 
 
 class _Decoder:
-    """Decodes blobs of rows of `columns` weights, each time into the same scratch memory.
+    """A decoder of rows of `columns` weights, which uses the same scratch memory each time.
 
-    Fresh memory would cost more than the arithmetic: its pages are mapped one by one.
+    Fresh memory would take more time than the arithmetic: its pages are mapped one by one.
     """
 
     def __init__(self, columns: int, group: int) -> None:
@@ -135,9 +131,7 @@ class _Decoder:
         self.values = torch.empty(weights, dtype=torch.float32)
 
     def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
-        """Fill `weight` `[rows, in]`, whole blocks, from their blob; computed in float32, rounded
-        once.
-        """
+        """Fill `weight` `[rows, in]`, whole blocks, from their blob, computed in float32."""
         scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
         zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
         pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block

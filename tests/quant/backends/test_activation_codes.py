@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant.backends.cpu.token_codes import LIMIT, MIDDLE, token_codes
+from quant.backends.cpu.activation_codes import LIMIT, MIDDLE, round_activations
 
 pytest.importorskip("numba")
 
@@ -23,7 +23,7 @@ def test_codes_and_scales_are_those_of_separate_operations(tokens: int, threads:
     torch.set_num_threads(threads)
     x = torch.randn(tokens, 2**14, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[0] = 0
-    codes, scale = token_codes(x)
+    codes, scale = round_activations(x)
     torch.set_num_threads(before)
     expected_codes, expected_scale = by_torch(x)
     assert torch.equal(scale, expected_scale)
@@ -32,7 +32,7 @@ def test_codes_and_scales_are_those_of_separate_operations(tokens: int, threads:
 
 def test_rows_of_a_larger_tensor() -> None:
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()[:, ::2]
-    codes, scale = token_codes(x)
+    codes, scale = round_activations(x)
     expected_codes, expected_scale = by_torch(x)
     assert torch.equal(codes.float(), expected_codes)
     assert torch.equal(scale, expected_scale)
@@ -42,6 +42,6 @@ def test_rows_of_a_larger_tensor() -> None:
 def test_numbers_that_are_not_finite_show_in_the_scale(bad: float) -> None:
     x = torch.ones(32, 1024, dtype=torch.bfloat16)
     x[7, 3] = bad
-    _, scale = token_codes(x)
+    _, scale = round_activations(x)
     assert not scale[7].isfinite()
     assert torch.equal(scale[8], torch.ones(1) / LIMIT)

@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bit token by token, in one pass compiled by numba: torch takes six."""
+"""Rounding activations to 8 bit token by token, in one pass compiled by numba: torch takes six."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ _LEAST_MAXIMUM = 1e-30
 """The largest magnitude that a token of zeros is given, so that its codes and results are zeros."""
 
 _LEAST_NUMBERS = 2**14
-"""Fewer numbers are rounded by torch: small models need not wait for the compiler."""
+"""Least numbers for the compiled loop: small models need not wait for the compiler."""
 
 _TOKENS_FOR_THREADS = 256
-"""Fewer tokens are done before a second thread is awake."""
+"""Least tokens for several threads: fewer are done before a second thread is awake."""
 
 
-def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` `[tokens, in]` to codes uint8 `[tokens, in]` around 128 with scales float32
-    `[tokens, 1]`.
+def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round `x` `[tokens, in]` to uint8 codes `[tokens, in]` and float32 scales `[tokens, 1]`.
 
     The scale of a token with a number that is not finite is not finite either.
     """
@@ -41,10 +40,10 @@ def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def warm_up(width: int) -> None:
+def warm_up_rounding(width: int) -> None:
     """Compile in advance what rounding tokens of `width` bfloat16 numbers needs."""
     for tokens in (_TOKENS_FOR_THREADS - 1, _TOKENS_FOR_THREADS):
-        token_codes(torch.zeros(tokens, width, dtype=torch.bfloat16))
+        round_activations(torch.zeros(tokens, width, dtype=torch.bfloat16))
 
 
 @cache
