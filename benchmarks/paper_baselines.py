@@ -14,7 +14,7 @@ from planner.plan.spec import Baseline
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import read_profiles
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines import baseline, offloading
+from planner.search.baselines.comparison import baseline, offloading
 from planner.workload import Workload
 
 

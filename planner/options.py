@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.optimiser.problem import Objective
+from planner.optimiser.solve import METHODS
+from planner.optimiser.solve_options import DEFAULT_SOLVER
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
@@ -24,7 +26,8 @@ MEMORY_MARGIN = 0.02
 """Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
 0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
 
-BASELINE_METHODS = ("uniform", "pipeedge")
+BASELINE_METHODS = tuple(name for name, method in METHODS.items() if method.is_baseline)
+SOLVER_METHODS = tuple(name for name, method in METHODS.items() if method.takes_solver)
 
 PLAN_RULES = (
     *(
@@ -33,9 +36,10 @@ PLAN_RULES = (
     ),
     Rule(
         ("solver",),
-        "only methods auto and ilp solve an integer programme; use one of these, or leave it out",
+        f"only methods {' and '.join(SOLVER_METHODS)} solve an integer programme; use one of "
+        "these, or leave it out",
         beside="method",
-        values=("transfer", "adabits", *BASELINE_METHODS),
+        values=tuple(name for name in METHODS if name not in SOLVER_METHODS),
     ),
     Rule(
         ("group", "all_orders", "ilp_time_limit", "relative_gap"),
@@ -111,7 +115,7 @@ class PlanOptions:
     dtype: str = "auto"
     objective: Objective = "pipeline"
     method: str = "auto"
-    solver: str = "highs"
+    solver: str = DEFAULT_SOLVER
     group: int = 1
     all_orders: bool = False
     head: str = "auto"

@@ -16,9 +16,10 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import AssignmentProblem
-from planner.search.fitting import fitting_problems, heads_of, misfit
-from planner.search.orders.by_ends import OrdersByEnds, SizedOrders
-from planner.search.orders.enumeration import canonical_devices, order_tree
+from planner.search.memory_fit import fitting_problems, heads_of, misfit
+from planner.search.orders.device_sets import canonical_devices
+from planner.search.orders.end_groups import OrdersByEnds, SizedOrders
+from planner.search.orders.enumeration import order_tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Lower bounds on all orders of devices that begin alike, for orders to be tried best first.
 
-Any prices for what couples the stages (`planner.optimiser.boxes.multipliers`) prove a bound on
+Any prices for what couples the stages (`planner.optimiser.relaxation.prices`) prove a bound on
 every order. What the stages still to be placed cost at those prices, at least, is found backwards
 from the last stage, once for each way in which devices may be left: so the most promising order is
 found without going through the others.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.boxes.multipliers import StageCosts, boundary
 from planner.optimiser.problem import FloatArray
+from planner.optimiser.relaxation.prices import StageCosts, boundary
 from planner.search.orders.enumeration import Beginning, OrderTree, Placement, whole_orders
 
 MOST_STATES = 2_000

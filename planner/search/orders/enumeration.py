@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby, zip_longest
+from itertools import zip_longest
 from typing import TypeVar
 
 from planner.cluster.device import Device
+from planner.search.orders.device_sets import canonical_devices
 
 Placed = TypeVar("Placed")
 
@@ -89,39 +90,6 @@ def distinct_orders(devices: Sequence[Device], all_orders: bool) -> Iterator[tup
     parts = order_tree(devices, all_orders).by_ends().values()
     for turn in zip_longest(*(part.orders() for part in parts)):
         yield from (tuple(devices[i] for i in order) for order in turn if order is not None)
-
-
-def canonical_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The same for every order in which nodes that cost the same may be written in a file."""
-    nodes: dict[str, list[Device]] = {}
-    for device in devices:
-        nodes.setdefault(device.node, []).append(device)
-    ordered = [sorted(node, key=lambda d: (repr(d.cost_kind), d.index)) for node in nodes.values()]
-    ordered.sort(key=lambda node: [repr(device.cost_kind) for device in node])
-    return tuple(chain.from_iterable(ordered))
-
-
-def one_fewer(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
-    """The sets of devices that lack one, of those that cost the same one."""
-    if len(devices) == 1:
-        return []
-    return distinct_sets(
-        [device for device in devices if device is not dropped] for dropped in devices
-    )
-
-
-def distinct_sets(sets: Iterable[Sequence[Device]]) -> list[tuple[Device, ...]]:
-    """Of sets of devices that cost the same the first, each in canonical order."""
-    found: dict[Hashable, tuple[Device, ...]] = {}
-    for devices in map(canonical_devices, sets):
-        found.setdefault(look_of_set(devices), devices)
-    return list(found.values())
-
-
-def look_of_set(devices: Sequence[Device]) -> Hashable:
-    """Equal for sets of devices that cost the same; `devices` in canonical order."""
-    by_node = groupby(devices, key=lambda device: device.node)
-    return tuple(tuple(device.cost_kind for device in node) for _, node in by_node)
 
 
 class OrderTree:

@@ -29,7 +29,7 @@ class CountLattice:
     one_less: tuple[IntArray, ...]
 
 
-class QualityTables:
+class SensitivityTables:
     """Tables for the runs of one sensitivity matrix [L, K], filled as they are asked for.
 
     Where all layers are equally sensitive, all runs share the tables of the first.

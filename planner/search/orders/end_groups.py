@@ -15,9 +15,9 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
-from planner.optimiser.boxes.method import ROUNDING, relax
-from planner.optimiser.boxes.multipliers import PricedProblem, Prices, onto_simplex
 from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.relaxation.prices import PricedProblem, Prices, onto_simplex
+from planner.optimiser.relaxation.relax import ROUNDING, relax
 from planner.search.orders.bounds import OrderQueue, PricedOrders
 from planner.search.orders.enumeration import OrderTree
 
@@ -47,10 +47,10 @@ class SharedPrices:
         if not self._by_kind:
             return None
         prefill, decode, memory = np.array([self._by_kind[kind] for kind in kind_of_row]).T
-        weights, count = priced.weights, priced.kinds.count
+        form, count = priced.form, priced.kinds.count
         return Prices(
-            onto_simplex(prefill, count, weights.prefill_max),
-            onto_simplex(decode, count, (1 - self._trip) * weights.decode_max),
+            onto_simplex(prefill, count, form.prefill_max),
+            onto_simplex(decode, count, (1 - self._trip) * form.decode_max),
             memory,
             self._trip,
         )
@@ -119,7 +119,7 @@ class OrdersByEnds:
     def refine(self) -> None:
         """Work out the orders' bounds by the prices that are best for these ends."""
         relaxed = relax(self.problem)
-        prices, rows = relaxed.solution.prices, relaxed.priced.kinds.of_stage.tolist()
+        prices, rows = relaxed.optimum.prices, relaxed.priced.kinds.of_stage.tolist()
         self.sized.prices.keep(prices, self._kind_of_stage, rows)
         self._queue = OrderQueue(self._priced(relaxed.priced, prices))
 

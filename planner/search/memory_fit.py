@@ -16,12 +16,8 @@ from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_up_to
 from planner.optimiser.capacity import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
-from planner.search.orders.enumeration import (
-    canonical_devices,
-    distinct_sets,
-    one_fewer,
-    order_tree,
-)
+from planner.search.orders.device_sets import canonical_devices, distinct_sets, one_fewer
+from planner.search.orders.enumeration import order_tree
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 
