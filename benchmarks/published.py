@@ -26,7 +26,7 @@ from planner.optimiser.relaxation.scaling import (
 
 @dataclass(frozen=True)
 class PublishedOutcome:
-    """What HiGHS made of the programme: `objective` by `evaluate`, infinite without a point."""
+    """HiGHS's result: `objective` by `evaluate`, infinite without a point."""
 
     objective: float
     bound: float
@@ -126,7 +126,7 @@ def _add_objective(programme: pulp.LpProblem, problem: AssignmentProblem, placed
     prefill, decode = (programme.add_variable(f"slowest_{index}", 0) for index in range(2))
 
     def add_maximum(slowest: pulp.LpVariable, layer_s: FloatArray, rest_s: float) -> None:
-        """At least the seconds of all layers by `layer_s` [N, K], and of what else there is."""
+        """Keep `slowest` above the seconds of all layers by `layer_s` [N, K] plus `rest_s`."""
         held = [
             float(layer_s[j, b] / scale_s) * variable
             for (_, j, b), variable in placed.items()

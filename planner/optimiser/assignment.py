@@ -38,7 +38,7 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """What each stage of an assignment takes: seconds per micro-batch [N] and layer bytes [N].
+    """The costs of each stage of an assignment: seconds per micro-batch [N] and layer bytes [N].
 
     `latency_s` is the batch's latency by the problem's objective without the quality term;
     `quality` is the sum of omega, not multiplied by theta.

@@ -31,7 +31,7 @@ STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_co
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
-    """Which layers go to which stage at which bitwidth: costs of N stages, L layers, K bitwidths.
+    """The costs of placing L layers on N stages, each layer at one of K bitwidths.
 
     Seconds are for one micro-batch of the phase. `layer_bytes` holds one layer with its KV cache
     for all requests; `memory_bytes` is what is left for layers and may be negative where the fixed
@@ -85,12 +85,12 @@ class AssignmentProblem:
 
     @property
     def decode_rounds(self) -> int:
-        """n - 1: the first new token comes from the prefill."""
+        """Decode steps of each request, n - 1: the first new token comes from the prefill."""
         return self.new_tokens - 1
 
 
 def _check_scalars(problem: AssignmentProblem) -> None:
-    """Counts of at least one, theta of at least zero, ascending bitwidths, a known objective."""
+    """Check counts, theta, the order of bitwidths and the objective's name."""
     for name in ("prefill_micro_batches", "decode_micro_batches", "new_tokens"):
         value = getattr(problem, name)
         if value < 1:
@@ -133,7 +133,7 @@ def _store(
 def _broadcast(
     name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...]
 ) -> npt.NDArray[Scalar]:
-    """`values` repeated to `shape`, read-only."""
+    """Repeat `values` to `shape`, read-only."""
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
@@ -141,7 +141,7 @@ def _broadcast(
 
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
-    """More bits never hurt quality: each row falls or stays level."""
+    """Check that more bits never hurt quality: each row falls or stays level."""
     rising = np.argwhere(np.diff(sensitivity, axis=1) > 0)
     if rising.size:
         layer, choice = (int(index) for index in rising[0])

@@ -46,7 +46,7 @@ def cost_model(
     options: PlanOptions,
     sensitivity: FloatArray,
 ) -> CostModel:
-    """All that a search keeps fixed; `SpecError` for a workload longer than the model's context."""
+    """The cost model of given sensitivities; SpecError for requests beyond the model's context."""
     check_length(shape, workload)
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
@@ -82,7 +82,7 @@ def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
 
 
 def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:
-    """All files that costs are read from where they exist."""
+    """The files that costs are read from, where they exist."""
     profiles = [] if options.profiles is None else [options.profiles, links_path(options.profiles)]
     omega = [] if options.omega_file is None else [options.omega_file]
     return tuple(Path(path) for path in (*profiles, *omega))

@@ -125,7 +125,7 @@ def _fits(request: PlanningRequest) -> bool:
 
 
 def _plans(request: PlanningRequest) -> bool:
-    """Whether the search has a candidate, and where there is a bound a plan within it."""
+    """Whether the search has a candidate, or with a bound a plan within it."""
 
     def plan(costs: CostModel) -> bool:
         if costs.options.max_omega is None and costs.options.max_latency_s is None:
@@ -137,7 +137,7 @@ def _plans(request: PlanningRequest) -> bool:
 
 
 def _succeeds(request: PlanningRequest, attempt: Callable[[CostModel], bool]) -> bool:
-    """Whether an attempt with one of the sizes of keys and values is not refused."""
+    """Whether an attempt succeeds with one of the sizes of keys and values."""
     bits = KV_BITWIDTHS if request.options.kv_bits == AUTO else (request.options.kv_bits,)
     for each in bits:
         with suppress(InfeasibleError, SpecError):

@@ -29,7 +29,7 @@ SLOWDOWN = {3: 1.35, 4: 1.15, 8: 1.1, 16: 1.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random problem is made from."""
+    """The figures that a random problem is made from."""
 
     devices: tuple[str, ...]
     layers: int

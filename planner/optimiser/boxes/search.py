@@ -149,7 +149,7 @@ class BoxSearch:
         return replace(best, path=low.path, other=high.path)
 
     def _trip_excess(self, box: Box, path: Path) -> float:
-        """By how much a path's trips round exceed the rounds of the box's fastest; seconds."""
+        """Seconds by which a path's trips exceed the least decode rounds of the box."""
         trips_s = float(self._form.trips_s(float(path.decode_s.sum())))
         return trips_s - self._form.decode_max * box.decode_least
 
@@ -171,7 +171,7 @@ class BoxSearch:
         return Relaxed(bound, path, prices.trip, tuple(costs), around)
 
     def _costs(self, box: Box, prices: Prices) -> tuple[list[FloatArray], list[FloatArray]]:
-        """By stage [N], the price of each option [M] and the least of each run [L+1, L+1]."""
+        """Price each stage's options, [M], and find the least price of each run, [L+1, L+1]."""
         width = self._priced.problem.layers + 1
         prefill, decode = 1.0 + prices.prefill, self._priced.decode_price(prices)
         found: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}

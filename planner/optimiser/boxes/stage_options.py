@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class ListingLimits:
-    """What is known of all assignments below `target` seconds, which rules most options out.
+    """Facts about all assignments below `target` seconds, which rule most options out.
 
     `slowest` limits their slowest stages; `prices` prove a bound on the `path` of stages around an
     option.

@@ -46,7 +46,7 @@ def solve_by_transfer(
 def improve_by_transfer(
     problem: AssignmentProblem, begin: Candidate, options: SolveOptions, tables: SensitivityTables
 ) -> Candidate:
-    """Alg. 2, lines 4 to 23, from `begin`; never worse than it."""
+    """Improve `begin` by Alg. 2, lines 4 to 23; the result is never worse."""
     started = options.clock()
     counts = np.zeros_like(problem.available, dtype=np.int64)
     for stage, (first, stop) in enumerate(itertools.pairwise(begin.first_layer)):

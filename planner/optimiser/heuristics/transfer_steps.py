@@ -1,4 +1,4 @@
-"""The steps of bitwidth transfer (LLM-PQ Alg. 2, lines 5 to 16), all combinations of one at once.
+"""Steps of bitwidth transfer (LLM-PQ Alg. 2, lines 5 to 16), all variants of a step at once.
 
 A step takes up to two layers from a stage, which may change the bitwidth of one it keeps, and gives
 them to another, which may change some of its own to make room: the paper's rules
@@ -23,7 +23,7 @@ from planner.optimiser.sensitivity_tables import SensitivityTables, rank_of_coun
 
 @dataclass(frozen=True)
 class _StepSize:
-    """How much a step may change: layers moved, and bitwidths changed by giver and taker."""
+    """Limits of a step: layers moved, and bitwidths changed by giver and taker."""
 
     moved: tuple[int, ...]
     giver_swaps: int

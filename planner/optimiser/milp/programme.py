@@ -3,8 +3,9 @@
 Symbols: `before[i][j]` is 1 where layer i lies on stage j or an earlier one; it falls with i, which
 keeps stages contiguous as eq. 16 does with one constraint for each pair of stages.
 `placed[i, j, b]` is the paper's z(i,j,b), `counts[j][b]` its sum over layers. Once boundaries and
-counts are whole, placing the bits is a transport problem, whose corners are whole too: only those
-two are integer variables. Objective and memory are scaled as `relaxation.scaling` says.
+counts are whole numbers, placing the bits is a transport problem, whose corners are whole numbers
+too: only those two are integer variables. Objective and memory are scaled as
+`planner.optimiser.relaxation.scaling` says.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Step: TypeAlias = "pulp.LpVariable | int"
 
 @dataclass(frozen=True)
 class Restriction:
-    """Which assignments a programme allows: boundary j in `windows[j]` [N-1].
+    """The assignments that a programme allows: boundary j in `windows[j]` [N-1].
 
     With `cutoff_s` only those of at most that objective. `expected_s` is about the objective's
     value, for scaling, or 0 if unknown.
@@ -84,7 +85,7 @@ def build_model(
 
 
 def add_one_place_per_layer(model: AssignmentModel) -> None:
-    """A layer has one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
+    """Give a layer one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
     stages, choices = model.problem.prefill_s.shape
     for layer, steps in enumerate(model.before):
         for stage in range(stages):
@@ -99,7 +100,7 @@ def add_one_place_per_layer(model: AssignmentModel) -> None:
 
 
 def add_contiguity(model: AssignmentModel) -> None:
-    """No layer lies before its predecessor's stage (eq. 15-16), and no stage before itself."""
+    """Keep every layer on its predecessor's stage or a later one (eq. 15-16)."""
     for steps, following in pairwise(model.before):
         for step, next_step in zip(steps, following, strict=True):
             if not isinstance(step, int) and not isinstance(next_step, int):
@@ -107,7 +108,7 @@ def add_contiguity(model: AssignmentModel) -> None:
 
 
 def add_layer_counts(model: AssignmentModel) -> None:
-    """`counts` adds up the layers placed on a stage at a bitwidth."""
+    """Make `counts` add up the layers placed on a stage at a bitwidth."""
     terms: dict[tuple[int, int], list[pulp.LpVariable]] = {}
     for (_, stage, choice), variable in model.placed.items():
         terms.setdefault((stage, choice), []).append(variable)
@@ -118,7 +119,7 @@ def add_layer_counts(model: AssignmentModel) -> None:
 
 
 def add_memory_limit(model: AssignmentModel, memory_share: FloatArray) -> None:
-    """The layers of a stage fit its memory (eq. 12-13)."""
+    """Make the layers of a stage fit its memory (eq. 12-13)."""
     for stage, row in enumerate(model.counts):
         each, memory = model.problem.layer_bytes[stage], model.problem.memory_bytes[stage]
         unit = memory_unit_bytes(each, memory)
@@ -162,7 +163,7 @@ def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
 def _declare(
     problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
 ) -> AssignmentModel:
-    """The variables, with those that the windows settle left out."""
+    """Declare the variables, without those that the windows settle."""
     programme = pulp.LpProblem("assignment", pulp.LpMinimize)
     stages, choices = problem.prefill_s.shape
     before = [
@@ -206,7 +207,7 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
 
 
 def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
-    """How many layers of a bitwidth the device runs and holds."""
+    """Count the layers of a bitwidth that the device runs and holds."""
     memory = float(problem.memory_bytes[stage])
     if not problem.available[stage, choice] or memory < 0:
         return 0

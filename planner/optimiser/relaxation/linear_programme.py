@@ -39,7 +39,7 @@ class LinearOptimum:
 
 @dataclass(frozen=True)
 class SlowestStages:
-    """What the slowest prefill and decode must at least and may at most be, in seconds."""
+    """The least and the most seconds of the slowest prefill and decode stage."""
 
     prefill_least: float
     prefill_most: float
@@ -49,7 +49,7 @@ class SlowestStages:
 
 @dataclass(frozen=True, eq=False)
 class _Outcome:
-    """What the solver found: the point and its value, the prices of the upper limits."""
+    """The solver's result: the point and its value, and the prices of the upper limits."""
 
     infeasible: bool
     point: FloatArray | None
@@ -80,7 +80,10 @@ class WithinCutoff:
 
 
 class LinearProgramme:
-    """Columns: counts [Q * K], bits of the distinct layers [U * K], both bottlenecks' costs."""
+    """The programme of one problem.
+
+    Columns: counts [Q * K], bits of the U distinct layers [U * K], both bottlenecks' costs.
+    """
 
     def __init__(self, priced: PricedProblem) -> None:
         self._priced = priced
@@ -175,7 +178,7 @@ class LinearProgramme:
         return _Outcome(False, found.x, float(found.fun), -found.ineqlin.marginals)
 
     def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Both bottlenecks and memory of each kind, the trip round, a layer on either end."""
+        """Rows of each kind's bottlenecks and memory, the trip round, and a layer on either end."""
         priced, form = self._priced, self._priced.form
         kinds, choices = priced.prefill_s.shape
         count = priced.kinds.count.astype(np.float64)
@@ -203,7 +206,7 @@ class LinearProgramme:
         return upper, limit, unit
 
     def _equal_rows(self, distinct: int) -> FloatArray:
-        """One bitwidth a layer, and as many layers of a bitwidth as the stages hold of it."""
+        """Rows for one bitwidth a layer, and equal counts of layers and stages at each bitwidth."""
         choices, cells = self._priced.prefill_s.shape[1], self._cells
         rows = np.zeros((distinct + choices, self._columns))
         for row in range(distinct):

@@ -1,4 +1,4 @@
-"""Prices for what couples the stages of an assignment, and the bound that they prove.
+"""Prices of the constraints that couple stages, and the bound that they prove.
 
 Lagrangian relaxation of LLM-PQ eq. 4-16: each stage's share in the slowest prefill and decode
 (eq. 5-6) and its memory (eq. 12-13) get a price. A layer then takes the bitwidth that is cheapest
