@@ -20,7 +20,7 @@ from quant.common.errors import BoundNotMetError
 SHAPE = model_shape("opt-13b")
 CLUSTER = ClusterSpec.from_counts(["T4"], [3])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
-PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True)
+PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True, group=4)
 
 
 def plan(options: PlanOptions) -> PlanSpec:
@@ -65,7 +65,7 @@ def test_another_objective_is_named_where_it_keeps_the_bound() -> None:
 
 
 def test_an_unreachable_quality_is_refused_with_what_is_reachable() -> None:
-    asked = PlanOptions(max_omega=1e-6, head="last", keep_all_devices=True)
+    asked = PlanOptions(max_omega=1e-6, head="last", keep_all_devices=True, group=4)
     shape, workload = model_shape("opt-30b"), WORKLOAD
     with pytest.raises(BoundNotMetError, match="--max_omega ") as caught:
         find_plan(CLUSTER, shape, "opt-30b", workload, asked)
