@@ -23,7 +23,8 @@ from planner.costs.memory import (
 )
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
-from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.options import PlanOptions, kv_bits_of
 from planner.workload import Workload
 from quant.common.errors import SpecError

@@ -23,7 +23,8 @@ from planner.profiles.links import (
     write_links,
 )
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.search import cost_model, find_plan
+from planner.search.costs import cost_model
+from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 

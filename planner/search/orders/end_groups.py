@@ -1,6 +1,6 @@
-"""The device orders that begin and end alike, whose bounds are worked out together.
+"""Device orders grouped by the kinds of device at both ends; a group's bounds are found together.
 
-What first and last stage hold besides layers depends on their kinds of device, and so do the prices
+The fixed parts of the first and last stage depend on their kinds of device, and so do the prices
 that prove the best bounds; the stages between only change places.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
-from planner.optimiser.boxes.method import ROUNDING, relax
-from planner.optimiser.boxes.multipliers import PricedProblem, Prices, onto_simplex
 from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.relaxation.prices import PricedProblem, Prices, onto_simplex
+from planner.optimiser.relaxation.relax import ROUNDING, relax
 from planner.search.orders.bounds import OrderQueue, PricedOrders
 from planner.search.orders.enumeration import OrderTree
 
@@ -25,15 +25,16 @@ ELSEWHERE = 10**6  # no device's index on its node
 
 
 class SharedPrices:
-    """Prices by kind of device, found with some devices at the ends, for others there."""
+    """Prices by kind of device, found for one group of orders and reused for others."""
 
     def __init__(self) -> None:
         self._trip = 0.0
         self._by_kind: dict[int, tuple[float, float, float]] = {}
 
     def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
-        """Remember the `rows` of `prices` of stages of some kinds, each [N]; for a kind that is
-        also between the ends, those that it has there.
+        """Keep the prices of each stage's kind; `rows` [N] are the stages' rows of `prices`.
+
+        For a kind that is also between the ends, the prices that it has there are kept.
         """
         self._trip = prices.trip
         columns = prices.prefill, prices.decode, prices.memory
@@ -43,24 +44,24 @@ class SharedPrices:
             self._by_kind[kind] = prefill, decode, memory
 
     def of(self, priced: PricedProblem, kind_of_row: Sequence[int]) -> Prices | None:
-        """Prices of a problem with such kinds [Q]; None as long as none are known."""
+        """Prices for a problem whose rows [Q] are of these kinds; None while none are known."""
         if not self._by_kind:
             return None
         prefill, decode, memory = np.array([self._by_kind[kind] for kind in kind_of_row]).T
-        weights, count = priced.weights, priced.kinds.count
+        form, count = priced.form, priced.kinds.count
         return Prices(
-            onto_simplex(prefill, count, weights.prefill_max),
-            onto_simplex(decode, count, (1 - self._trip) * weights.decode_max),
+            onto_simplex(prefill, count, form.prefill_max),
+            onto_simplex(decode, count, (1 - self._trip) * form.decode_max),
             memory,
             self._trip,
         )
 
 
 class SizedOrders:
-    """What all orders of `devices` share at one pair of sizes: transfers, and prices once found.
+    """Data that all orders of `devices` share at one pair of sizes: transfers, and prices.
 
     `onward_s` [2, K, K, 2] are seconds per micro-batch: phase, kinds of sender and receiver, and
-    whether they share a node; `back_s` the same of the way back from the last stage to the first.
+    whether they share a node; `back_s` has the same axes, for the way back to the first stage.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class SizedOrders:
 
 
 class OrdersByEnds:
-    """The orders of `tree`, between devices of two `kinds`, at one pair of sizes, best first.
+    """The orders of `tree` between ends of two `kinds`, at one pair of sizes, best first.
 
-    `example` is one of them, as indices of the devices, and `problem` its problem.
+    `example` is one of the orders, as indices of the devices, and `problem` its problem.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class OrdersByEnds:
         return self._rough_bound
 
     def refine(self) -> None:
-        """Work out the orders' bounds by the prices that are best for these ends."""
+        """Compute the orders' bounds with the prices that are best for these ends."""
         relaxed = relax(self.problem)
-        prices, rows = relaxed.solution.prices, relaxed.priced.kinds.of_stage.tolist()
+        prices, rows = relaxed.optimum.prices, relaxed.priced.kinds.of_stage.tolist()
         self.sized.prices.keep(prices, self._kind_of_stage, rows)
         self._queue = OrderQueue(self._priced(relaxed.priced, prices))
 
@@ -130,7 +131,7 @@ class OrdersByEnds:
         return max(0.0, bound * (1 - ROUNDING)), tuple(self.sized.devices[index] for index in order)
 
     def _by_shared_prices(self) -> float:
-        """A bound without making orders; without prices of other ends, the one of `refine`."""
+        """A bound by other groups' prices, without making orders; by `refine` if there are none."""
         priced = PricedProblem(self.problem)
         kinds = [self._kind_of_stage[stage] for stage in priced.kinds.example]
         prices = self.sized.prices.of(priced, kinds)

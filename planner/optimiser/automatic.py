@@ -1,14 +1,15 @@
-"""The default method: exact by boxes, and bitwidth transfer on what a time limit leaves."""
+"""The default method: exact search by boxes, then bitwidth transfer if time ran out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.bit_assignment import Candidate
 from planner.optimiser.boxes.method import solve_by_boxes
 from planner.optimiser.heuristics.transfer import improve_by_transfer
-from planner.optimiser.layer_choice import Candidate
-from planner.optimiser.problem import Assignment, AssignmentProblem
-from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve_options import SolveOptions
 
 TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
@@ -17,14 +18,14 @@ TRANSFER_SHARE = 0.2  # of a time limit, kept for the heuristic
 def solve_automatically(
     problem: AssignmentProblem,
     options: SolveOptions,
-    tables: QualityTables | None = None,
+    tables: SensitivityTables | None = None,
 ) -> Assignment:
     """The best assignment to within the gap; out of time, the best found with its bound.
 
     `tables` of the problem's sensitivity may be handed in. Raises InfeasibleError where nothing
     fits.
     """
-    tables = tables or QualityTables(problem.sensitivity)
+    tables = tables or SensitivityTables(problem.sensitivity)
     if options.time_limit_s is None:
         return solve_by_boxes(problem, options, tables)
     kept_s = TRANSFER_SHARE * options.time_limit_s

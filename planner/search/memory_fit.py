@@ -1,4 +1,4 @@
-"""What fits at all: micro-batch sizes for an order of devices, and devices for a model.
+"""What fits memory: micro-batch sizes for a device order, and sets of devices for a model.
 
 Every part of a stage's memory grows with the micro-batches or stays as it is. So the smallest sizes
 decide whether anything fits, and the greatest that fits is found by bisection.
@@ -16,12 +16,8 @@ from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_up_to
 from planner.optimiser.capacity import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
-from planner.search.orders.enumeration import (
-    canonical_devices,
-    distinct_sets,
-    one_fewer,
-    order_tree,
-)
+from planner.search.orders.device_sets import canonical_devices, distinct_sets, one_fewer
+from planner.search.orders.enumeration import order_tree
 from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 
@@ -39,7 +35,7 @@ class SizedProblem:
 
 
 def searched_sizes(workload: Workload, stages: int, options: PlanOptions) -> Sequence[MicroBatches]:
-    """Pairs to try first; a size that the user fixed replaces the searched one."""
+    """The pairs of sizes to try first; a size that the user fixed replaces the searched one."""
     batch = workload.global_batch
     for name in ("prefill_micro_batch", "decode_micro_batch"):
         fixed = getattr(options, name)
@@ -77,8 +73,9 @@ def fitting_problems(
 def equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits, parts: int = 1
 ) -> list[SizedProblem]:
-    """Every order that fits with the same size in both phases: a stage's share of the batch, in so
-    many `parts`, or the fixed sizes.
+    """The problems of all orders that fit with one size in both phases.
+
+    The size is a stage's share of the batch, divided into `parts`, unless sizes are fixed.
     """
     sized = (_sized(costs, order, _equal_sizes(costs, len(order), parts)) for order in orders)
     return [each for each in sized if fits(each.problem)]
@@ -87,7 +84,7 @@ def equal_problems(
 def smaller_equal_problems(
     costs: CostModel, orders: Sequence[Sequence[Device]], fits: Fits
 ) -> list[SizedProblem]:
-    """The same with the share halved until some order fits."""
+    """The problems of `equal_problems` with the share halved until some order fits."""
     parts = 1
     while True:
         found = equal_problems(costs, orders, fits, parts)
@@ -121,7 +118,7 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
 
 
 def misfit(costs: CostModel) -> DoesNotFitError:
-    """Why all devices of the cluster have no plan: the figures, without remedies."""
+    """The error that says why all devices have no plan, with figures and without remedies."""
     closest = max(_smallest_problems(costs), key=lambda each: each.problem.memory_bytes.sum())
     why = explain_infeasible(closest.problem, [device.name for device in closest.devices])
     sizes = closest.sizes
@@ -132,7 +129,7 @@ def misfit(costs: CostModel) -> DoesNotFitError:
 
 
 def _kept_free(costs: CostModel) -> str:
-    """What the figures leave out of the devices' memory."""
+    """Say which share of memory the figures leave out."""
     if not any(costs.limit_bytes(device) < device.memory_bytes for device in costs.cluster.devices):
         return ""
     return f"; {costs.options.memory_margin:.3g} of each GPU's memory is kept free (memory_margin)"
@@ -172,7 +169,7 @@ def _fitting(
 def _smaller_sizes(
     costs: CostModel, devices: Sequence[Device], fits: Fits
 ) -> Sequence[MicroBatches]:
-    """From the greatest decode size that fits downwards."""
+    """The pairs from the greatest decode size that fits downwards."""
     least, batch = smallest_sizes(costs.options), costs.workload.global_batch
 
     def decodes(size: int) -> bool:
@@ -183,21 +180,21 @@ def _smaller_sizes(
 
 
 def _greatest(limit: int, holds: Callable[[int], bool]) -> int:
-    """The greatest size up to `limit` that `holds`; it does for 1, and for all below one."""
+    """The greatest size up to `limit` for which `holds` is true, as it is for all smaller ones."""
     return bisect_left(range(2, limit + 1), True, key=lambda size: not holds(size)) + 1
 
 
 def _equal_sizes(costs: CostModel, stages: int, parts: int) -> MicroBatches:
-    """The same size in both phases: a stage's share of the batch, in so many parts."""
+    """One size for both phases: a stage's share of the batch, divided into `parts`."""
     options = costs.options
     share = -(-costs.workload.global_batch // (stages * parts))
     return MicroBatches(options.prefill_micro_batch or share, options.decode_micro_batch or share)
 
 
 def _smallest_problems(costs: CostModel) -> Iterator[SizedProblem]:
-    """One problem for each choice of the devices at both ends and of the head's place.
+    """Yield a problem for each choice of the devices at both ends and of the head's place.
 
-    How those between are ordered changes no memory.
+    The order of the devices between them changes no memory.
     """
     sizes = smallest_sizes(costs.options)
     for placed in heads_of(costs):
@@ -206,7 +203,7 @@ def _smallest_problems(costs: CostModel) -> Iterator[SizedProblem]:
 
 
 def _end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """An order of all devices with every kind first and every kind last that there can be."""
+    """Yield one order of all devices for each pair of kinds at the ends."""
     devices = canonical_devices(costs.cluster.devices)
     for part in order_tree(devices, costs.options.all_orders).by_ends().values():
         yield tuple(devices[index] for index in next(part.orders()))
@@ -225,13 +222,13 @@ def _useful(costs: CostModel) -> tuple[Device, ...]:
 
 
 def _held_between(costs: CostModel, device: Device) -> int:
-    """How many layers fit on the middle one of three such devices."""
+    """Count the layers that fit on the middle one of three such devices."""
     three = [replace(device, index=device.index + step) for step in range(3)]
     return int(layer_capacity(_sized(costs, three, smallest_sizes(costs.options)).problem)[1])
 
 
 def _narrower(costs: CostModel, sets: Sequence[tuple[Device, ...]]) -> list[tuple[Device, ...]]:
-    """What is left with one device fewer, where it can fit in some order, or one device alone."""
+    """The sets with one device fewer that fit in some order, or of which one device does alone."""
     fewer = distinct_sets(each for devices in sets for each in one_fewer(devices))
     return [devices for devices in fewer if _fits_in_any_order(costs, devices)]
 

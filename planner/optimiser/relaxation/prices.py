@@ -1,4 +1,4 @@
-"""Prices for what couples the stages of an assignment, and the bound that they prove.
+"""Prices of the constraints that couple stages, and the bound that they prove.
 
 Lagrangian relaxation of LLM-PQ eq. 4-16: each stage's share in the slowest prefill and decode
 (eq. 5-6) and its memory (eq. 12-13) get a price. A layer then takes the bitwidth that is cheapest
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.optimiser.latency import latency_form
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, IntArray
-from planner.optimiser.stage_kinds import latency_weights, stage_kinds
+from planner.optimiser.relaxation.stage_kinds import StageKinds, stage_kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +44,16 @@ class PathBound:
 
 
 class PricedProblem:
-    """One problem with what pricing it needs, by kind of stage [Q]; `bytes` are infinite where
-    a device lacks a bitwidth, `loss_s` [L, K] is theta * omega.
+    """A problem's costs by kind of stage [Q], as pricing needs them.
+
+    `bytes` are infinite where a device lacks a bitwidth; `loss_s` [L, K] is theta * omega. Equal
+    stages are of one kind unless other `kinds` are given.
     """
 
-    def __init__(self, problem: AssignmentProblem) -> None:
+    def __init__(self, problem: AssignmentProblem, kinds: StageKinds | None = None) -> None:
         self.problem = problem
-        self.weights = latency_weights(problem)
-        self.kinds = stage_kinds(problem)
+        self.form = latency_form(problem)
+        self.kinds = stage_kinds(problem) if kinds is None else kinds
         example = self.kinds.example
         self.prefill_s = problem.prefill_s[example]
         self.decode_s = problem.decode_s[example]
@@ -61,35 +64,36 @@ class PricedProblem:
         self.loss_s = problem.theta * problem.sensitivity
 
     def decode_price(self, prices: Prices) -> FloatArray:
-        """What a second of decode on a stage of each kind costs altogether [Q]."""
-        weights = self.weights
-        total: FloatArray = weights.decode_each + prices.decode + prices.trip * weights.round_trips
+        """Seconds of objective that a second of decode on a stage of each kind costs [Q]."""
+        form = self.form
+        total: FloatArray = form.decode_each + prices.decode + prices.trip * form.round_trips
         return total
 
     def constant(self, prices: Prices, prefill_least: float, decode_least: float) -> float:
-        """The bound's part without layers, of stages that take at least so many seconds."""
-        weights, count = self.weights, self.kinds.count
-        prefill = weights.prefill_max - float(count @ prices.prefill)
-        decode = (1 - prices.trip) * weights.decode_max - float(count @ prices.decode)
-        trips = prices.trip * weights.round_trips * weights.trip_s
-        return weights.constant_s + prefill * prefill_least + decode * decode_least + trips
+        """The bound without layers, if the slowest stages take at least so many seconds."""
+        form, count = self.form, self.kinds.count
+        prefill = form.prefill_max - float(count @ prices.prefill)
+        decode = (1 - prices.trip) * form.decode_max - float(count @ prices.decode)
+        trips = prices.trip * form.round_trips * form.trip_s
+        return form.constant_s + prefill * prefill_least + decode * decode_least + trips
 
     def transfer_price(
         self, prices: Prices, prefill_s: FloatArray, decode_s: FloatArray
     ) -> FloatArray:
-        """What transfers, of so many seconds per micro-batch, cost as part of the sum of all.
+        """The price of transfers of so many seconds per micro-batch, as part of the sum of all.
 
-        What they cost as the slowest of all is left out, as a bound may.
+        Their price as the slowest of all is left out, as a bound may.
         """
-        if self.problem.objective == "paper":
-            return np.zeros_like(prefill_s)
-        price: FloatArray = prefill_s + prices.trip * self.weights.round_trips * decode_s
+        form = self.form
+        price: FloatArray = (
+            form.transfer_each * prefill_s + prices.trip * form.round_trips * decode_s
+        )
         return price
 
     def path_bound(self, prices: Prices) -> PathBound:
         """The bound of these prices by a shortest path over boundaries."""
         costs = self.stage_costs(prices)
-        constant = self.constant(prices, self.weights.prefill_floor_s, self.weights.decode_floor_s)
+        constant = self.constant(prices, self.form.prefill_floor_s, self.form.decode_floor_s)
         kinds, layers = self.kinds.of_stage.tolist(), self.problem.layers
         before, after = [boundary(layers, 0)], [boundary(layers, layers)]
         last = len(kinds) - 1
@@ -101,7 +105,7 @@ class PricedProblem:
         return PathBound(bound, constant, np.array(before), np.array(after[::-1]))
 
     def stage_costs(self, prices: Prices) -> StageCosts:
-        """What a stage of each kind costs at these prices, by where its layers begin and end."""
+        """The cost of a stage of each kind at these prices, by where its layers begin and end."""
         prefill, decode = 1.0 + prices.prefill, self.decode_price(prices)
         usable = np.isfinite(self.bytes)
         held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
@@ -117,8 +121,10 @@ class PricedProblem:
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Prices of the layers up to each boundary on a stage of each kind `running` [Q, L+1], of what
-    else it holds `fixed` [Q], and whether it can hold layers at all `able` [Q]; seconds.
+    """The price of a stage of each kind, in seconds.
+
+    `running` [Q, L+1] adds up the layers before each boundary, `fixed` [Q] is the price of all
+    else on the stage, and `able` [Q] says whether it can hold layers at all.
     """
 
     running: FloatArray
@@ -142,7 +148,7 @@ class StageCosts:
         return found
 
     def back(self, after: FloatArray, kind: int, is_end: bool) -> FloatArray:
-        """The same from the stages after it."""
+        """The least price [L+1] with one more stage, from that of the stages after it."""
         running, lowest = self.running[kind], after
         if self.able[kind]:
             lowest = np.minimum.accumulate((after + running)[::-1])[::-1]
@@ -156,14 +162,14 @@ class StageCosts:
 
 
 def boundary(layers: int, place: int) -> FloatArray:
-    """No price at one boundary [L+1], and no way at any other."""
+    """Prices [L+1] of zero at one boundary and infinity at all others."""
     prices = np.full(layers + 1, np.inf)
     prices[place] = 0.0
     return prices
 
 
 def onto_simplex(values: FloatArray, count: IntArray, total: float) -> FloatArray:
-    """The nearest non-negative values [Q] with count . values = total."""
+    """Project `values` [Q] on the non-negative ones whose sum, each `count` times, is `total`."""
     if total <= 0:
         return np.zeros_like(values)
     order = np.argsort(-values)

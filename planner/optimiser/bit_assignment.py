@@ -1,4 +1,4 @@
-"""Assignments from layer counts: which layers of a stage get which of its bitwidths."""
+"""Which layers of a stage get which of its bitwidths, where only their counts are settled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from planner.optimiser.assignment import evaluate
 from planner.optimiser.capacity import layer_capacity
-from planner.optimiser.problem import AssignmentProblem, IntArray, evaluate
+from planner.optimiser.problem import AssignmentProblem, IntArray
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Candidate:
     objective: float
 
 
-def recover(problem: AssignmentProblem, counts: IntArray) -> Candidate:
-    """The best assignment with exactly `counts` [N, K] layers, summing to all, per stage and bits.
+def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Candidate:
+    """The best assignment with exactly `counts` [N, K] layers per stage and bitwidth.
 
     Times and bytes are settled by the counts; inside each stage the bits go to its layers at the
     least sum of sensitivities, which is an assignment problem.
@@ -38,7 +39,7 @@ def recover(problem: AssignmentProblem, counts: IntArray) -> Candidate:
 
 
 def smallest_candidate(problem: AssignmentProblem) -> Candidate:
-    """Some assignment of a feasible problem: every layer as small as its device can run it.
+    """An assignment of a feasible problem: every layer as small as its device can run it.
 
     After a layer for each end, layers go one by one to the stage with room whose bottleneck is
     then the least.
@@ -58,4 +59,4 @@ def smallest_candidate(problem: AssignmentProblem) -> Candidate:
         sizes[grown_s.argmin()] += 1
     counts = np.zeros_like(problem.available, dtype=np.int64)
     counts[stage, smallest] = sizes
-    return recover(problem, counts)
+    return assign_bits(problem, counts)

@@ -2,8 +2,8 @@
 
 Latency and memory of a stage depend on its counts of bitwidths only (LLM-PQ eq. 5-6, 12-13), so
 which of its layers get which bits can be settled beforehand, by dynamic programming over layers:
-`least[counts]` is the least over b of that of one layer less at b, plus omega(i, b). The tables
-depend on the sensitivity alone and serve every device order and micro-batch size.
+`least[counts]` is the minimum over b of omega(i, b) plus the value for one layer less at b. The
+tables depend on the sensitivity alone and serve every device order and micro-batch size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.optimiser.problem import FloatArray, IntArray
 
 @dataclass(frozen=True, eq=False)
 class CountLattice:
-    """All [M, K] counts of some number of layers, in lexicographic order.
+    """The [M, K] counts of some number of layers, in lexicographic order.
 
     `with_choice[b]` are the rows with a layer of bitwidth b, `one_less[b]` where each of these lies
     in the lattice of one layer less.
@@ -29,7 +29,7 @@ class CountLattice:
     one_less: tuple[IntArray, ...]
 
 
-class QualityTables:
+class SensitivityTables:
     """Tables for the runs of one sensitivity matrix [L, K], filled as they are asked for.
 
     Where all layers are equally sensitive, all runs share the tables of the first.
@@ -55,7 +55,7 @@ class QualityTables:
         return np.stack([self._run(int(start), length) for start in starts])
 
     def _run(self, start: int, length: int) -> FloatArray:
-        """The table [M] of one run, after those of its shorter beginnings."""
+        """The table [M] of one run; fills those of its shorter beginnings first."""
         self.counts(length)
         tables = self._least.setdefault(start, [np.zeros(1)])
         while len(tables) <= length:
@@ -70,7 +70,7 @@ class QualityTables:
 
 
 def lattice_size(length: int, choices: int) -> int:
-    """In how many ways counts of `choices` bitwidths add up to `length` layers."""
+    """Count the ways in which counts of `choices` bitwidths add up to `length` layers."""
     return comb(length + choices - 1, choices - 1)
 
 
@@ -85,7 +85,7 @@ def _lattice(length: int, choices: int) -> CountLattice:
 
 
 def _compositions(total: int, parts: int) -> IntArray:
-    """All [M, parts] non-negative whole numbers of that sum, in lexicographic order."""
+    """The non-negative whole numbers [M, parts] with sum `total`, in lexicographic order."""
     rows = np.zeros((1, 0), dtype=np.int64)
     left = np.array([total], dtype=np.int64)
     for _ in range(parts - 1):

@@ -1,9 +1,9 @@
 """The offloading baseline of LLM-PQ section 6.1, FlexGen with an even partition, as an estimate.
 
-Every stage holds the same number of layers at one bitwidth. What of their weights and KV cache
-does not fit the device lies in host memory and is streamed in once for all micro-batches of a round
-(FlexGen's block schedule), while they are computed: a round takes the longer of the two. Nothing is
-said of disk: host memory must hold the rest.
+Every stage holds the same number of layers at one bitwidth. The weights and KV cache that do not
+fit the device lie in host memory and are streamed in once for all micro-batches of a round
+(FlexGen's block schedule), while they are computed: a round takes the longer of the two. Disk is
+not used: host memory must hold the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.optimiser.heuristics.uniform import even_sizes
+from planner.optimiser.latency import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray
-from planner.optimiser.stage_kinds import latency_weights
 from quant.common.errors import InfeasibleError, SpecError
 from quant.common.units import GIB
 
@@ -35,7 +35,7 @@ def estimate_offloading(
     host_link_bytes_per_s: Sequence[float],
     host_memory_bytes: Sequence[float],
 ) -> OffloadingEstimate:
-    """What offloading would take; rates [N] in one direction, memory [N] of each stage's share.
+    """Estimate a batch with offloading; rates [N] in one direction, memory [N] of each stage.
 
     A device whose own parts do not fit offloads the shortfall too. Raises SpecError for a bitwidth
     that is not the problem's, InfeasibleError where a device cannot run it or host memory is short.
@@ -60,7 +60,4 @@ def estimate_offloading(
     decode = problem.fixed_decode_s + sizes * problem.decode_s[:, choice]
     prefill = np.maximum(prefill, streamed_s / problem.prefill_micro_batches)
     decode = np.maximum(decode, streamed_s / problem.decode_micro_batches)
-    latency = latency_weights(problem).seconds(
-        float(prefill.max()), float(decode.max()), float(prefill.sum()), float(decode.sum())
-    )
-    return OffloadingEstimate(latency, bits, host)
+    return OffloadingEstimate(latency_form(problem).of_stages(prefill, decode), bits, host)
