@@ -31,20 +31,26 @@ NAMES = (
     "prompt CSV", "packed prompts", "result CSV",
     "chat templates", "tokenizer files",
 )  # fmt: skip
-_SHARE = 8
+_SHARES = (24, pytest.param(4, marks=pytest.mark.rare))
 """One in so many of the hostile values for each field of a plan: all of them take a minute."""
 
-DEPTHS = (50, 200, 900, 990, 3000, 100_000)
+_EXAMPLES = (25, pytest.param(150, marks=pytest.mark.rare))
+"""Of each parser."""
+
+DEPTHS = (50, *(pytest.param(n, marks=pytest.mark.rare) for n in (200, 900)), 990, 3000, 100_000)
 """Around Python's limit of 1,000, and far beyond."""
 
-SMALL_SHARE = settings(
-    max_examples=60,
-    deadline=5000,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-"""What CI has time for; the same examples every time."""
+
+def repeatable(examples: int) -> settings:
+    """Settings for the same `examples` every time."""
+    return settings(
+        max_examples=examples,
+        deadline=5000,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -70,12 +76,13 @@ def test_seeds_are_accepted(name: str, tmp_path: Path) -> None:
     assert all(parser.check(seed, tmp_path) for seed in parser.seeds())
 
 
+@pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_mutations(name: str, folder: Path) -> None:
+def test_mutations(name: str, examples: int, folder: Path) -> None:
     """Changed by `mutation`, as in the benchmark."""
     parser = parsers()[name]
 
-    @SMALL_SHARE
+    @repeatable(examples)
     @given(st.sampled_from(parser.seeds()), st.integers(0, 2**32))
     def holds(seed: bytes, number: int) -> None:
         parser.check(parser.mutate(seed, random.Random(number)), folder)
@@ -83,12 +90,13 @@ def test_mutations(name: str, folder: Path) -> None:
     holds()
 
 
+@pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_and_bytes_of_hypothesis(name: str, folder: Path) -> None:
+def test_values_and_bytes_of_hypothesis(name: str, examples: int, folder: Path) -> None:
     """One value of a JSON seed replaced by any other, or a stretch of bytes."""
     parser = parsers()[name]
 
-    @SMALL_SHARE
+    @repeatable(examples)
     @given(st.sampled_from(parser.seeds()), st.data())
     def holds(seed: bytes, data: st.DataObject) -> None:
         content = _json(seed)
@@ -127,8 +135,9 @@ def test_deep_nesting(name: str, depth: int, folder: Path) -> None:
             parser.check(marked.replace(b'"@"', b"[" * depth + b"]" * depth), folder)
 
 
+@pytest.mark.parametrize("share", _SHARES)
 @pytest.mark.parametrize("data", plan_seeds(), ids=["real", "emulated"])
-def test_every_field_of_a_plan(data: bytes, folder: Path) -> None:
+def test_every_field_of_a_plan(data: bytes, share: int, folder: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]
     plan = json.loads(data)
@@ -140,7 +149,7 @@ def test_every_field_of_a_plan(data: bytes, folder: Path) -> None:
         holder, key = places_in(spoiled)[number]
         del holder[key]
         parser.check(dumps(spoiled) or b"", folder)
-        for value in HOSTILE[number % _SHARE :: _SHARE]:
+        for value in HOSTILE[number % share :: share]:
             spoiled = deepcopy(plan)
             holder, key = places_in(spoiled)[number]
             holder[key] = value
