@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -60,12 +58,6 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="parsed-") as name:
-        yield Path(name)
-
-
 def test_every_parser_is_listed() -> None:
     assert set(NAMES) == set(parsers())
 
@@ -78,21 +70,21 @@ def test_seeds_are_accepted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_mutations(name: str, examples: int, folder: Path) -> None:
+def test_mutations(name: str, examples: int, tmp_path: Path) -> None:
     """Changed by `mutation`, as in the benchmark."""
     parser = parsers()[name]
 
     @repeatable(examples)
     @given(st.sampled_from(parser.seeds()), st.integers(0, 2**32))
     def holds(seed: bytes, number: int) -> None:
-        parser.check(parser.mutate(seed, random.Random(number)), folder)
+        parser.check(parser.mutate(seed, random.Random(number)), tmp_path)
 
     holds()
 
 
 @pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_and_bytes_of_hypothesis(name: str, examples: int, folder: Path) -> None:
+def test_values_and_bytes_of_hypothesis(name: str, examples: int, tmp_path: Path) -> None:
     """One value of a JSON seed replaced by any other, or a stretch of bytes."""
     parser = parsers()[name]
 
@@ -107,7 +99,7 @@ def test_values_and_bytes_of_hypothesis(name: str, examples: int, folder: Path) 
             container, key = data.draw(st.sampled_from(places_in(content)))
             container[key] = data.draw(JSON)
             spoiled = dumps(content) or b""
-        parser.check(spoiled, folder)
+        parser.check(spoiled, tmp_path)
 
     holds()
 
@@ -116,28 +108,28 @@ def test_values_and_bytes_of_hypothesis(name: str, examples: int, folder: Path) 
 @pytest.mark.parametrize(
     "data", [b"", b"\x00", b"\xff" * 9, b"null", b"[]", b"{}", b'""', b"1e999"]
 )
-def test_nothing_and_next_to_nothing(name: str, data: bytes, folder: Path) -> None:
+def test_nothing_and_next_to_nothing(name: str, data: bytes, tmp_path: Path) -> None:
     taken = {("text lines", b""), ("generation_config.json", b"{}")}
-    assert not parsers()[name].check(data, folder) or (name, data) in taken
+    assert not parsers()[name].check(data, tmp_path) or (name, data) in taken
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_deep_nesting(name: str, depth: int, folder: Path) -> None:
+def test_deep_nesting(name: str, depth: int, tmp_path: Path) -> None:
     """Alone, and as the value of every top-level key of a seed."""
     parser = parsers()[name]
-    parser.check(b"[" * depth + b"]" * depth, folder)
-    parser.check(b'{"a":' * depth + b"1" + b"}" * depth, folder)
+    parser.check(b"[" * depth + b"]" * depth, tmp_path)
+    parser.check(b'{"a":' * depth + b"1" + b"}" * depth, tmp_path)
     content = _json(parser.seeds()[0])
     if isinstance(content, dict) and not (name == "cluster YAML" and depth > 50):  # 0.5 s each
         for key in content:
             marked = json.dumps({**content, key: "@"}).encode()
-            parser.check(marked.replace(b'"@"', b"[" * depth + b"]" * depth), folder)
+            parser.check(marked.replace(b'"@"', b"[" * depth + b"]" * depth), tmp_path)
 
 
 @pytest.mark.parametrize("share", _SHARES)
 @pytest.mark.parametrize("data", plan_seeds(), ids=["real", "emulated"])
-def test_every_field_of_a_plan(data: bytes, share: int, folder: Path) -> None:
+def test_every_field_of_a_plan(data: bytes, share: int, tmp_path: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]
     plan = json.loads(data)
@@ -148,12 +140,12 @@ def test_every_field_of_a_plan(data: bytes, share: int, folder: Path) -> None:
         spoiled = deepcopy(plan)
         holder, key = places_in(spoiled)[number]
         del holder[key]
-        parser.check(dumps(spoiled) or b"", folder)
+        parser.check(dumps(spoiled) or b"", tmp_path)
         for value in HOSTILE[number % share :: share]:
             spoiled = deepcopy(plan)
             holder, key = places_in(spoiled)[number]
             holder[key] = value
-            parser.check(dumps(spoiled) or b"", folder)
+            parser.check(dumps(spoiled) or b"", tmp_path)
 
 
 def test_a_wrong_field_of_a_plan_is_named() -> None:
