@@ -21,24 +21,25 @@ from ray.exceptions import (
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.emulation.emulation import check_planned_memory, hold_of, stand_in_spec
+from actors.emulation.stand_in import check_planned_memory, stand_in_spec
+from actors.emulation.times import emulated_times
 from actors.messages import Chunk, Finished, Request, StageStats, Transport
 from actors.processes.environment import stage_environment
 from actors.processes.placement import Placement, place
 from actors.processes.ray_head import LOOK_S, check_head, ended_process, get_while_it_lives
-from actors.processes.stage_actor import QueueSizes, StageActor
+from actors.processes.stage_actor import StageActor
 from actors.recovery.generation import Generation
 from actors.recovery.ledger import Ledger
 from actors.recovery.liveness import Watch, get_watched
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import bring_up
-from actors.stage.planned import stage_spec
-from actors.stage.spec import StageSpec
+from actors.schedule.scheduler import QueueSizes
+from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
-from actors.transport.meeting import CONTROL, Meeting
+from actors.transport.rendezvous import CONTROL, Rendezvous
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
@@ -74,7 +75,7 @@ class StageGroup:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanSpec,
         checkpoint: str,
         timeouts: Timeouts | None = None,
         cache: CacheSettings = NO_CACHE,
@@ -102,7 +103,7 @@ class StageGroup:
         self._hosts: tuple[str, ...] = ()  # addresses of the stages' nodes
         self._placements: Sequence[Placement] = ()
         self._strategies: Sequence[Mapping[str, Any]] = ()
-        self.sizes = QueueSizes(plan.workload.global_batch, sizes.prefill, sizes.decode)
+        self.sizes = QueueSizes.of(plan)
         self._recovery = recovery
         self._on_event = on_event
         self._ledger: Ledger | None = None
@@ -155,8 +156,8 @@ class StageGroup:
         timeout_s = self._timeouts.meeting_s
         if self._epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
-        meeting = Meeting(self._hosts, timeout_s)
-        self._get_watched([first.open_meeting.remote(meeting)], timeout_s)
+        meeting = Rendezvous(self._hosts, timeout_s)
+        self._get_watched([first.open_rendezvous.remote(meeting)], timeout_s)
         # The first to fail is the one to blame: the others wait for it.
         connecting = [a.connect.remote(meeting, first, self.sizes) for a in self._actors]
         self._get_watched(connecting, 2 * timeout_s)
@@ -213,7 +214,7 @@ class StageGroup:
             self._spec(stage),
             self._checkpoint,
             placement.threads,
-            hold_of(plan, stage),
+            emulated_times(plan, stage),
             self._cache,
             self._telemetry,
         )

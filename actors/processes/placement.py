@@ -16,7 +16,7 @@ CRUMB = 0.001
 
 
 class Placed(Protocol):
-    """What needs a device: a `planner.plan.plan.StagePlan`, or a measurement."""
+    """What needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
 
     @property
     def index(self) -> int:

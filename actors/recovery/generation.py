@@ -17,11 +17,11 @@ from ray.exceptions import RayTaskError
 from actors.messages import Chunk, Finished, Request
 from actors.processes.health import BatchFailure, SoFar
 from actors.processes.ray_head import check_head, references_of
-from actors.processes.stage_actor import QueueSizes
 from actors.recovery.ledger import Fault, Ledger
 from actors.recovery.liveness import Watch
 from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent
 from actors.recovery.repair import Aftermath, Stages, hung_by, mend, settle
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
 CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there

@@ -14,9 +14,9 @@ from ray.exceptions import RayTaskError
 from actors.messages import Chunk
 from actors.processes.health import BatchFailure, Settled, SoFar
 from actors.processes.ray_head import check_head
-from actors.processes.stage_actor import QueueSizes
 from actors.recovery.liveness import HangError, Watch
 from actors.recovery.policy import OnEvent, Recovery, RecoveryEvent
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
 
 SETTLE_S = 20.0  # at least: Ray takes 5 s to kill a stopped process, for which neighbours wait

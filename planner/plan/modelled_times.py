@@ -1,9 +1,9 @@
 """The latency model's seconds of one stage for any micro-batch, as a plan carries them to emulated
 devices.
 
-Latency models need not be linear: kernels change their ways with rows, and measured layers depart
-from every formula. So a stage's time is tabulated over requests and length, thinned to the points
-between which it is linear; of the passes of the planned batch every one is exact.
+Latency models need not be linear: kernels choose other algorithms for more rows, and measured
+layers fit no formula. So a stage's time is tabulated over requests and length, thinned to the
+points between which it is linear; every pass of the planned batch is exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.device import Device
@@ -22,6 +22,7 @@ from planner.costs.communication import TOKEN_ID_BYTES, hidden_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
+from planner.plan.field_types import STRICT, Seconds
 from planner.workload import Workload
 from quant.scheme import DTYPE_BYTES
 
@@ -30,8 +31,6 @@ Lengths = npt.NDArray[np.int64]
 Compute = Callable[[Phase, int, int], Sequence[float]]
 """Seconds of every stage [N] for a phase, a number of requests, and the length of each of them."""
 
-_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
-_Seconds = Annotated[float, Field(ge=0, le=1e9)]
 _Count = Annotated[int, Field(ge=0)]
 
 _LINEAR = 1e-12
@@ -40,16 +39,16 @@ _EVERY_UP_TO = 8  # requests and lengths up to here are all tabulated,
 _GROWTH = 1.25  # from there on each is longer by this factor, and between them time is linear
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class LengthCurve:
     """Seconds of a micro-batch of `requests` by the length of each of them, linear in between."""
 
     requests: Annotated[int, Field(ge=1)]
     lengths: Annotated[tuple[_Count, ...], Field(min_length=1)]
-    seconds: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+    seconds: Annotated[tuple[Seconds, ...], Field(min_length=1)]
 
     def __post_init__(self) -> None:
-        """ValueError, which names the field in a plan, unless lengths ascend and match."""
+        """Raise ValueError, which pydantic reports, unless lengths ascend and match."""
         ascending = list(self.lengths) == sorted(set(self.lengths))
         if not ascending or len(self.lengths) != len(self.seconds):
             raise ValueError(
@@ -65,7 +64,7 @@ class LengthCurve:
 Curves = Annotated[tuple[LengthCurve, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ModelledTimes:
     """One stage's seconds: all that computes there, and the transfer of its result.
 
@@ -76,12 +75,12 @@ class ModelledTimes:
 
     prefill: Curves
     decode: Curves
-    link_latency_s: _Seconds = 0.0
-    link_s_per_token: _Seconds = 0.0
-    link_s_per_request: _Seconds = 0.0
+    link_latency_s: Seconds = 0.0
+    link_s_per_token: Seconds = 0.0
+    link_s_per_request: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """ValueError, which names the field in a plan, unless the requests ascend."""
+        """Raise ValueError, which pydantic reports with the field, unless the requests ascend."""
         for curves in (self.prefill, self.decode):
             sizes = [curve.requests for curve in curves]
             if sizes != sorted(set(sizes)):
@@ -89,7 +88,7 @@ class ModelledTimes:
 
     @classmethod
     def constant(cls, prefill_s: float, decode_s: float) -> ModelledTimes:
-        """The same for every micro-batch of a phase, and no transfers."""
+        """Times that are the same for every micro-batch of a phase, without transfers."""
         prefill, decode = ((LengthCurve(1, (1,), (each,)),) for each in (prefill_s, decode_s))
         return cls(prefill, decode)
 
@@ -119,7 +118,7 @@ class ModelledTimes:
 def modelled_times(
     costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, compute: Compute
 ) -> tuple[ModelledTimes, ...]:
-    """Of every stage [N] of `devices`, which take what `compute` says."""
+    """The times of every stage [N] on `devices`; `compute` gives the seconds of computing."""
     workload = costs.workload
     prompts = range(workload.prompt_length, workload.prompt_length + 1)
     contexts = range(
@@ -148,7 +147,7 @@ def _tables(
 
 
 def _grid(most: int) -> Iterator[int]:
-    """1 to `most`: all small numbers, and of greater ones ever fewer."""
+    """Numbers from 1 to `most`: all small ones, then ever fewer."""
     at = 1
     while at < most:
         yield at
@@ -157,7 +156,7 @@ def _grid(most: int) -> Iterator[int]:
 
 
 def _thinned(requests: int, lengths: Sequence[int], seconds: FloatArray) -> LengthCurve:
-    """The points from which straight lines give all of them (Douglas and Peucker's way)."""
+    """The fewest points between which straight lines give all others (Douglas and Peucker)."""
     at = np.array(lengths, dtype=np.float64)
     kept = {0, len(at) - 1}
     spans = [(0, len(at) - 1)]

@@ -61,7 +61,7 @@ def prepare() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from actors.attention.cpu_decode import warm_up
-    from actors.emulation import emulation  # noqa: F401
+    from actors.emulation import stage  # noqa: F401
 
     torch.set_num_threads(1)  # numba's own threads do not survive a fork
     for dtype in (torch.float32, torch.bfloat16):

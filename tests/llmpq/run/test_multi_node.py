@@ -33,14 +33,14 @@ def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
 
 @pytest.mark.usefixtures("ray_nodes")
 def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan: Plan) -> None:
-    with StageGroup(plan.data, str(tiny[0])) as group:
+    with StageGroup(plan.spec, str(tiny[0])) as group:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         actors = ray._private.state.actors()
         for stage, actor in zip(plan.stages, group._actors, strict=True):
             resources = nodes[actors[actor._actor_id.hex()]["Address"]["NodeID"]]
             assert stage.accelerator.split("-")[0] in resources
         with pytest.raises(DeviceError, match="in use"):
-            StageGroup(plan.data, str(tiny[0]), Timeouts(placement_s=1.0)).__enter__()
+            StageGroup(plan.spec, str(tiny[0]), Timeouts(placement_s=1.0)).__enter__()
     prompts = random_prompts((5, 11, 1, 8, 16, 2, 11))
     results = {r.custom_id: r for r in plan.run([list(p) for p in prompts])}
     for i, prompt in enumerate(prompts):

@@ -15,12 +15,13 @@ import ray
 
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.stage_group import StageGroup
 from llmpq import Plan
 from quant.cache.settings import CacheSettings
 from quant.common.errors import StageLostError
+from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import LAYERS, random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import DEATHS, LARGEST, DyingActor, FaultyActor
@@ -58,7 +59,7 @@ class Recorder:
 def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
     """Without Ray, in stages and micro-batches of other sizes."""
     stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
-    scheduler = QueueScheduler(40, 20, 20, len(stages))
+    scheduler = StaticScheduler(QueueSizes(40, 20, 20), len(stages))
     scheduler.add(list(requests(COUNT)), last=True)
     recorder = Recorder()
     recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))
@@ -84,7 +85,7 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
     kill, stop = signal.SIGKILL, signal.SIGSTOP
     faults = {COUNT // 4: [(1, stop)], COUNT // 2: [(0, kill), (2, kill)]}
     group = StageGroup(
-        plan.data,
+        plan.spec,
         str(tiny[0]),
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",
@@ -117,7 +118,7 @@ def faulty(
     events: list[RecoveryEvent] = []
     recovery = Recovery(retries=1)
     with FaultyGroup(
-        plan.data, str(tiny[0]), transport="ray", recovery=recovery, on_event=events.append
+        plan.spec, str(tiny[0]), transport="ray", recovery=recovery, on_event=events.append
     ) as group:
         yield group, events
 
@@ -193,7 +194,7 @@ def test_a_death_while_the_plan_is_loaded_is_mended_but_not_for_ever(
 ) -> None:
     events: list[RecoveryEvent] = []
     group = DyingGroup(
-        plan.data,
+        plan.spec,
         str(tiny[0]),
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",

@@ -48,7 +48,7 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
     prompts = random_prompts([1 + i % 16 for i in range(COUNT)])
     source = Source(prompts)
     ended: dict[str, tuple[int, ...]] = {}
-    with StageGroup(plan.data, str(tiny[0]), transport=transport) as group:
+    with StageGroup(plan.spec, str(tiny[0]), transport=transport) as group:
         for finished in group.generate(source):
             for each in finished:
                 assert each.custom_id not in ended
@@ -78,7 +78,7 @@ def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     tiny: tuple[Path, Any], plan: Plan, transport: Transport, stage: int
 ) -> None:
     off = Recovery(retries=0)
-    with StageGroup(plan.data, str(tiny[0]), transport=transport, recovery=off) as group:
+    with StageGroup(plan.spec, str(tiny[0]), transport=transport, recovery=off) as group:
         running = group.generate(Source(random_prompts([5] * 50 * COUNT)))
         next(running)
         kill_process_of(group, stage)
@@ -93,11 +93,11 @@ def test_stages_that_cannot_meet_are_left_to_ray_unless_gloo_was_asked_for(
 ) -> None:
     monkeypatch.setattr(StageGroup, "_meet", cannot_meet)
     with pytest.warns(UserWarning, match=r"no port.*by Ray") as warned:
-        assert not StageGroup(plan.data, "model")._link()
+        assert not StageGroup(plan.spec, "model")._link()
     assert len(warned) == 1
-    assert not StageGroup(plan.data, "model", transport="ray")._link()
+    assert not StageGroup(plan.spec, "model", transport="ray")._link()
     with pytest.raises(DeviceError, match="no port"):
-        StageGroup(plan.data, "model", transport="gloo")._link()
+        StageGroup(plan.spec, "model", transport="gloo")._link()
 
 
 def cannot_meet(_: StageGroup) -> None:
