@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -31,20 +29,26 @@ NAMES = (
     "prompt CSV", "packed prompts", "result CSV",
     "chat templates", "tokenizer files",
 )  # fmt: skip
-_SHARE = 8
+_SHARES = (24, pytest.param(4, marks=pytest.mark.rare))
 """One in so many of the hostile values for each field of a plan: all of them take a minute."""
 
-DEPTHS = (50, 200, 900, 990, 3000, 100_000)
+_EXAMPLES = (25, pytest.param(150, marks=pytest.mark.rare))
+"""Of each parser."""
+
+DEPTHS = (50, *(pytest.param(n, marks=pytest.mark.rare) for n in (200, 900)), 990, 3000, 100_000)
 """Around Python's limit of 1,000, and far beyond."""
 
-SMALL_SHARE = settings(
-    max_examples=60,
-    deadline=5000,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-"""What CI has time for; the same examples every time."""
+
+def repeatable(examples: int) -> settings:
+    """Settings for the same `examples` every time."""
+    return settings(
+        max_examples=examples,
+        deadline=5000,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -52,12 +56,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=8,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="parsed-") as name:
-        yield Path(name)
 
 
 def test_every_parser_is_listed() -> None:
@@ -70,25 +68,27 @@ def test_seeds_are_accepted(name: str, tmp_path: Path) -> None:
     assert all(parser.check(seed, tmp_path) for seed in parser.seeds())
 
 
+@pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_mutations(name: str, folder: Path) -> None:
+def test_mutations(name: str, examples: int, tmp_path: Path) -> None:
     """Changed by `mutation`, as in the benchmark."""
     parser = parsers()[name]
 
-    @SMALL_SHARE
+    @repeatable(examples)
     @given(st.sampled_from(parser.seeds()), st.integers(0, 2**32))
     def holds(seed: bytes, number: int) -> None:
-        parser.check(parser.mutate(seed, random.Random(number)), folder)
+        parser.check(parser.mutate(seed, random.Random(number)), tmp_path)
 
     holds()
 
 
+@pytest.mark.parametrize("examples", _EXAMPLES)
 @pytest.mark.parametrize("name", NAMES)
-def test_values_and_bytes_of_hypothesis(name: str, folder: Path) -> None:
+def test_values_and_bytes_of_hypothesis(name: str, examples: int, tmp_path: Path) -> None:
     """One value of a JSON seed replaced by any other, or a stretch of bytes."""
     parser = parsers()[name]
 
-    @SMALL_SHARE
+    @repeatable(examples)
     @given(st.sampled_from(parser.seeds()), st.data())
     def holds(seed: bytes, data: st.DataObject) -> None:
         content = _json(seed)
@@ -99,7 +99,7 @@ def test_values_and_bytes_of_hypothesis(name: str, folder: Path) -> None:
             container, key = data.draw(st.sampled_from(places_in(content)))
             container[key] = data.draw(JSON)
             spoiled = dumps(content) or b""
-        parser.check(spoiled, folder)
+        parser.check(spoiled, tmp_path)
 
     holds()
 
@@ -108,27 +108,28 @@ def test_values_and_bytes_of_hypothesis(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\x00", b"\xff" * 9, b"null", b"[]", b"{}", b'""', b"1e999"]
 )
-def test_nothing_and_next_to_nothing(name: str, data: bytes, folder: Path) -> None:
+def test_nothing_and_next_to_nothing(name: str, data: bytes, tmp_path: Path) -> None:
     taken = {("text lines", b""), ("generation_config.json", b"{}")}
-    assert not parsers()[name].check(data, folder) or (name, data) in taken
+    assert not parsers()[name].check(data, tmp_path) or (name, data) in taken
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_deep_nesting(name: str, depth: int, folder: Path) -> None:
+def test_deep_nesting(name: str, depth: int, tmp_path: Path) -> None:
     """Alone, and as the value of every top-level key of a seed."""
     parser = parsers()[name]
-    parser.check(b"[" * depth + b"]" * depth, folder)
-    parser.check(b'{"a":' * depth + b"1" + b"}" * depth, folder)
+    parser.check(b"[" * depth + b"]" * depth, tmp_path)
+    parser.check(b'{"a":' * depth + b"1" + b"}" * depth, tmp_path)
     content = _json(parser.seeds()[0])
     if isinstance(content, dict) and not (name == "cluster YAML" and depth > 50):  # 0.5 s each
         for key in content:
             marked = json.dumps({**content, key: "@"}).encode()
-            parser.check(marked.replace(b'"@"', b"[" * depth + b"]" * depth), folder)
+            parser.check(marked.replace(b'"@"', b"[" * depth + b"]" * depth), tmp_path)
 
 
+@pytest.mark.parametrize("share", _SHARES)
 @pytest.mark.parametrize("data", plan_seeds(), ids=["real", "emulated"])
-def test_every_field_of_a_plan(data: bytes, folder: Path) -> None:
+def test_every_field_of_a_plan(data: bytes, share: int, tmp_path: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]
     plan = json.loads(data)
@@ -139,12 +140,12 @@ def test_every_field_of_a_plan(data: bytes, folder: Path) -> None:
         spoiled = deepcopy(plan)
         holder, key = places_in(spoiled)[number]
         del holder[key]
-        parser.check(dumps(spoiled) or b"", folder)
-        for value in HOSTILE[number % _SHARE :: _SHARE]:
+        parser.check(dumps(spoiled) or b"", tmp_path)
+        for value in HOSTILE[number % share :: share]:
             spoiled = deepcopy(plan)
             holder, key = places_in(spoiled)[number]
             holder[key] = value
-            parser.check(dumps(spoiled) or b"", folder)
+            parser.check(dumps(spoiled) or b"", tmp_path)
 
 
 def test_a_wrong_field_of_a_plan_is_named() -> None:

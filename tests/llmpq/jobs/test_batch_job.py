@@ -166,17 +166,16 @@ def test_without_its_token_no_run_joins_the_head(
     """Said at once, in one message; `ray.init` alone takes 20 s and a line each of them."""
     prompts = write_prompts(tmp_path / "in.jsonl", {"prompt": [5]})
     command = [sys.executable, "-m", "llmpq.cli.dist", "--plan", plan_file]
-    command += ["--input", str(prompts), "--output", str(tmp_path / "out.jsonl")]
-    command += ["--address", head.cluster]
+    command += ["--input", str(prompts), "--address", head.cluster]
     processes = [
         subprocess.Popen(
-            command,
+            [*command, "--output", str(tmp_path / f"out-{number}.jsonl")],
             env=head.environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for variables in tokens(tmp_path)
+        for number, variables in enumerate(tokens(tmp_path))
     ]
     for process, words in zip(processes, TOLD, strict=True):
         code, out, error = finished(process)
