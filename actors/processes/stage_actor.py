@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from actors.emulation.emulation import Hold, Pace, warm_up
 from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
 from actors.processes.device import local_device
-from actors.processes.health import Health, Pulse, Settled, SoFar
+from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.pipeline import Pipeline, PipelineDriver
 from actors.schedule.static import QueueScheduler
 from actors.stage.spec import StageSpec
@@ -139,12 +139,12 @@ class StageActor(BoardKeeper):
         """All but the first stage: compute what comes over the links, until one of them breaks."""
         serve(self, self._linked(), self._limits)
 
-    def settle(self) -> Settled:
+    def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
-        so_far = None if self._leader is None else self._leader.so_far()
+        tokens = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
         self.close_meeting()
-        return Settled(self._health.take_failure(), so_far)
+        return RunReport(self._health.take_failure(), tokens)
 
     def begin(self, epoch: int) -> str:
         """All stages are about to be linked again, in the same `epoch`; the address of its node."""
@@ -204,15 +204,15 @@ class StageActor(BoardKeeper):
         return self._meter.spans(self._spec.index)
 
     @ray.method(concurrency_group=CONTROL)
-    def pulse(self, with_tokens: bool = False) -> Pulse:
-        """A sign of life; the first stage's `with_tokens` of the requests it has in slots."""
+    def heartbeat(self, with_tokens: bool = False) -> Heartbeat:
+        """Give a sign of life; the first stage's `with_tokens` of the requests in its slots."""
         leader = self._leader
-        so_far = leader.so_far() if with_tokens and leader is not None else None
-        return replace(self._health.pulse(so_far), is_held=self._pace.is_holding)
+        tokens = leader.so_far() if with_tokens and leader is not None else None
+        return replace(self._health.heartbeat(tokens), is_held=self._pace.is_holding)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
-        """Tell the stage after this one that no more comes, so that it can `settle`."""
+        """Tell the stage after this one that no more comes, so that it can `leave_run`."""
         links = self._links
         if links is not None:
             links.stop()
@@ -248,10 +248,10 @@ class _Leader:
         under_way = self._driver.under_way
         return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
 
-    def so_far(self) -> SoFar:
+    def so_far(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
         run = self._run
-        return SoFar(run, {} if run is None else self._driver.so_far())
+        return SlotTokens(run, {} if run is None else self._driver.so_far())
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """As `StageActor.generate`."""

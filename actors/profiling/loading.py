@@ -20,9 +20,9 @@ from ray.exceptions import RayTaskError
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
+from actors.processes.answers import get_answer
 from actors.processes.environment import stage_environment
 from actors.processes.placement import place
-from actors.processes.ray_head import get_while_it_lives
 from actors.profiling.task import Wanted
 from actors.stage.families import architecture_of, empty_model, keep_stage
 from actors.stage.library_config import library_config, with_layers
@@ -80,7 +80,7 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
         max_retries=0,
     )
     try:
-        found: tuple[MeasuredLoad, ...] = get_while_it_lives(remote.remote(task))
+        found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
     except RayTaskError as error:
         if isinstance(error.cause, LlmpqError):
             raise error.cause from None

@@ -14,9 +14,9 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from actors.processes.answers import get_answer, get_streamed
 from actors.processes.environment import stage_environment
 from actors.processes.placement import place
-from actors.processes.ray_head import get_while_it_lives, references_of
 from actors.profiling.layers import PreparedWorkload, TimedLayers
 from actors.profiling.machine_speed import Pace
 from actors.stage.library_config import library_config
@@ -246,9 +246,9 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
         num_returns="streaming",
         max_retries=0,
     )
-    for reference in references_of(remote.remote(task, device.accelerator.name)):
+    for reference in get_streamed(remote.remote(task, device.accelerator.name)):
         try:
-            yield get_while_it_lives(reference)
+            yield get_answer(reference)
         except RayTaskError as error:
             if isinstance(error.cause, LlmpqError):
                 raise error.cause from None

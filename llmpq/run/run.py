@@ -208,19 +208,18 @@ class Run:
                 requests = chain(group.unfinished(), requests)
 
     def _group(self) -> StageGroup:
-        from actors.stage_group import StageGroup
+        from actors.stage_group import GroupOptions, StageGroup
         from actors.telemetry.meter import TelemetryOptions
 
         options = self._options
-        return StageGroup(
-            self.plan,
-            self._checkpoint,
+        settings = GroupOptions(
             cache=options.cache,
             transport=options.transport,
             telemetry=TelemetryOptions(options.job, trace=options.trace is not None),
             recovery=options.recovery,
             on_event=self._tell,
         )
+        return StageGroup(self.plan, self._checkpoint, settings)
 
     def _generate_in(
         self,

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
 from llmpq.run.monitor import RunMeter, RunState, generated
@@ -40,7 +40,7 @@ def group(tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
     )
     try:
         with StageGroup(
-            plan.data, str(tiny[0]), telemetry=TelemetryOptions(JOB, trace=True)
+            plan.data, str(tiny[0]), GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
         ) as stages:
             yield stages
     finally:
