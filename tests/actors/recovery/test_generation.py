@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,7 @@ SOON_S = 5.0  # in the middle of the run
 @pytest.mark.parametrize(("stage", "again"), [(0, 3 + 1), (1, 0 + 1)])
 def test_requests_in_flight_keep_their_tokens(stage: int, again: int) -> None:
     """All of them where the first stage can tell; else those of the last second or so are lost."""
-    source = requests(8, new_tokens=100)
+    source = [replace(request, max_new_tokens=60) for request in requests(8)]
     undisturbed = started()
     undisturbed.check_all(source)
     cluster = started()
