@@ -1,5 +1,5 @@
-"""What the scheduler, the stages and the driver tell each other: requests, micro-batches, sampled
-tokens.
+"""The messages between scheduler, stages and driver: requests, micro-batches, sampled tokens and
+figures.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Request:
-    """One tokenized prompt; `max_new_tokens` is already settled.
+    """One tokenized prompt, with its own `max_new_tokens`.
 
-    `generated`: its first new tokens, computed before and counted by `max_new_tokens`, where it
-    goes on after a fault.
+    `generated`: its first new tokens where it goes on after a fault; `max_new_tokens` counts them.
     """
 
     custom_id: str
@@ -38,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the requests of a run, which is numbered; after the `last` one no more come."""
+    """A part of the requests of the run of this number; after the `last` part no more come."""
 
     run: int
     requests: tuple[Request, ...]
@@ -47,10 +46,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the last stage must know of a request that takes a slot; `generated` as in `Request`.
+    """A request that takes a slot, as the stage that samples must know it.
 
-    `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
-    are told once; the stage that samples keeps them and what it has given.
+    `generated` as in `Request`. `prompt_tokens`: the distinct tokens of its prompt where a penalty
+    counts them, else empty. They are sent once; the stage that samples keeps them, and the tokens
+    that it has chosen.
     """
 
     slot: int
@@ -62,7 +62,7 @@ class Admission:
 
     @classmethod
     def of(cls, slot: int, request: Request) -> Admission:
-        """That of `request`."""
+        """The admission of `request` to `slot`."""
         sampling = request.sampling
         counted = sampling.repetition_penalty != 1
         return cls(
@@ -81,15 +81,13 @@ class MicroBatch:
 
     `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the
     requests' new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the
-    requests that begin with this micro-batch (prefill). `ready_at_s`: when emulated links bring
-    it, by a clock that all processes of the machine share.
+    requests that begin with this micro-batch (prefill).
     """
 
     slots: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
-    ready_at_s: float = 0.0
 
     @property
     def is_decode(self) -> bool:
@@ -106,8 +104,9 @@ class MicroBatch:
         return positions
 
     def passes(self, tokens_at_once: int) -> list[MicroBatch]:
-        """Its requests in order, without admissions, in parts of at most so many new tokens; a part
-        has at least one request.
+        """Parts of at most `tokens_at_once` new tokens, but at least one request each.
+
+        They have the requests in order, and no admissions.
         """
         parts: list[MicroBatch] = []
         first = tokens = 0
@@ -131,19 +130,18 @@ class MicroBatch:
 class Sampled:
     """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did.
 
-    `error`: its logits were not finite; the token means nothing then. `ready_at_s` as in
-    `MicroBatch`.
+    The reason "error" means that its logits were not finite; the token has no meaning then.
     """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]
-    ready_at_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A request that has all its tokens (EOS included, prompt not); `error` says what went wrong
-    where that is not the logits.
+    """A request that has ended, with its new tokens (EOS included).
+
+    `error` says what went wrong, unless logits were not finite.
     """
 
     custom_id: str
@@ -154,10 +152,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """What a stage has computed of one phase; the last three count full micro-batches only.
+    """The work of a stage in one phase; the last three fields count full micro-batches only.
 
-    Those have at least nine tenths of the planned size; `full_sizes` is the sum of their shares of
-    it, so that `full_s / full_sizes` is seconds of a planned micro-batch.
+    Full ones have at least nine tenths of the planned size; `full_sizes` is the sum of their shares
+    of it, so that `full_s / full_sizes` is the seconds of a planned micro-batch.
     """
 
     micro_batches: int = 0
@@ -171,7 +169,7 @@ class PhaseWork:
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """What the first stage's scheduler holds: requests that wait and those in KV slots, and
+    """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
     micro-batches on their way through the pipeline.
     """
 
@@ -183,10 +181,10 @@ class QueueDepth:
 
 @dataclass(frozen=True)
 class StageStats:
-    """What a stage has done so far.
+    """The figures of a stage so far.
 
-    `busy_s` counts the micro-batch that is being computed, up to now; `prefill` and `decode` count
-    those that are done. `queue` is the first stage's.
+    `busy_s` includes the micro-batch that is being computed, up to now; `prefill` and `decode`
+    count those that are done. Only the first stage has a `queue`.
     """
 
     busy_s: float

@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, as a job, a row or a model's makers say it."""
+"""How the next token of a request is chosen, as a job, a row or a model's checkpoint states it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from quant.common.errors import SpecError
 
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Least and most. In use are 0.8 to 2; far beyond, the logits of any type stay finite."""
+"""Least and most. Usual are 0.8 to 2; within these limits the logits of every type stay finite."""
 
 ADDITIVE_PENALTY = 2.0
-"""At most, either way, of presence and frequency penalties; as OpenAI's interface has it."""
+"""Largest size of presence and frequency penalties, of either sign, as in OpenAI's interface."""
 
 LARGEST_BIAS = 100.0
-"""Of a logit, either way; as OpenAI's interface has it."""
+"""Largest size of the bias of a logit, of either sign, as in OpenAI's interface."""
 
 MOST_STOPS = 64
-"""OpenAI's interface takes 4. All are looked for after every token, while the batch waits."""
+"""OpenAI's interface takes 4. All are searched for after every token, while the batch waits."""
 
 STOP_CHARACTERS = 1000
-"""Of one of them, which may lie in as many tokens, whose text is made anew each time."""
+"""Length of one stop string, which may lie in as many tokens, each time decoded anew."""
 
 _STOP_WANTED = f"at most {MOST_STOPS} texts of 1 to {STOP_CHARACTERS} characters each"
 _REPETITION_WANTED = "from {:g} to {:g}; 1 is none".format(*REPETITION_PENALTIES)
 _ADDITIVE_WANTED = f"from {-ADDITIVE_PENALTY:g} to {ADDITIVE_PENALTY:g}"
-_ID_DIGITS = 18  # of a token id: what an int64 holds
+_ID_DIGITS = 18  # of a token id, so that an int64 holds it
 _FIRST_FIELDS = frozenset(
     ("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop", "ignore_eos")
 )
@@ -94,12 +94,12 @@ class Sampling:
                 raise SpecError(
                     f"sampling.{name} is {getattr(self, name)!r:.80}; it must be {wanted}"
                 )
-        if self.logit_bias != {}:  # as in most rows, of which there may be millions
+        if self.logit_bias != {}:  # it is empty in most rows, of which there may be millions
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def penalises(self) -> bool:
-        """Whether it matters which tokens a request has had."""
+        """Whether the choice depends on the tokens that a request has had."""
         additive = self.presence_penalty != 0 or self.frequency_penalty != 0
         return additive or self.repetition_penalty != 1
 
@@ -110,8 +110,8 @@ class Sampling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its fields for a digest: the first seven always, those that came later where they are
-        set, so that jobs of older versions go on.
+        """The fields that count for a digest: the first seven always, and those that were added
+        later only where they are set, so that jobs of older versions can be resumed.
         """
         return {
             name: value
@@ -121,7 +121,7 @@ class Sampling:
 
 
 def _checked_bias(given: Mapping[Any, Any]) -> dict[int, float]:
-    """`logit_bias` by token id, which in JSON is text; `SpecError` naming the token."""
+    """`logit_bias` by token id, which is text in JSON; raises `SpecError` naming the token."""
     if not isinstance(given, Mapping):
         raise SpecError(
             f"sampling.logit_bias is {given!r:.80}; it must map token ids to numbers from "
@@ -151,4 +151,4 @@ def _is_token_id(key: object) -> bool:
 
 
 GREEDY = Sampling()
-"""What holds where nothing is set."""
+"""The sampling where nothing is set."""

@@ -11,26 +11,27 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.emulation.emulation import check_planned_memory, hold_of, stand_in_spec
+from actors.emulation.stand_in import check_planned_memory, stand_in_spec
+from actors.emulation.times import emulated_times
 from actors.messages import Finished, Request, StageStats, Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.environment import stage_environment
 from actors.processes.handle import StageHandle
 from actors.processes.placement import place
 from actors.processes.reservation import Reservation
-from actors.processes.stage_actor import QueueSizes, StageActor
+from actors.processes.stage_actor import StageActor
 from actors.recovery.generation import Generation
 from actors.recovery.linking import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
-from actors.stage.planned import stage_spec
-from actors.stage.spec import StageSpec
+from actors.schedule.scheduler import QueueSizes
+from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
-from actors.transport.meeting import CONTROL
+from actors.transport.rendezvous import CONTROL
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.cache.settings import NO_CACHE, CacheSettings
 
 
@@ -76,7 +77,7 @@ class StageGroup:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanSpec,
         checkpoint: str,
         options: GroupOptions = GroupOptions(),
     ) -> None:
@@ -101,7 +102,7 @@ class StageGroup:
         self._pipeline = StagePipeline(
             self.stages,
             self._answers,
-            QueueSizes(plan.workload.global_batch, sizes.prefill, sizes.decode),
+            QueueSizes.of(plan),
             LinkOptions(options.transport, options.timeouts.meeting_s, options.recovery.hang_s),
         )
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
@@ -147,7 +148,7 @@ class StageGroup:
             self._spec(stage),
             self._checkpoint,
             threads,
-            hold_of(self._plan, stage),
+            emulated_times(self._plan, stage),
             self._options.cache,
             self._telemetry,
         )

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place
 from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from benchmarks.machine import processor_name
 
@@ -66,7 +67,7 @@ def ways(
         shares = (grouped @ keys[:, :, :tokens].transpose(2, 3)).softmax(-1)
         return (shares @ values[:, :, :tokens]).reshape(query.shape)
 
-    question = DecodeQuery(query, where, scale)
+    question = DecodeQuery(query, where, Scoring(scale))
     codes = [Stored(*quantized(stored)) for stored in (keys, values)]
     return {
         "flash kernel": flash,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.stage.layer_stream import LayerStream, compute_on, stream_layers
 from llmpq.quality.scoring import Subject
-from llmpq.quality.text import Windows
+from llmpq.quality.text_windows import Windows
 
 
 class Divergence:

@@ -37,7 +37,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.explanation.planned_assignment import planned_assignment
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.rows import write_profiles
 from planner.search.search import find_plan, planning_costs
 from planner.simulation.simulation import Simulated
@@ -68,7 +68,7 @@ class Setting:
 class Played:
     """A plan, the simulation of what is run of it, and how many tokens that are of each request."""
 
-    plan: Plan
+    plan: PlanSpec
     simulated: Simulated
     new_tokens: int
 

@@ -30,9 +30,9 @@ from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts, weight_only
 from llmpq.quality.indicator import Calibration
-from llmpq.quality.quantize import quantize_checkpoint
+from llmpq.quality.quantize import Quantization, quantize_checkpoint
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import token_windows
+from llmpq.quality.text_windows import token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.checkpoint.reader import Checkpoint
 from quant.gptq.format import read_gptq
@@ -75,14 +75,9 @@ def checkpoints(
     """Who wrote it, what, where, and the bits of its layers."""
     for what, (bits, options) in OURS.items():
         target = folder / f"ours {what}"
-        quantize_checkpoint(
-            MODEL,
-            target,
-            bits,
-            torch.from_numpy(calibration.token_ids),
-            compute_on(CPU, torch.float32),
-            options,
-        )
+        token_ids = torch.from_numpy(calibration.token_ids)
+        wanted = Quantization(bits, token_ids, compute_on(CPU, torch.float32), options)
+        quantize_checkpoint(MODEL, target, wanted)
         yield "llmpq", what, target, bits
     examples = [
         {"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)}

@@ -32,7 +32,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from llmpq.quality.indicator import TokenIds, measure_indicators
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import Gram, squared_rounding_error
 from quant.sensitivity.indicators import (
     HessianStatistics,
@@ -40,6 +39,7 @@ from quant.sensitivity.indicators import (
     VarianceStatistics,
     weight_noises,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 BITS = (3, 4, 8, 16)
 VOCABULARY = 1024

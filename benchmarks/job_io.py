@@ -1,4 +1,4 @@
-"""Processor time and memory of a job's input, ledger and output, without a model.
+"""Processor time and memory of a job's input, database and output, without a model.
 
 For rows that all run and for rows that all are unreadable; then of the same job looked up again row
 by row, and as a command that nothing has changed since. Each runs in a process of its own, so that
@@ -21,11 +21,12 @@ from llmpq import Cluster, Workload
 from llmpq.cli.common import EXIT_DONE, EXIT_ERROR_ROWS
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job
-from llmpq.jobs.output.output import JobOutput
+from llmpq.jobs.output.job_output import JobOutput
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 
 SIZES = (100_000, 1_000_000)
 PROMPT, ANSWER = "word " * 40, tuple(range(100))  # 200 characters in, 100 tokens out
@@ -83,7 +84,7 @@ def write_plan(path: Path) -> JobIdentity:
     cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "demo_mixed_cpu.yaml")
     plan = cluster.plan(ROOT / "examples" / "demo_model", Workload(8, 16, 100))
     plan.save(path)
-    return job_identity(plan.data, RunOptions())
+    return job_identity(plan.spec, RunOptions())
 
 
 def command_s(folder: Path, code: int) -> float:

@@ -6,7 +6,7 @@
 
 `cpu`: a LLaMA layer is profiled as `llmpq-profile` does, then random workloads that are not in the
 profile are measured afresh, one thread; both at the usual pace of the machine
-(`actors.profiling.machine_speed`), the raw column as the clock ran. `--together` measures both in
+(`actors.profiling.reference_work`), the raw column as the clock ran. `--together` measures both in
 turns, so that a machine that gets slower meanwhile counts for neither. `gpus`: measured fp16 times
 of a LLaMA-30B layer (Helix, ASPLOS'25 artifact), fitted on alternate points. `memory`: stages with
 random bitwidths are loaded, and the bytes of their tensors counted.
@@ -31,7 +31,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen2Config
 from transformers.utils import logging
 
-from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.profiling.on_cluster import measure_on_cluster
+from actors.profiling.task import ProfileState, ProfileTask
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.machine import processor_name
@@ -40,17 +41,17 @@ from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
     embedding_bytes,
-    final_bytes,
+    head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
+    norm_bytes,
 )
 from planner.costs.roofline import RooflineLatency
-from planner.model.families import shape_from_config
-from planner.model.finding import ModelShape, model_shape
+from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.phases import PHASES, Phase
-from planner.profiles.design import DesignSpace, LayerWorkload, design, random_workloads
-from planner.profiles.errors import FitError, all_together, relative_errors
+from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.fit import FittedLatency
+from planner.profiles.fit_errors import FitError, all_together, relative_errors
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.workload import Workload
 from quant.processor import local_processor
@@ -74,6 +75,28 @@ def layer_values(hidden: int) -> dict[str, Any]:
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     }
+
+
+def random_workloads(
+    space: DesignSpace, phase: Phase, count: int, seed: int
+) -> tuple[LayerWorkload, ...]:
+    """`count` different workloads, evenly drawn from the logarithms of batch size and length."""
+    generator = np.random.default_rng(seed)
+    found: dict[LayerWorkload, None] = {}
+    bounds = np.log(
+        [
+            (min(space.batch_sizes), max(space.batch_sizes) + 0.5),
+            (space.min_length, space.max_length),
+        ]
+    )
+    for _ in range(1000 * count):
+        batch, length = np.exp(generator.uniform(bounds[:, 0], bounds[:, 1]))
+        workload = LayerWorkload(phase, int(batch), int(length))
+        if space.holds(workload):
+            found[workload] = None
+        if len(found) == count:
+            break
+    return tuple(found)
 
 
 def this_cpu(threads: int) -> Device:
@@ -167,8 +190,8 @@ def measured_pair(
         )
         return first, second
     profiled = _measured(task)
-    pace = profiled.usual_pace_s
-    fresh = replace(task, todo={bits: unseen}, seed=bits + 1, usual_pace_s=pace)
+    usual_s = profiled.usual_reference_s
+    fresh = replace(task, todo={bits: unseen}, seed=bits + 1, usual_reference_s=usual_s)
     return profiled, _measured(fresh)
 
 
@@ -284,7 +307,8 @@ def _memory_row(path: Path, config: PretrainedConfig, draw: random.Random) -> tu
         planned += sum(layer_weight_bytes(shape, b, device, dtype) for b in spec.bitwidths)
         planned += len(spec.layers) * kv_cache_bytes_per_layer(shape, workload, 16, dtype)
         planned += embedding_bytes(shape, dtype) if spec.is_first else 0
-        planned += final_bytes(shape, dtype, spec.is_first) if spec.is_last else 0
+        if spec.is_last:
+            planned += norm_bytes(shape, dtype) + head_bytes(shape, dtype, spec.is_first)
     difference = planned / held - 1
     parts = "/".join(" ".join(map(str, bits[a:b])) for a, b in pairwise(bounds))
     return (

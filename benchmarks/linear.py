@@ -32,10 +32,11 @@ from benchmarks.timing import EVICTING_BYTES, seconds_of
 from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, self_test
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.common.errors import DeviceError
 from quant.linear import dtype_name
 from quant.processor import local_processor
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
+from quant.scheme import LinearShape
 
 MODELS = ("llama-3-8b", "opt-13b", "opt-30b")
 ROWS = (1, 8, 64, 512)

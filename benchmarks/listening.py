@@ -103,7 +103,7 @@ def of_a_run() -> list[Listening]:
     requests = [Request(str(i), (5 + i % 90,) * 8, 32, Sampling()) for i in range(ROWS)]
     with (
         ray_session("local"),
-        StageGroup(plan.data, str(Path(MODEL).absolute()), GroupOptions(transport="gloo")) as group,
+        StageGroup(plan.spec, str(Path(MODEL).absolute()), GroupOptions(transport="gloo")) as group,
     ):
         results = group.generate(requests)
         next(results)

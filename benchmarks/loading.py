@@ -43,13 +43,13 @@ from transformers import (
 from transformers.utils import logging
 
 from actors.stage.families import empty_model
-from planner.cluster.accelerators import BFLOAT16_CAPABILITY
+from benchmarks.machine import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
-from quant.cache.layer import LayerForm
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
 from quant.common.units import MIB
-from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading
+from quant.linear import LayerForm
+from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading
 from quant.processor import local_processor
 
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def load(
     names = [f"{name}.weight" for name in parts]
     with loading(loads, names, checkpoint, cache, window_bytes):
         for each in loads:
-            load_layer_as(each, checkpoint, cache)
+            load_layer(each, checkpoint, cache)
         for name, part in parts.items():
             load_tensors(part, checkpoint, name, form.dtype, device)
     return model

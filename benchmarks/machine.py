@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+BFLOAT16_CAPABILITY = (8, 0)
+"""Compute capability: older GPUs only emulate bf16, whatever torch's `is_bf16_supported` says."""
+
 PROBE_SIZE = 2048
 PROBE_BYTES = 1 << 28
 PROBE_TURNS = 5

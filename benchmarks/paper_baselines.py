@@ -10,7 +10,7 @@ from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Baseline
+from planner.plan.spec import Baseline
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import read_profiles
 from planner.quality.sensitivity import default_sensitivity

@@ -40,7 +40,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.optimiser.problem import Objective
 from planner.options import PlanOptions
-from planner.plan.plan import Baseline, Plan
+from planner.plan.spec import Baseline, PlanSpec
 from planner.profiles.rows import write_profiles
 from planner.search.search import find_plan
 from planner.workload import Workload
@@ -158,7 +158,7 @@ def _at_paper_bits(setting: Setting, paper: PaperResult | None, name: str) -> Sc
     return replace(_scheme(found), bits=str(paper.bits))
 
 
-def _bits(plan: Plan) -> str:
+def _bits(plan: PlanSpec) -> str:
     """Layers of each bitwidth: `8x30 16x18`."""
     counts = Counter(bits for stage in plan.stages for bits in stage.bitwidths)
     return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts))

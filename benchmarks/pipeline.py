@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 
 from actors.messages import Request, Sampling, StageStats
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
-from actors.stage.planned import stage_spec
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.machine import processor_name
@@ -35,8 +35,9 @@ from benchmarks.throughput_contestants import CLUSTER
 from benchmarks.turns import spread
 from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
-from planner.plan.plan import MicroBatches, Plan
+from planner.plan.spec import MicroBatches, PlanSpec
 from quant.processor import local_processor
+from tests.actors.local_pipeline import LocalPipeline, drive
 
 PREFILL_S, DECODE_S = 0.05, 0.025
 """Held by an equal stage: ten times what the demo model's part computes, for eight on two cores."""
@@ -46,7 +47,7 @@ ROUNDS = 3
 LAYERS = 12
 
 
-def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
+def emulated_plan(stages: int, groups: int, unequal: bool) -> PlanSpec:
     """The demo model in `stages` parts that hold micro-batches, `groups` of four requests."""
     with tempfile.TemporaryDirectory() as folder:
         cluster = Path(folder) / "one.yaml"
@@ -55,7 +56,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
             "emulate: {time_scale: 1}\n"
         )
         workload = Workload(global_batch=4 * groups, prompt_length=16, new_tokens=16)
-        plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).data
+        plan = Cluster.from_yaml(cluster).plan(MODEL, workload, bits=[16]).spec
     (whole,) = plan.stages
     cuts = [round(LAYERS * i / stages) for i in range(stages + 1)]
     parts = []
@@ -78,7 +79,7 @@ def emulated_plan(stages: int, groups: int, unequal: bool) -> Plan:
 
 
 def timed(
-    plan: Plan, model: Path, requests: Sequence[Request], transport: str
+    plan: PlanSpec, model: Path, requests: Sequence[Request], transport: str
 ) -> tuple[float, list[float]]:
     """Seconds of one pass after a warm-up, and the busy seconds of each stage in it."""
     options = GroupOptions(transport=transport)  # type: ignore[arg-type]
@@ -123,7 +124,7 @@ def _requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request
     return [Request(f"r{i}", tuple(p), new_tokens, sampling) for i, p in enumerate(prompts)]
 
 
-def alone(plan: Plan, model: Path, requests: Sequence[Request]) -> list[float]:
+def alone(plan: PlanSpec, model: Path, requests: Sequence[Request]) -> list[float]:
     """Each stage's seconds for the same queue when the other waits, in this process."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -131,12 +132,10 @@ def alone(plan: Plan, model: Path, requests: Sequence[Request]) -> list[float]:
         Stage(stage_spec(plan, stage), model, device, local_processor(device))
         for stage in plan.stages
     ]
-    pipeline, sizes = LocalPipeline(stages), plan.micro_batches
+    pipeline = LocalPipeline(stages)
     for turn in range(2):
         before = pipeline.stats()
-        scheduler = QueueScheduler(
-            plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages)
-        )
+        scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
         scheduler.add(requests, last=True)
         for _ in drive(scheduler, pipeline):
             pass
@@ -168,7 +167,7 @@ def real(transports: Sequence[str], rounds: int) -> None:
         cluster.write_text(CLUSTER.format(stages=2, threads=1))
         lengths = case.lengths()
         workload = Workload(len(lengths), max(lengths), case.new_tokens)
-        plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).data
+        plan = Cluster.from_yaml(cluster).plan(model, workload, bits=[16]).spec
         prompts = [prompt for turn in range(ROUNDS) for prompt in case.prompts(turn)]
         requests = _requests(prompts, case.new_tokens)
         found: dict[str, list[Computed]] = {transport: [] for transport in transports}

@@ -36,14 +36,14 @@ from benchmarks.machine import processor_name
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.solve import AssignmentProblem, solve
 from planner.quality.sensitivity import default_sensitivity
-from quant.loading.representation import LayerScheme
-from quant.scheme import BITWIDTHS, fallback_rule
-from quant.sensitivity.form import VarianceForm
+from quant.backends.selection import fallback_rule
+from quant.loading.emulated_kernels import LayerScheme
+from quant.scheme import BITWIDTHS
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -51,6 +51,7 @@ from quant.sensitivity.indicators import (
     VarianceStatistics,
     random_indicator,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 MODEL = EXAMPLES / "demo_model"

@@ -23,9 +23,9 @@ from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts, weight_only
 from llmpq.quality.indicator import Calibration
 from llmpq.quality.perplexity import Perplexity
-from llmpq.quality.quantize import quantize_checkpoint
+from llmpq.quality.quantize import Quantization, quantize_checkpoint
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.canonical import dequantize, quantize
 from quant.gptq.rounding import GptqOptions, gptq
@@ -137,14 +137,10 @@ def calibrated(
     """The perplexity of a checkpoint that GPTQ makes of the demo model."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "made"
-        quantize_checkpoint(
-            MODEL,
-            target,
-            (bits,) * _LAYERS,
-            torch.from_numpy(calibration.token_ids),
-            compute_on(_CPU, torch.float32),
-            options,
-        )
+        token_ids = torch.from_numpy(calibration.token_ids)
+        compute = compute_on(_CPU, torch.float32)
+        wanted = Quantization((bits,) * _LAYERS, token_ids, compute, options)
+        quantize_checkpoint(MODEL, target, wanted)
         (result,) = evaluate(target, windows, [weight_only((bits,) * _LAYERS)], _CPU)
     return result
 

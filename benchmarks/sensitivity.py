@@ -27,23 +27,23 @@ from benchmarks.machine import processor_name
 from benchmarks.quality import CPU, EXAMPLES, MODEL, Bits, read_texts, weight_only
 from llmpq import Cluster, Plan, Workload
 from llmpq.quality.indicator import measure_indicators
-from llmpq.quality.indicator_options import IndicatorOptions
-from llmpq.quality.omega import measure_omega, measure_points
-from llmpq.quality.perplexity import EvaluationOptions, Perplexity
+from llmpq.quality.omega_measurement import measure_omega, measure_points
+from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import save_omega
 from quant.common.errors import InfeasibleError
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
     VarianceStatistics,
     weight_noises,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCES, LENGTH = 32, 512
 ALONE = (3, 4)  # 8 bit in one layer costs less than the text can tell
@@ -198,7 +198,7 @@ def promise_rows(
     yield f"| | | | **{unseen.scored} tokens unseen** | |"
     for promised in sorted({each for each, _ in plans}):
         chosen = {bits: plan for (each, bits), plan in plans.items() if each == promised}
-        forecasts = [plan.data.perplexity.increase for plan in chosen.values()]  # type: ignore[union-attr]
+        forecasts = [plan.spec.perplexity.increase for plan in chosen.values()]  # type: ignore[union-attr]
         for increases in measured:
             costs = [increases[bits][0] for bits in chosen]
             kept = sum(cost <= promised for cost in costs)

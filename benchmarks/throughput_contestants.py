@@ -80,7 +80,7 @@ def serve_ours(
     )
     plan = Cluster.from_yaml(specification).plan(folder, workload, theta=0.0, bits=list(bits))
     sampling = Sampling(ignore_eos=True)
-    with ray_session("local"), StageGroup(plan.data, str(folder)) as group:
+    with ray_session("local"), StageGroup(plan.spec, str(folder)) as group:
 
         def run(prompts: Prompts) -> int:
             requests = [
@@ -89,7 +89,7 @@ def serve_ours(
             ]
             return sum(len(f.token_ids) for found in group.generate(requests) for f in found)
 
-        sizes = plan.data.micro_batches
+        sizes = plan.spec.micro_batches
         used = sorted({bit for stage in plan.stages for bit in stage.bitwidths})
         serve(
             run,

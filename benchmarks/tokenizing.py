@@ -22,8 +22,8 @@ from statistics import median
 from actors.sampling import GREEDY
 from benchmarks.machine import processor_name
 from llmpq.rows.row import Row
-from llmpq.tokenizing.process import Limits
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.model.finding import model_shape
 from planner.workload import Workload
 

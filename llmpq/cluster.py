@@ -1,10 +1,9 @@
-"""`Cluster` as Python users meet it: read or detect one, and plan for it."""
+"""`Cluster`, which users hold: read or detect one, and plan for it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from llmpq.model_check import checked_shape
@@ -13,7 +12,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.option_rules import refuse_ignored
 from planner.options import FRONT_RULES, PlanOptions
 from planner.search.front import FrontPoint, trace_front
-from planner.search.search import find_plan, planning_costs
+from planner.search.search import find_priced_plan
 from planner.workload import Workload
 
 
@@ -59,10 +58,8 @@ class Cluster:
         `InfeasibleError` when it does not fit.
         """
         shape, chosen = checked_shape(model), PlanOptions.of(options)
-        data = find_plan(self.spec, shape, str(model), workload, chosen)
-        chosen = replace(chosen, kv_bits=data.kv_bits)
-        costs, _ = planning_costs(self.spec, shape, workload, chosen)
-        return Plan(data, costs)
+        found = find_priced_plan(self.spec, shape, str(model), workload, chosen)
+        return Plan(found.plan, found.costs)
 
     def pareto(
         self, model: str | Path, workload: Workload, most_points: int = 12, **options: object
@@ -77,7 +74,7 @@ class Cluster:
 
 
 def _warned(spec: ClusterSpec) -> ClusterSpec:
-    """The same, after its notes were told."""
+    """Warn of the cluster's notes and return it."""
     for note in spec.notes:
         warnings.warn(note, stacklevel=3)
     return spec

@@ -20,7 +20,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 def detect_cluster(address: str | None = None) -> ClusterSpec:
     """The GPUs of a Ray cluster (joined, `address` or RAY_ADDRESS), else of this machine.
 
-    What cannot be seen is assumed: the network between nodes. Write the cluster and correct it.
+    The network between nodes cannot be seen and is assumed: write the cluster and correct it.
     """
     if address or os.environ.get("RAY_ADDRESS") or _ray_is_joined():
         return _ray_cluster(address)
@@ -37,7 +37,7 @@ def _ray_is_joined() -> bool:
 
 
 def local_node(name: str) -> dict[str, Any]:
-    """This machine as a node of a cluster file: its NVIDIA GPUs, or its CPU where there is none."""
+    """The entry of this machine in a cluster file: its NVIDIA GPUs, or its CPU without one."""
     gpus = local_gpu_names()
     if gpus:
         return {"name": name, "accelerators": dict(Counter(find_accelerator(g).name for g in gpus))}
@@ -81,7 +81,7 @@ def _ray_cluster(address: str | None) -> ClusterSpec:
 
 
 def _ray_node(node: dict[str, Any]) -> dict[str, Any] | None:
-    """A Ray node's devices, or None; without a name, as nodes of one machine share theirs."""
+    """The entry of a Ray node, None without devices; nameless, as nodes of a machine share one."""
     resources: dict[str, float] = node["Resources"]
     counts = _by_driver(resources) if resources.get("GPU") else _by_resource_name(resources)
     return {"accelerators": dict(counts)} if counts else None
@@ -98,13 +98,13 @@ def _by_driver(resources: dict[str, float]) -> Counter[str]:
 
 
 def _by_resource_name(resources: dict[str, float]) -> Counter[str]:
-    """Custom resources that bear an accelerator's name."""
+    """Counts of the custom resources that have an accelerator's name."""
     counts: Counter[str] = Counter()
     names: dict[str, str] = {}
     for name, amount in resources.items():
         kind = None if name == "CPU" or ":" in name else _accelerator_name(name)
         if kind:
-            # As it is named: the cluster tells what is assumed of a name that fits several.
+            # As written: reading the cluster warns of a name that fits several accelerators.
             counts[names.setdefault(kind, name)] = int(amount)
     return counts
 

@@ -1,8 +1,7 @@
-"""A model checked whole before anything is started with it: its configuration, generation
-configuration and weights, and the plan's lengths.
+"""Checking a model before anything is started with it: its configuration, its generation
+configuration and the headers of its weights.
 
-Every command asks here, so that what one refuses no other runs. All of it reads JSON and the
-headers of weights, without torch.
+Every command calls this, so that they all refuse the same models. It needs no torch.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from quant.common.errors import SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:
-    """The shape of `model` (folder, config.json, built-in name or hub id), of a folder only if all
-    in it fits together.
+    """The shape of `model` (folder, config.json, built-in name or hub id), once all files of a
+    folder are known to fit together.
 
     Raises `SpecError` and `CheckpointError` naming file, entry, value and remedy; warns of weights
     that no part of the model takes.
@@ -30,5 +29,5 @@ def checked_shape(model: str | Path) -> ModelShape:
         eos_token_ids(folder, None, shape.vocab_size)
         untaken = check_weights(folder, shape)
         if untaken is not None:
-            warnings.warn(untaken, stacklevel=1)  # of one place, so that it is told once
+            warnings.warn(untaken, stacklevel=1)  # always this line, so that it is shown once
     return shape

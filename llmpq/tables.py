@@ -11,17 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.messages import StageStats
-from llmpq.run.run import RunSummary
-from llmpq.run.slow_stages import measured_s, slow_stages, work_of
+from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
+from llmpq.run.summary import RunSummary
 from planner.explanation.explain import StageLimits
 from planner.phases import PHASES, Phase
-from planner.plan.plan import Baseline, PerplexityForecast, Plan, StagePlan
 from planner.plan.simulate import planned_s
+from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
 from planner.search.front import FrontPoint
 from quant.common.units import GIB, MIB
 
 
-def plan_table(plan: Plan, limits: Sequence[StageLimits] = ()) -> RenderableType:
+def plan_table(plan: PlanSpec, limits: Sequence[StageLimits] = ()) -> RenderableType:
     """The stages of a plan, its prediction, its solver and its baselines.
 
     `limits`, where known, say which resource of a stage is used up.
@@ -45,7 +45,7 @@ def plan_table(plan: Plan, limits: Sequence[StageLimits] = ()) -> RenderableType
     return Group(table, *(Text(line) for line in _notes(plan)))
 
 
-def _headline(plan: Plan) -> str:
+def _headline(plan: PlanSpec) -> str:
     w = plan.workload
     return (
         f"{plan.model.name} on {plan.cluster}: {w.global_batch} prompts of {w.prompt_length} "
@@ -54,7 +54,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _stage_cells(stage: StagePlan, plan: Plan) -> Sequence[str]:
+def _stage_cells(stage: StagePlan, plan: PlanSpec) -> Sequence[str]:
     slowest = plan.predicted
     mark = "*" if stage.index in (slowest.prefill_bottleneck, slowest.decode_bottleneck) else ""
     return (
@@ -70,7 +70,7 @@ def _stage_cells(stage: StagePlan, plan: Plan) -> Sequence[str]:
 
 
 def _bits(stage: StagePlan) -> str:
-    """Runs of equal bits in layer order, or counts where they alternate too often to read."""
+    """Runs of equal bits in layer order, or counts where there are too many runs to read."""
     runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
     if len(runs) <= 6:
         return " ".join(f"{bits}x{count}" for bits, count in runs)
@@ -78,7 +78,7 @@ def _bits(stage: StagePlan) -> str:
     return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts)) + " (mixed)"
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: PlanSpec) -> list[str]:
     p, s = plan.predicted, plan.solver
     lines = [
         f"predicted: {p.latency_s:.4g} s a batch, {p.tokens_per_s:.4g} tokens/s "
@@ -96,8 +96,8 @@ def _notes(plan: Plan) -> list[str]:
     return lines
 
 
-def _times(plan: Plan) -> list[str]:
-    """Where the times of each stage come from; stages of the same source share a line."""
+def _times(plan: PlanSpec) -> list[str]:
+    """Lines that say where the stages' times come from; stages of one source share a line."""
     stages: dict[str, list[str]] = {}
     for stage in plan.stages:
         stages.setdefault(stage.provenance, []).append(str(stage.index))
@@ -119,7 +119,7 @@ def _perplexity(forecast: PerplexityForecast) -> str:
     )
 
 
-def _beside(plan: Plan, baseline: Baseline) -> str:
+def _beside(plan: PlanSpec, baseline: Baseline) -> str:
     if baseline.latency_s is None:
         return f"{baseline.name}: does not fit at any bitwidth"
     ratio = baseline.latency_s / plan.predicted.latency_s
@@ -129,7 +129,7 @@ def _beside(plan: Plan, baseline: Baseline) -> str:
     )
 
 
-def comparison_table(plan: Plan) -> RenderableType:
+def comparison_table(plan: PlanSpec) -> RenderableType:
     """The plan beside the paper's baselines for the same cluster."""
     table = Table(title="comparison", title_justify="left", title_style="bold")
     table.add_column("scheme")
@@ -166,8 +166,8 @@ def front_table(points: Sequence[FrontPoint]) -> RenderableType:
     return table
 
 
-def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
-    """Throughput of a run, the busy share of every stage, and its times beside the planned ones.
+def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
+    """A run's throughput, the busy share of every stage, and its times beside the planned ones.
 
     A stage that is clearly slower than planned has a line of its own.
     """
@@ -205,10 +205,10 @@ def summary_table(plan: Plan, summary: RunSummary) -> RenderableType:
 
 
 def _measured_and_planned(
-    plan: Plan, stats: StageStats, stage: StagePlan, phase: Phase
+    plan: PlanSpec, stats: StageStats, stage: StagePlan, phase: Phase
 ) -> tuple[str, str]:
-    """Of a micro-batch: the mean of full ones, or of all (~) where none was full; the planned time
-    is left out where the run does not follow it.
+    """Times of a micro-batch: the mean of full ones, or of all (~) where none was full, and the
+    planned time, left out where the run does not follow it.
     """
     work, planned = work_of(stats, phase), planned_s(plan, stage, phase)
     full_s = measured_s(work)

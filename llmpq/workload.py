@@ -1,4 +1,4 @@
-"""The workload that a file of prompts amounts to."""
+"""Deriving a workload from a file of prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import read_rows
 from llmpq.rows.row import Row
-from llmpq.tokenizing.process import Limits
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import MAX_TOKENS, Workload
 from quant.common.errors import CheckpointError, InputError, SpecError
 
@@ -19,7 +19,7 @@ DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512,
 
 
 def workload_of_prompts(path: Path, model: str, given: Mapping[str, int]) -> Workload:
-    """Batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
+    """The batch, longest prompt and most new tokens of the prompts in `path`; `given` values win.
 
     `model` must be a local folder or hub id when prompts are text, for its tokenizer. Raises
     `InputError` when no prompt can be used.

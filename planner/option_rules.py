@@ -1,9 +1,12 @@
-"""Options that would change nothing beside others: rules in tables, and one check for all."""
+"""Options that do not exist, and options that would change nothing beside others: rules in tables,
+and one check for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from quant.common.errors import SpecError
 
@@ -53,3 +56,13 @@ def refuse_ignored(
             value = f" {given[rule.beside]}" if rule.values else ""
             reason = f"beside {spelled(rule.beside)}{value}"
         raise SpecError(f"{spelled(option)} has no effect {reason}: {rule.remedy}")
+
+
+def refuse_unknown(given: Collection[str], known: Collection[str], what: str) -> None:
+    """Raise SpecError for the first name, in the alphabet's order, that is not `known`: it names
+    the nearest ones, or where none is near all.
+    """
+    for name in sorted(set(given) - set(known)):
+        near = get_close_matches(name, known)
+        choice = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(known)}"
+        raise SpecError(f"unknown {what} {name!r}; {choice}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.optimiser.problem import Objective
-from planner.option_rules import Rule, refuse_ignored
+from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
@@ -175,9 +175,7 @@ class PlanOptions:
         that the others make useless.
         """
         known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise SpecError(f"unknown planning option {unknown[0]!r}; known: {', '.join(known)}")
+        refuse_unknown(options, known, "planning option")
         refuse_ignored(options, PLAN_RULES)
         return cls(**options)
 

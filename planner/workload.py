@@ -9,7 +9,7 @@ from quant.common.errors import SpecError
 
 MAX_REQUESTS = 2**20
 MAX_TOKENS = 2**22
-"""Far beyond any batch in memory and any model's context: larger numbers are slips of the hand."""
+"""Far beyond any batch in memory and any model's context: larger numbers are typing errors."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Workload:
     new_tokens: int
 
     def __post_init__(self) -> None:
-        """Check the three numbers."""
+        """Check the range of the three numbers."""
         limits = {
             "global_batch": MAX_REQUESTS,
             "prompt_length": MAX_TOKENS,
@@ -45,8 +45,8 @@ class Workload:
 
 
 def check_length(shape: ModelShape, workload: Workload) -> None:
-    """SpecError where requests are longer than the model's context; ALiBi (BLOOM) has no end."""
-    if shape.model_type != "bloom" and workload.total_length > shape.max_positions:
+    """Raise SpecError where requests exceed the model's context; ALiBi has no limit."""
+    if not shape.alibi and workload.total_length > shape.max_positions:
         raise SpecError(
             f"{workload.prompt_length} prompt and {workload.new_tokens} new tokens are "
             f"{workload.total_length}, but {shape.name} has {shape.max_positions} positions "

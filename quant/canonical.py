@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.gpu_upload import moved_blocks
 from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
 from quant.scheme import group_size
-from quant.staging import moved_blocks
 
 CANONICAL_BITS = (3, 4, 8)
 
@@ -49,7 +49,7 @@ class CanonicalWeight:
     group: int
 
     def to(self, device: torch.device) -> CanonicalWeight:
-        """The same on another device; itself where it is there already."""
+        """This weight on `device`; itself where it is there already."""
         if self.codes.device == device:
             return self
         zero = None if self.zero is None else self.zero.to(device)
@@ -87,7 +87,7 @@ def quantize(
 
 
 def dequantize(canonical: CanonicalWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weight `[out, in]` that the codes stand for."""
+    """Restore the weight `[out, in]` that the codes stand for."""
     rows, columns = canonical.codes.shape
     out = torch.empty(rows, columns, dtype=dtype, device=canonical.codes.device)
     for block in row_blocks(rows, columns, out.device):
@@ -105,7 +105,7 @@ def decode(
 ) -> torch.Tensor:
     """Float32 weights `[rows, in]` of codes `[rows, in]`, scales and zeros `[rows, groups]`.
 
-    `out`: memory for them.
+    `out`: memory for the result.
     """
     values = codes.float() if out is None else out.copy_(codes)
     grouped = values.view(codes.shape[0], scale.shape[1], -1)
@@ -131,7 +131,7 @@ def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Two 4-bit codes per byte: uint8 `[rows, in]` to `[rows, ceil(in / 2)]`.
+    """Pack two 4-bit codes per byte: uint8 `[rows, in]` to `[rows, ceil(in / 2)]`.
 
     Byte j holds column j in its low half and column j + ceil(in / 2) in its high half.
     """
@@ -144,7 +144,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack_nibbles(
     packed: torch.Tensor, columns: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Codes `[rows, columns]` of `pack_nibbles`; `out`: memory for them."""
+    """Unpack the codes `[rows, columns]` of `pack_nibbles`; `out`: memory for the result."""
     half = packed.shape[1]
     codes = packed.new_empty(len(packed), columns) if out is None else out
     torch.bitwise_and(packed, 15, out=codes[:, :half])
@@ -153,7 +153,7 @@ def unpack_nibbles(
 
 
 def pack_planes(codes: torch.Tensor) -> torch.Tensor:
-    """Three planes of one bit per weight: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`.
+    """Pack three planes of one bit per weight: uint8 `[rows, in]` to `[3, rows, ceil(in / 8)]`.
 
     With s = ceil(in / 8), bit k of byte j of a plane belongs to column k * s + j.
     """
@@ -167,7 +167,7 @@ def pack_planes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_planes(planes: torch.Tensor, columns: int) -> torch.Tensor:
-    """Codes `[rows, columns]` of `pack_planes`."""
+    """Unpack the codes `[rows, columns]` of `pack_planes`."""
     rows, stride = planes.shape[1:]
     lowest_bit = 1
     if stride % 4 == 0:  # four bytes at a time

@@ -1,8 +1,9 @@
-"""Linear layers over packed weights."""
+"""Linear layers over packed weights, and the form that a layer is held in."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,10 +12,35 @@ from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.cpu.token_codes import warm_up
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.selection import layer_rule
+from quant.backends.table import KernelRule
 from quant.canonical import CanonicalWeight, dequantize, quantize
 from quant.common.errors import DeviceError
-from quant.rounding import NEAREST, Rounding
-from quant.scheme import KernelRule, LinearShape, Processor, layer_rule
+from quant.rounding import Rounding
+from quant.scheme import FULL_BITS, LinearShape, Processor
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a decoder layer is held: its linears with `bits`, norms and biases in `dtype`.
+
+    `processor` is that of `device`. `backend` names an entry of `quant.backends.table`, None takes
+    the preferred one; `rounding` is one of `quant.scheme.ROUNDINGS`.
+    """
+
+    bits: int
+    processor: Processor
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+    rounding: str = "nearest"
+
+    def rule_of(self, shape: LinearShape) -> KernelRule:
+        """The kernel backend of a linear of `shape`: the named one, or one that takes any shape.
+
+        SpecError for a bitwidth, compute type or backend that is unknown.
+        """
+        return layer_rule(self.processor, self.bits, shape, dtype_name(self.dtype), self.backend)
 
 
 class QuantizedLinear(nn.Module):
@@ -29,9 +55,10 @@ class QuantizedLinear(nn.Module):
         rule: KernelRule,
         input_order: torch.Tensor | None = None,
     ) -> None:
-        """Wrap `packed`, made for activations of `dtype`; `bias` is `[out]` or None.
+        """Wrap `packed`, which was made for activations of `dtype`; `bias` is `[out]` or None.
 
-        `input_order` `[in]`: which input belongs to each column of `packed`, None: the same one.
+        `input_order` `[in]`: the input that belongs to each column of `packed`; None: they are in
+        order.
         """
         super().__init__()
         self.packed = packed
@@ -62,40 +89,34 @@ class QuantizedLinear(nn.Module):
 
 
 def warm_up_codes(model: nn.Module) -> None:
-    """Compile now what layers of `model` that round their inputs need at the first token."""
+    """Compile in advance the loops of layers in `model` that round their inputs."""
     found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
     for width in {m.in_features for m in found if isinstance(m.packed, OneDnnW8A8)}:
         warm_up(width)
 
 
 def quantize_linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    bits: int,
-    processor: Processor,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
-    rounding: Rounding = NEAREST,
+    weight: torch.Tensor, bias: torch.Tensor | None, form: LayerForm, name: str = ""
 ) -> nn.Module:
-    """A linear layer of `weight` `[out, in]` at `bits` on `device`; 16 bit gives an `nn.Linear`.
+    """A linear layer of `weight` `[out, in]` in `form`; 16 bit gives an `nn.Linear`.
 
     `weight` and `bias` are read, never kept, whatever their type: they may be views of a file.
-    `backend` names a rule of `quant.scheme`, None takes the best of `processor`; a shape that it
-    does not take falls to pure torch. Backends with codes of their own, such as nf4, round to the
-    nearest whatever `rounding` says. SpecError for an impossible combination, CheckpointError for
-    values that are not finite, DeviceError where the backend needs more bytes than its rule says
-    or a package that is missing.
+    Stochastic rounding draws from a seed of the tensor's `name`; backends with codes of their own,
+    such as nf4, always round to the nearest. SpecError for an impossible combination,
+    CheckpointError for values that are not finite, DeviceError where the backend needs more bytes
+    than its rule says or a package that is missing.
     """
+    dtype, device = form.dtype, form.device
     own_bias = None if bias is None else copy_of(bias, dtype, device)
     shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
-    rule = layer_rule(processor, bits, shape, dtype_name(dtype), backend)
-    if bits == 16:
+    rule = form.rule_of(shape)
+    if form.bits == FULL_BITS:
         return _plain_linear(weight, own_bias, dtype, device)
-    kernel = usable_backend(rule.name, bits, dtype, device)
+    kernel = usable_backend(rule.name, form.bits, dtype, device)
     packed: PackedWeight
     if issubclass(kernel, CanonicalPacked):
-        packed = kernel.from_canonical(quantize(weight, bits, device, rounding))
+        rounding = Rounding.of_tensor(form.rounding, name)
+        packed = kernel.from_canonical(quantize(weight, form.bits, device, rounding))
     else:
         packed = kernel.from_weight(weight, dtype, device)
     _check_bytes(packed, rule, shape, dtype)
@@ -103,33 +124,29 @@ def quantize_linear(
 
 
 def linear_of_codes(
-    canonical: CanonicalWeight,
-    input_order: torch.Tensor | None,
-    processor: Processor,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
+    canonical: CanonicalWeight, input_order: torch.Tensor | None, form: LayerForm
 ) -> QuantizedLinear:
-    """A linear layer of codes that are chosen already, without a bias.
+    """A linear layer of codes of `form.bits` that are chosen already, without a bias.
 
     `canonical` may lie on the host; its columns belong to the inputs `input_order` (None: in
     order). A backend with codes of its own, such as nf4, cannot hold them at 3 and 4 bit: the next
     one that can takes its place, with a warning. Errors as in `quantize_linear`.
     """
+    assert canonical.bits == form.bits, "checked by the caller, who can name the tensor"
     rows, columns = canonical.codes.shape
     shape = LinearShape(columns, rows, canonical.group if canonical.zero is not None else None)
-    if backend is not None and canonical.zero is not None:
-        backend = _backend_for_codes(backend)
-    rule = layer_rule(processor, canonical.bits, shape, dtype_name(dtype), backend)
-    kernel = usable_backend(rule.name, canonical.bits, dtype, device)
+    if form.backend is not None and canonical.zero is not None:
+        form = replace(form, backend=_backend_for_codes(form.backend))
+    rule = form.rule_of(shape)
+    kernel = usable_backend(rule.name, form.bits, form.dtype, form.device)
     packed: PackedWeight
     if issubclass(kernel, CanonicalPacked):
-        packed = kernel.from_canonical(canonical.to(device))
-    else:  # at 8 bit, on a grid as fine as ours
-        packed = kernel.from_weight(dequantize(canonical), dtype, device)
-    _check_bytes(packed, rule, shape, dtype)
-    order = None if input_order is None else input_order.to(device)
-    return QuantizedLinear(packed, shape, None, dtype, rule, order)
+        packed = kernel.from_canonical(canonical.to(form.device))
+    else:  # at 8 bit, with a grid as fine
+        packed = kernel.from_weight(dequantize(canonical), form.dtype, form.device)
+    _check_bytes(packed, rule, shape, form.dtype)
+    order = None if input_order is None else input_order.to(form.device)
+    return QuantizedLinear(packed, shape, None, form.dtype, rule, order)
 
 
 def _backend_for_codes(backend: str) -> str | None:

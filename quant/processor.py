@@ -1,4 +1,4 @@
-"""What this machine's devices offer to kernel backends."""
+"""The properties of this machine's devices that decide on kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quant.scheme import Processor
 
 
 def local_processor(device: torch.device) -> Processor:
-    """The processor behind `device` on this machine; DeviceError for anything but CPU and CUDA."""
+    """The processor of `device` on this machine; DeviceError for anything but CPU and CUDA."""
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"{device} is asked for, but torch {torch.__version__} finds no GPU")

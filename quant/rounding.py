@@ -1,4 +1,4 @@
-"""How a block of float weights becomes codes: scale and zero of each group, and the rounding.
+"""Rounding a block of float weights to codes, with a scale and a zero for each group.
 
 Scale and zero of affine groups are bfloat16 and rounded *before* the codes are chosen, the scale
 upwards, so that the codes cover the group's weights whatever the rounding did to the zero. Three
@@ -24,31 +24,32 @@ from quant.common.errors import CheckpointError, SpecError
 from quant.scheme import ROUNDINGS
 
 CLIP_FACTORS = (1.0, 0.9, 0.8)
-"""With these three the squared error of normal, Laplace and Student-t weights at 3 bit is within
-3 % of that of 20 factors between 1 and 0.6, and 25 % below that of the full range (measured)."""
+"""Factors tried by `searched`. With these three the squared error of normal, Laplace and Student-t
+weights at 3 bit is within 3 % of that of 20 factors between 1 and 0.6, and 25 % below that of the
+full range (measured)."""
 
 _INT8_LIMIT = 127
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way of rounding; `seed` matters where it is stochastic."""
+    """A way of rounding; `seed` is used by the stochastic one."""
 
     mode: str = "nearest"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the mode; SpecError lists those there are."""
+        """Check the mode; SpecError lists the known ones."""
         if self.mode not in ROUNDINGS:
             raise SpecError(f"rounding {self.mode!r} is not one of {', '.join(ROUNDINGS)}")
 
     @classmethod
     def of_tensor(cls, mode: str, name: str) -> Rounding:
-        """The rounding of the tensor `name`, whose draws are its own."""
+        """The rounding of the tensor `name`, which seeds its random draws."""
         return cls(mode, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1)
 
     def generator(self) -> torch.Generator | None:
-        """Draws for one tensor, in the order of its elements; None where none are needed."""
+        """Random draws for one tensor, in the order of its elements; None where none are needed."""
         if self.mode != "stochastic":
             return None
         return torch.Generator().manual_seed(self.seed)
@@ -107,7 +108,7 @@ def affine_parameters(
 def _searched_parameters(
     grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero of the factor whose codes leave the least squared error, for each group."""
+    """Scale and zero, for each group, of the factor whose codes leave the least squared error."""
     best_error: torch.Tensor | None = None
     for factor in CLIP_FACTORS:
         scale, zero = affine_parameters(low * factor, high * factor, bits)
@@ -125,10 +126,10 @@ def _searched_parameters(
 def _error(
     grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """Root of the summed squared distances to the nearest codes' weights, `[rows, groups]`.
+    """Root of the summed squared distances of the weights to their codes' values, `[rows, groups]`.
 
-    A factor below one may drive a tiny scale to a zero whose codes do not reach: no matter, its
-    error is then the larger one.
+    With a factor below one the codes of a tiny scale may not reach the weights at all; its error is
+    then larger, and another factor is taken.
     """
     half = 1 << (bits - 1)
     steps = grouped.sub(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
@@ -138,7 +139,7 @@ def _error(
 
 
 def _round(values: torch.Tensor, draws: torch.Generator | None) -> None:
-    """To the nearest whole number or, with `draws`, up with the probability of the fraction."""
+    """Round to the nearest integer or, with `draws`, up with the probability of the fraction."""
     if draws is None:
         values.round_()
         return
@@ -157,7 +158,7 @@ def round_up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_extremes(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least and largest weight of every group: NaN and infinity pass through them."""
+    """Least and largest weight of every group; CheckpointError where one is NaN or infinite."""
     low, high = grouped.amin(-1), grouped.amax(-1)
     bad = low.numel() - int(torch.isfinite(high - low).sum())
     if bad:

@@ -1,9 +1,9 @@
 """Decode attention on a CPU: one pass over each request's keys and values in the cache, compiled by
 numba where that is installed.
 
-PyTorch's flash kernel works on blocks of queries, of which a decode step has one; it and a batched
-product also need requests of one length, or masks and copies. Here every request has its own
-length, keys and values are read once where they lie, and sums are float32.
+PyTorch's flash kernel works on blocks of queries, and a decode step has one query; the kernel and a
+batched product also need requests of one length, or masks and copies. Here every request has its
+own length, keys and values are read once where they lie, and sums are float32.
 """
 
 from __future__ import annotations
@@ -11,36 +11,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention.kv_cache import SCALE_DTYPE, SlotRows, Stored
+from actors.attention.kv_cache import SCALE_DTYPE, HeldArrays, SlotRows, Stored
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
-from quant.compiled import compiled_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 
 _LEAST_EXPONENT = -87.0
 """Smaller powers of e are not normal float32 numbers; as shares of attention they are nothing."""
 
-_NO_SCALE = np.zeros((), np.uint16)
-
 
 @dataclass(frozen=True)
 class DecodeQuery:
-    """One new token a request: `query` `[requests, heads, head_dim]` over the tokens that `where`
-    has of it.
+    """One new token a request, which attends to the tokens of its slot up to itself.
 
-    `window`: only so many latest ones; `alibi_slopes` `[heads]`: a bias that grows with the
-    position.
+    `query`: `[requests, heads, head_dim]`.
     """
 
     query: Tensor
     where: SlotRows
-    scale: float
-    window: int | None = None
-    alibi_slopes: Tensor | None = None
+    scoring: Scoring
+
+
+class _Spans(NamedTuple):
+    """The slot of each request and its half-open range of tokens that count, `[requests]` each."""
+
+    slots: Any
+    starts: Any
+    ends: Any
 
 
 def can_attend(stored: Tensor) -> bool:
@@ -53,13 +56,13 @@ def can_attend(stored: Tensor) -> bool:
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile the loop for a cache of `dtype` now, not at the first token; int8: for codes."""
+    """Compile the loop for a cache of `dtype` before the first token; int8: for codes."""
     stored = Stored.empty((1, 1, 1, 1), dtype, torch.device("cpu"))
     if can_attend(stored.numbers):
         one = np.ones(1, dtype=np.int64)
         batch = MicroBatch(np.zeros_like(one), np.zeros_like(one), one)
         where = SlotRows.of(batch, stored.numbers.device)
-        attend_in_place(DecodeQuery(torch.zeros(1, 1, 1), where, 1.0), stored, stored)
+        attend_in_place(DecodeQuery(torch.zeros(1, 1, 1), where, Scoring(1.0)), stored, stored)
 
 
 def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
@@ -68,38 +71,22 @@ def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
 
     Codes are not restored: a key's scale multiplies its score, a value's scale its share.
     """
-    lengths = query.where.lengths.numpy()
-    starts = np.zeros_like(lengths) if query.window is None else lengths - query.window
+    scoring, lengths = query.scoring, query.where.lengths.numpy()
+    starts = np.zeros_like(lengths) if scoring.window is None else lengths - scoring.window
     heads = query.query.shape[1]
-    slopes = torch.zeros(heads) if query.alibi_slopes is None else query.alibi_slopes.float()
+    slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes.float()
     out = np.empty(query.query.shape, np.float32)
     compiled = _kernel(keys.numbers.dtype, torch.get_num_threads() > 1)
     with torch_threads():
         compiled(
-            (query.query.float() * query.scale).contiguous().numpy(),
-            _numbers(keys.numbers),
-            _scales(keys),
-            _numbers(values.numbers),
-            _scales(values),
-            query.where.slots.numpy(),
-            np.maximum(starts, 0),
-            lengths,
+            (query.query.float() * scoring.scale).contiguous().numpy(),
+            keys.arrays,
+            values.arrays,
+            _Spans(query.where.slots.numpy(), np.maximum(starts, 0), lengths),
             slopes.numpy(),
             out,
         )
     return torch.from_numpy(out).to(query.query.dtype)
-
-
-def _numbers(stored: Tensor) -> Any:
-    """The tensor as a numpy array, 16-bit types as their bits."""
-    return (stored.view(torch.uint16) if stored.element_size() == 2 else stored).numpy()
-
-
-def _scales(stored: Stored) -> Any:
-    """Scales as bits; numbers that have none get a view of one zero, which is never read."""
-    if stored.scales is None:
-        return np.broadcast_to(_NO_SCALE, stored.numbers.shape[:-1])
-    return _numbers(stored.scales)
 
 
 @cache
@@ -111,16 +98,15 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
 
     def decode(
         query: Any,
-        keys: Any,
-        key_scales: Any,
-        values: Any,
-        value_scales: Any,
-        slots: Any,
-        starts: Any,
-        ends: Any,
+        held_keys: HeldArrays,
+        held_values: HeldArrays,
+        spans: _Spans,
         slopes: Any,
         out: Any,
     ) -> None:
+        keys, key_scales = held_keys
+        values, value_scales = held_values
+        slots, starts, ends = spans
         requests, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads
@@ -163,7 +149,7 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
 
 
 def _scale_of(dtype: torch.dtype) -> Any:
-    """What takes a token's scale from those of its head, within compiled code."""
+    """A compiled function that gives a token's scale out of the scales of its head."""
     import numba
 
     if dtype != torch.int8:
@@ -173,7 +159,7 @@ def _scale_of(dtype: torch.dtype) -> Any:
 
 
 def _power_of_e() -> Any:
-    """e^x for x <= 0 to a relative 2e-7, in operations that vector units have."""
+    """A compiled e^x for x <= 0, exact to a relative 2e-7, in operations that vector units have."""
     import numba
     from llvmlite import ir
     from numba.core import types

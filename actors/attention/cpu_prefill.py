@@ -1,7 +1,7 @@
 """Attention of fresh prompts on a CPU: products of blocks of queries with the keys up to them.
 
 PyTorch's flash kernel takes 1.5 to 2 times as long at head sizes of 64 and 128. Scores and their
-shares are float32, as there.
+shares are float32 in both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 QUERIES_AT_ONCE = 64
-"""Of 64, 128 and 256 the fastest for prompts of 128 to 1,024 tokens: scores stay in the caches."""
+"""The fastest of 64, 128 and 256 for prompts of 128 to 1,024 tokens: scores stay in the caches."""
 
 _LEAST_TOKENS = 48
 """Shorter prompts are as fast in one call of the flash kernel."""

@@ -6,7 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,10 +18,21 @@ from actors.messages import MicroBatch
 from quant.scheme import FULL_BITS
 
 SCALE_DTYPE = torch.bfloat16
-"""Of int8 codes: the range of float32, and codes are made with the scale as it is stored."""
+"""Type of the scales of int8 codes: the range of float32. Codes are made with the stored scale."""
 
-_LARGEST_CODE = 127  # even of a scale rounded down by 2^-9: 127.25 is rounded to it
-_LEAST_SCALE = 2.0**-100  # its inverse is finite; numbers below are nothing beside any other
+_LARGEST_CODE = 127  # also where the scale was rounded down by 2^-9: 127.25 is rounded to it
+_NO_SCALE = np.zeros((), np.uint16)
+_LEAST_SCALE = 2.0**-100  # its inverse is finite; smaller numbers are nothing beside any other
+
+
+class HeldArrays(NamedTuple):
+    """Keys or values of one layer as numpy arrays, 16-bit types as their bits.
+
+    Where there are no scales, theirs is a view of a single zero, which is never read.
+    """
+
+    numbers: npt.NDArray[Any]
+    scales: npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -32,8 +47,8 @@ class Stored:
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Stored:
-        """Zeros, with scales if `dtype` is int8. Not just reserved: a masked position that holds
-        NaN would still poison the attention's weighted sum.
+        """Zeros, with scales if `dtype` is int8. Memory is not just reserved: a masked position
+        that holds NaN would still poison the attention's weighted sum.
         """
         coded = dtype == torch.int8
         scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if coded else None
@@ -44,12 +59,20 @@ class Stored:
         """Bytes allocated."""
         return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    @cached_property
+    def arrays(self) -> HeldArrays:
+        """The same memory for compiled code on a CPU."""
+        numbers = _as_array(self.numbers)
+        if self.scales is None:
+            return HeldArrays(numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1]))
+        return HeldArrays(numbers, _as_array(self.scales))
+
     def clear(self, slots: Sequence[int]) -> None:
-        """Make zero what `slots` hold; codes are finite, so that a scale of zero is enough."""
+        """Set `slots` to zero; codes are finite, so that a scale of zero is enough."""
         (self.numbers if self.scales is None else self.scales)[list(slots)] = 0
 
     def write(self, where: SlotRows, new: Tensor) -> None:
-        """Store `new` `[sum(counts), kv_heads, head_dim]`, in codes if that is what is held."""
+        """Store `new` `[sum(counts), kv_heads, head_dim]`, as codes where there are scales."""
         if self.scales is None:
             where.write(self.numbers, new)
             return
@@ -58,8 +81,9 @@ class Stored:
         where.write(self.scales, scales)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-        """What `pick` takes of a tensor `[slots, kv_heads, max_tokens, ...]`; codes are restored
-        in `dtype`, plain numbers are a view if what `pick` makes is one.
+        """The part that `pick` takes of a tensor `[slots, kv_heads, max_tokens, ...]`.
+
+        Codes are restored in `dtype`; plain numbers are a view if `pick` returns one.
         """
         numbers = pick(self.numbers)
         if self.scales is None:
@@ -67,11 +91,18 @@ class Stored:
         return numbers * pick(self.scales).to(dtype)[..., None]
 
 
+def _as_array(stored: Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = (
+        stored.view(torch.uint16) if stored.element_size() == 2 else stored
+    ).numpy()
+    return array
+
+
 def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """`numbers` `[..., head_dim]` as int8 codes and one scale `[...]` for each row of them.
 
-    No number is off by more than half its row's scale. Where one is not finite its row's scale is
-    not either, so that the row restores to nothing finite.
+    No number is off by more than half its row's scale. The scale of a row with a number that is not
+    finite is not finite either, so that the whole row is restored as not finite.
     """
     wide = numbers.float()
     largest = wide.abs().amax(-1)
@@ -79,30 +110,43 @@ def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales.float()[..., None]).round_().to(torch.int8), scales
 
 
-class KVCache:
-    """Slots for `slots` requests of up to `max_tokens` tokens in each of the stage's `layers`.
+@dataclass(frozen=True)
+class CacheShape:
+    """Room for `slots` requests of up to `max_tokens` tokens each, in every layer."""
 
-    `kv_bits` 16 holds keys and values in `dtype`, 8 in codes. Whatever attends reads them from
-    here, also within a prompt: what a token sees of another does not depend on whether the two
-    came in one pass, so that a request replayed from its tokens goes on as it would have.
+    slots: int
+    max_tokens: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """How keys and values are held: `kv_bits` 16 in `dtype`, 8 as codes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kv_bits: int = FULL_BITS
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Type of the numbers in the cache."""
+        return self.dtype if self.kv_bits == FULL_BITS else torch.int8
+
+
+class KVCache:
+    """Keys and values of the stage's `layers`, one slot a request.
+
+    Attention reads all of them from here, also within a prompt: what a token sees of another does
+    not depend on whether the two came in one pass, so that a request replayed from its tokens goes
+    on as it would have.
     """
 
-    def __init__(
-        self,
-        layers: range,
-        slots: int,
-        max_tokens: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_bits: int = FULL_BITS,
-    ) -> None:
-        self.max_tokens = max_tokens
-        shape = (slots, kv_heads, max_tokens, head_dim)
-        self.held_dtype = dtype if kv_bits == FULL_BITS else torch.int8
-        self._keys = {i: Stored.empty(shape, self.held_dtype, device) for i in layers}
-        self._values = {i: Stored.empty(shape, self.held_dtype, device) for i in layers}
+    def __init__(self, layers: range, shape: CacheShape, form: CacheForm) -> None:
+        sizes = (shape.slots, shape.kv_heads, shape.max_tokens, shape.head_dim)
+        self.held_dtype = form.held_dtype
+        self._keys = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
+        self._values = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
 
     @property
     def nbytes(self) -> int:
@@ -110,7 +154,7 @@ class KVCache:
         return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Forget what requests left in `slots`; they may have left values that are not finite."""
+        """Forget earlier requests in `slots`, whose values may not have been finite."""
         for stored in (*self._keys.values(), *self._values.values()):
             stored.clear(slots)
 
@@ -131,9 +175,9 @@ class KVCache:
 class SlotRows:
     """A micro-batch's addresses in the cache as tensors on the stage's device, made once per pass.
 
-    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`.
-    Lengths have the new tokens included. `block`: slots and positions of the new tokens where slots
-    lie in a row and all requests add the same positions.
+    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`, where
+    lengths include the new tokens. `contiguous`: the slots where they lie in a row. `block`: slots
+    and positions of the new tokens where, besides, all requests add the same positions.
     """
 
     slot_of_token: Tensor

@@ -1,13 +1,13 @@
 """Attention of a flattened micro-batch over per-request KV slots (ORCA's selective batching,
 section 4.2).
 
-Every operation but attention treats the new tokens of all requests as one long row. Here they part:
-equal-length prefills and pure decodes run as one dense call, anything else request by request.
+Every operation but attention treats the new tokens of all requests as one long row. Attention takes
+them apart again: equal-length prefills and pure decodes run as one dense call, anything else
+request by request.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend
 from actors.attention.cpu_prefill import attend_fresh, prefers_blocks
 from actors.attention.kv_cache import KVCache, SlotRows, Stored
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 
 RAGGED_ATTENTION = "llmpq_ragged"
@@ -38,69 +39,38 @@ class RaggedContext:
         return self.where.equal_lengths and not self.batch.starts.any()
 
 
-def attend(
-    context: RaggedContext,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class NewTokens:
+    """A layer's projections of the micro-batch's new tokens.
+
+    `query`: `[tokens, heads, head_dim]`; `key`, `value`: `[tokens, kv_heads, head_dim]`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring) -> Tensor:
     """Store the new keys and values, then attend causally within each request.
 
-    `query`: `[tokens, heads, head_dim]`; `key`, `value`: `[tokens, kv_heads, head_dim]`; returns
-    `[tokens, heads, head_dim]`. `window` limits how many latest positions a token sees (itself
-    included).
+    Returns `[tokens, heads, head_dim]`.
     """
-    keys, values = context.cache.append(layer, context.where, key, value)
-    if window is not None and window >= context.where.max_length:
-        window = None
-    mask_kind = _MaskKind(window, alibi_slopes, query.dtype)
+    query = new.query
+    keys, values = context.cache.append(layer, context.where, new.key, new.value)
+    scoring = scoring.within(context.where.max_length)
     if context.batch.is_decode:
         if can_attend(keys.numbers):
-            asked = DecodeQuery(query, context.where, scale, window, alibi_slopes)
-            return attend_in_place(asked, keys, values)
-        return _decode(context, query, keys, values, scale, mask_kind)
-    if context.fresh_equal_prefill and mask_kind.is_plain:
+            return attend_in_place(DecodeQuery(query, context.where, scoring), keys, values)
+        return _decode(context, query, keys, values, scoring)
+    if context.fresh_equal_prefill and scoring.is_plain:
         gather = context.where.gather
         if keys.scales is None:  # as they come: slots that lie apart would have to be copied
-            key, value = _by_request(context, key), _by_request(context, value)
+            key, value = _by_request(context, new.key), _by_request(context, new.value)
         else:
             key, value = keys.read(gather, query.dtype), values.read(gather, query.dtype)
-        return _dense_prefill(context, query, key, value, scale)
-    return _each_request(context, query, keys, values, scale, mask_kind)
-
-
-@dataclass(frozen=True)
-class _MaskKind:
-    """What a mask must express beyond causality."""
-
-    window: int | None
-    alibi_slopes: Tensor | None
-    dtype: torch.dtype
-
-    @property
-    def is_plain(self) -> bool:
-        return self.window is None and self.alibi_slopes is None
-
-    def mask(self, query_positions: Tensor, key_count: int) -> Tensor:
-        """Visible keys (boolean), or alibi bias with minus infinity where hidden.
-
-        `query_positions`: `[requests, queries]`; returns `[requests, 1 or heads, queries,
-        key_count]`.
-        """
-        keys = torch.arange(key_count, device=query_positions.device)
-        distance = query_positions[:, None, :, None] - keys
-        visible = distance >= 0
-        if self.window is not None:
-            visible &= distance < self.window
-        if self.alibi_slopes is None:
-            return visible
-        bias = (self.alibi_slopes[:, None] * keys).to(self.dtype)[None, :, None, :]
-        masked: Tensor = bias.masked_fill(~visible, -math.inf)
-        return masked
+        return _dense_prefill(context, query, key, value, scoring.scale)
+    return _each_request(context, query, keys, values, scoring)
 
 
 def _attention(
@@ -140,66 +110,50 @@ def _attention(
 def _dense_prefill(
     context: RaggedContext, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> Tensor:
-    """Prompts of one length: a single causal call on `[requests, heads, tokens, head_dim]`.
+    """Attend within prompts of one length by a single causal call.
 
     `key`, `value`: those of the batch, `[requests, kv_heads, tokens, head_dim]`.
     """
-    out = _attention(
-        _by_request(context, query),
-        key,
-        value,
-        is_causal=True,
-        scale=scale,
-    )
+    out = _attention(_by_request(context, query), key, value, is_causal=True, scale=scale)
     return out.transpose(1, 2).flatten(0, 1)
 
 
 def _by_request(context: RaggedContext, x: Tensor) -> Tensor:
-    """`[requests, heads, tokens, head_dim]` of `[requests * tokens, heads, head_dim]`."""
+    """`[requests * tokens, heads, head_dim]` as `[requests, heads, tokens, head_dim]`."""
     return x.view(len(context.batch.slots), -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _decode(
-    context: RaggedContext,
-    query: Tensor,
-    keys: Stored,
-    values: Stored,
-    scale: float,
-    mask_kind: _MaskKind,
+    context: RaggedContext, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
 ) -> Tensor:
-    """One new token a request: a single call over the slots, shorter requests masked."""
+    """Attend from one new token a request by a single call over the slots, shorter ones masked."""
     where = context.where
     mask = None
-    if not (where.equal_lengths and mask_kind.is_plain):
-        mask = mask_kind.mask(where.position_of_token[:, None], where.max_length)
+    if not (where.equal_lengths and scoring.is_plain):
+        mask = scoring.mask(where.position_of_token[:, None], where.max_length, query.dtype)
     out = _attention(
         query[:, :, None],
         keys.read(where.gather, query.dtype),
         values.read(where.gather, query.dtype),
         attn_mask=mask,
-        scale=scale,
+        scale=scoring.scale,
     )
     return out[:, :, 0]
 
 
 def _each_request(
-    context: RaggedContext,
-    query: Tensor,
-    keys: Stored,
-    values: Stored,
-    scale: float,
-    mask_kind: _MaskKind,
+    context: RaggedContext, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
 ) -> Tensor:
-    """Any mix of prefills, chunks and decodes, one call a request."""
+    """Attend in any mix of prefills, chunks and decodes, by one call a request."""
     batch, out = context.batch, torch.empty_like(query)
     row = 0
     for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
         end = int(start + count)
-        causal = bool(start == 0) and mask_kind.is_plain
+        causal = bool(start == 0) and scoring.is_plain
         mask = None
         if not causal:
             positions = torch.arange(int(start), end, device=query.device)
-            mask = mask_kind.mask(positions[None], end)
+            mask = scoring.mask(positions[None], end, query.dtype)
 
         def own(stored: Tensor, slot: int = slot, end: int = end) -> Tensor:
             return stored[slot : slot + 1, :, :end]
@@ -210,7 +164,7 @@ def _each_request(
             values.read(own, query.dtype),
             attn_mask=mask,
             is_causal=causal,
-            scale=scale,
+            scale=scoring.scale,
         )
         out[row : row + count] = attended[0].transpose(0, 1)
         row += int(count)
@@ -223,29 +177,27 @@ def ragged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    ragged: RaggedContext | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface on the flattened batch, `query`: `[1, heads, tokens,
-    head_dim]`.
+    """transformers' attention interface on the flattened batch.
+
+    `query`: `[1, heads, tokens, head_dim]`. Of the `options` that models hand on, `ragged` (the
+    `RaggedContext`), `scaling` and `sliding_window` count.
     """
+    ragged: RaggedContext | None = options.get("ragged")
     if ragged is None:
         raise ValueError("ragged attention was called without its context")
+    scaling: float | None = options.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attend(
         ragged,
         int(module.layer_idx),  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
+        NewTokens(*(x[0].transpose(0, 1) for x in (query, key, value))),
+        Scoring(scale, options.get("sliding_window")),
     )
     return out[None], None
 
 
 def register() -> None:
-    """Make transformers know the attention; safe to call again."""
+    """Make the attention known to transformers; safe to call again."""
     AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)

@@ -1,1 +1,1 @@
-"""Stages of devices that are not here: they compute for real and take the modelled time."""
+"""Emulated devices and links: a CPU computes, and results are held until their modelled time."""

@@ -11,9 +11,10 @@ from ray.actor import ActorHandle
 
 from actors.messages import Chunk, StageStats
 from actors.processes.health import Heartbeat, RunReport
-from actors.processes.stage_actor import QueueSizes, StageActor
+from actors.processes.stage_actor import StageActor
+from actors.schedule.scheduler import QueueSizes
 from actors.telemetry.meter import Spans
-from actors.transport.meeting import Meeting
+from actors.transport.rendezvous import Rendezvous
 
 
 class StageHandle:
@@ -74,12 +75,14 @@ class StageHandle:
         answer: ObjectRef[str] = self.actor.begin.remote(epoch)
         return answer
 
-    def open_meeting(self, meeting: Meeting) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.open_meeting.remote(meeting)
+    def open_rendezvous(self, rendezvous: Rendezvous) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.open_rendezvous.remote(rendezvous)
         return answer
 
-    def connect(self, meeting: Meeting, first: StageHandle, sizes: QueueSizes) -> ObjectRef[None]:
-        answer: ObjectRef[None] = self.actor.connect.remote(meeting, first.actor, sizes)
+    def connect(
+        self, rendezvous: Rendezvous, first: StageHandle, sizes: QueueSizes
+    ) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.connect.remote(rendezvous, first.actor, sizes)
         return answer
 
     def lead(self, sizes: QueueSizes, following: Sequence[StageHandle] | None) -> ObjectRef[None]:

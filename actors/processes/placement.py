@@ -15,7 +15,7 @@ CRUMB = 0.001  # Ray offers one unit of an accelerator type a node, for all that
 
 
 class Placed(Protocol):
-    """Whatever needs a device: a `planner.plan.plan.StagePlan`, or a measurement."""
+    """Whatever needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
 
     @property
     def index(self) -> int:

@@ -1,54 +1,49 @@
-"""The Ray actor around a stage, and what the first stage's does beside: lead a run."""
+"""The Ray actor around a stage; the first stage's actor also schedules and drives the run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ray
 import torch
 from ray.actor import ActorHandle
 
-from actors.emulation.emulation import Hold, Pace, warm_up
+from actors.emulation.device import EmulatedDevice
+from actors.emulation.stage import EmulatedStage
+from actors.emulation.times import ScaledTimes
 from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
-from actors.schedule.pipeline import Pipeline, PipelineDriver
-from actors.schedule.static import QueueScheduler
+from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.policies import make_scheduler
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher
-from actors.transport.chains import LinkChain, RayChain, serve
-from actors.transport.links import Links
-from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
-from actors.transport.packed import PackedTensor, pack, unpack
-from actors.transport.wire import Limits
+from actors.transport.gloo_links import Links
+from actors.transport.message_format import Codec, Limits, PlainCodec
+from actors.transport.pipelines import (
+    GlooPipeline,
+    RayMessage,
+    RayPipeline,
+    from_ray,
+    relay,
+    serve,
+)
+from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
 from quant.processor import local_processor
 
 
-@dataclass(frozen=True)
-class QueueSizes:
-    """KV slots, and the planned requests of a micro-batch of each phase."""
-
-    slots: int
-    prefill_micro_batch: int
-    decode_micro_batch: int
-
-    def limits(self, max_tokens: int, columns: int) -> Limits:
-        """What messages may hold where a slot has room for `max_tokens`."""
-        rows = max(self.prefill_micro_batch * max_tokens, self.decode_micro_batch)
-        requests = max(self.prefill_micro_batch, self.decode_micro_batch)
-        return Limits(requests, rows, columns, self.slots, max_tokens)
-
-
 class StageActor(BoardKeeper):
-    """One pipeline stage in its own process. Made cheaply; `load` does the work and reports what is
-    held.
+    """One pipeline stage in its own process, made at little cost: `load` does the work.
+
+    `emulated` are the times that stand for a device which is not there; None: a real device.
     """
 
     def __init__(
@@ -56,35 +51,38 @@ class StageActor(BoardKeeper):
         spec: StageSpec,
         checkpoint: str,
         threads: int,
-        hold: Hold,
+        emulated: ScaledTimes | None,
         cache: CacheSettings,
         telemetry: TelemetryOptions = TelemetryOptions(),  # noqa: B008  (frozen)
     ) -> None:
         torch.set_num_threads(threads)
         self._spec = spec
         self._checkpoint = checkpoint
-        self._hold = hold
-        self._pace = Pace(hold, spec.index)
-        self.ready_at_s = 0.0  # when an emulated link has brought on what was computed last
+        self._emulated = None if emulated is None else EmulatedDevice(emulated)
         self._cache = cache
         self._meter = StageMeter(telemetry)
-        self._stage: Stage | None = None
+        self._stage: Stage | EmulatedStage | None = None
         self._links: Links | None = None
-        self._limits: Limits | None = None
+        self._codec = self._make_codec()
         self._leader: _Leader | None = None
         self._health = Health()
-        self._epoch: int | None = 0  # of what the other stages' calls belong to
+        self._epoch: int | None = 0  # calls of other stages must be of the same one
 
     def load(self) -> StageStats:
-        """Read, quantize and keep the stage's shard, or take it from this node's cache; raises what
-        `Stage` raises.
+        """Read, quantize and keep the stage's shard, or take it from this node's cache.
+
+        Raises what `Stage` raises.
         """
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
-        self._stage = Stage(self._spec, folder, device, local_processor(device), self._cache)
-        warm_up(self._stage, self._hold)
+        stage = Stage(self._spec, folder, device, local_processor(device), self._cache)
+        self._stage = stage if self._emulated is None else self._emulated.stage(stage)
         self._publish()
         return self._stage.stats()
+
+    def _make_codec(self, limits: Limits | None = None) -> Codec:
+        plain = PlainCodec(limits)
+        return plain if self._emulated is None else self._emulated.link(plain)
 
     def _publish(self) -> None:
         tags = {
@@ -95,77 +93,74 @@ class StageActor(BoardKeeper):
         MetricsPublisher(self._meter, self._figures, tags, self._spec.has_head).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
-        """As `Stage.step`, within the modelled time where the device is emulated."""
-        self._pace.begin(batch)
+        """As `Stage.step`, counted and timed."""
         with self._health.computing(batch), self._meter.computing(batch):
-            result = self._loaded().step(batch, inputs)
-            self.ready_at_s = self._pace.end(batch)
-        return result
-
-    def wait_for(self, ready_at_s: float) -> None:
-        """Until an emulated link has brought what is `ready_at_s`."""
-        self._pace.wait_for(ready_at_s)
+            return self._loaded().step(batch, inputs)
 
     def finish(self, batch: MicroBatch, last_hidden: torch.Tensor) -> Sampled:
-        """LM head and sampling, of what came back from the last stage."""
+        """LM head and sampling of the hidden states that came back from the last stage."""
         with self._health.computing(batch), self._meter.sampling():
             return self._loaded().finish(batch, last_hidden)
 
     def sent(self) -> None:
-        """What was computed last was passed on."""
+        """Note that the last result was passed on."""
         self._meter.sent()
 
-    def step(self, batch: MicroBatch, inputs: PackedTensor, epoch: int) -> PackedTensor | Sampled:
+    def step(self, message: RayMessage, epoch: int) -> RayMessage:
         """Compute a micro-batch that Ray brought from the stage before."""
         if epoch != self._epoch:
             raise StageLostError(f"a micro-batch of epoch {epoch} came in epoch {self._epoch}")
-        batch = replace(batch, ready_at_s=inputs.ready_at_s)
-        result = self.compute(batch, unpack(inputs))
+        answer: RayMessage = relay(self, from_ray(message), self._codec).numpy()
         self.sent()
-        if isinstance(result, Sampled):
-            return replace(result, ready_at_s=self.ready_at_s)
-        return pack(result, self.ready_at_s)
+        return answer
 
-    def connect(self, meeting: Meeting, first: ActorHandle[StageActor], sizes: QueueSizes) -> None:
-        """Link this stage to all others, which do the same at this time, over the board that the
+    def connect(
+        self, rendezvous: Rendezvous, first: ActorHandle[StageActor], sizes: QueueSizes
+    ) -> None:
+        """Link this stage to all others, which connect at the same time, over the board that the
         `first` stage keeps.
         """
         mine = self._spec.is_first  # a call to itself would wait for this one
-        board = self.board(meeting.secret) if mine else RemoteBoard(first, meeting)
-        self._limits = sizes.limits(self._spec.max_tokens, self._loaded().widest)
-        self._links = Links(meeting, self._spec.index, board)
+        board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
+        self._codec = self._make_codec(
+            sizes.limits(self._spec.max_tokens, self._loaded().max_columns)
+        )
+        self._links = Links(rendezvous, self._spec.index, board)
 
     def serve(self) -> None:
-        """All but the first stage: compute what comes over the links, until one of them breaks."""
-        serve(self, self._linked(), self._limits)
+        """Compute what comes over the links until one breaks; for all but the first stage."""
+        serve(self, self._linked(), self._codec)
 
     def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         tokens = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
-        self.close_meeting()
+        self.close_rendezvous()
         return RunReport(self._health.take_failure(), tokens)
 
     def begin(self, epoch: int) -> str:
-        """All stages are about to be linked again, in the same `epoch`; the address of its node."""
+        """Enter `epoch`, in which all stages are linked again; returns the address of the node."""
         self._epoch = epoch
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
-        """First stage only: what `generate` schedules, over `following` by Ray or over links."""
-        chain: Pipeline
+        """Make the pipeline that `generate` drives: over `following` by Ray, or over links.
+
+        For the first stage only.
+        """
+        pipeline: Pipeline
         if following is None:
-            chain = LinkChain(self, self._linked(), self._limits)
+            pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
-            chain = RayChain(self, following, self._epoch or 0)
-        self._leader = _Leader(sizes, chain)
+            pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
+        self._leader = _Leader(sizes, pipeline)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """First stage only: run until the queue wants more than `chunk` has; yields what ended.
+        """Run until the queue wants more requests than `chunk` has; yields those that ended.
 
-        Micro-batches stay under way until the next call, which should be waiting by then. The last
-        chunk of a run ends all of its requests. A chunk of another run drops what is left of the
-        one before; after an error, what is left of its run is ignored.
+        For the first stage only. Micro-batches stay under way until the next call, which should be
+        waiting by then. The last chunk of a run ends all of its requests. A chunk of another run
+        drops the rest of the run before; after an error, the rest of its run is ignored.
         """
         if self._leader is None:
             raise RuntimeError(f"stage {self._spec.index} was not told to lead")
@@ -195,12 +190,12 @@ class StageActor(BoardKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def clock_s(self) -> float:
-        """What the clock of `spans` shows now."""
+        """The present time of the clock of `spans`."""
         return time.perf_counter()
 
     @ray.method(concurrency_group=CONTROL)
     def spans(self) -> Spans | None:
-        """When each micro-batch was computed, where that is kept."""
+        """The times of each micro-batch, where they are kept."""
         return self._meter.spans(self._spec.index)
 
     @ray.method(concurrency_group=CONTROL)
@@ -208,7 +203,8 @@ class StageActor(BoardKeeper):
         """Give a sign of life; the first stage's `with_tokens` of the requests in its slots."""
         leader = self._leader
         tokens = leader.so_far() if with_tokens and leader is not None else None
-        return replace(self._health.heartbeat(tokens), is_held=self._pace.is_holding)
+        is_held = self._emulated is not None and self._emulated.is_waiting
+        return replace(self._health.heartbeat(tokens), is_held=is_held)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
@@ -222,26 +218,26 @@ class StageActor(BoardKeeper):
             raise RuntimeError(f"stage {self._spec.index} was used before it was linked")
         return self._links
 
-    def _loaded(self) -> Stage:
+    def _loaded(self) -> Stage | EmulatedStage:
         if self._stage is None:
             raise RuntimeError(f"stage {self._spec.index} was used before it was loaded")
         return self._stage
 
 
 class _Leader:
-    """The first stage's part of a run: its scheduler, and what is under way between two calls."""
+    """The first stage's scheduler and driver, which stay between two calls of a run."""
 
     def __init__(self, sizes: QueueSizes, pipeline: Pipeline) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
-        self._scheduler: QueueScheduler
+        self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
 
     @property
     def queue(self) -> QueueDepth | None:
-        """What waits and what is under way; None before the first run."""
+        """Requests and micro-batches in the queue; None before the first run."""
         if self._run is None:
             return None
         scheduler, slots = self._scheduler, self._sizes.slots
@@ -269,11 +265,6 @@ class _Leader:
     def _begin(self, run: int) -> None:
         if self._run is not None and not self._failed:
             self._driver.drop()
-        self._scheduler = QueueScheduler(
-            self._sizes.slots,
-            self._sizes.prefill_micro_batch,
-            self._sizes.decode_micro_batch,
-            self._pipeline.stages,
-        )
+        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
         self._driver = PipelineDriver(self._scheduler, self._pipeline)
         self._run = run  # last: `queue` looks at what comes before

@@ -1,7 +1,7 @@
 """Decoder layers of random weights on this process's device, ready to be timed; no checkpoint.
 
-Layers pass through the very code of a stage, a few copies in a row, so that what a pass costs
-beside its layers is spread as in a stage.
+A few copies of a layer run in a row by the code of a stage, so that the cost of a pass beside its
+layers is spread over them as in a stage.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
-from actors.stage.library_config import with_layers
-from actors.stage.stage import make_cache, run_in_passes
+from actors.stage.stage import kv_shape, make_cache, run_in_passes
+from actors.stage.transformers_config import with_layers
 from planner.profiles.design import LayerWorkload
-from quant.cache.layer import LayerForm, put_submodule
-from quant.linear import quantize_linear
+from quant.cache.layer import put_submodule
+from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
-from quant.loading.prepacked import prepack_linears
+from quant.loading.onednn_linear import prepack_linears
 
-# Decode passes take a millisecond a layer, of which what stands around the layers is a share.
-# Prefill passes take long, and what stands around is nothing.
+# Decode passes take a millisecond a layer, of which the cost beside the layers is a notable share.
+# Prefill passes take so long that it is none.
 _DECODE_COPIES, _PREFILL_COPIES = 4, 2
 _LARGE_LAYER_BYTES = 256 * 2**20  # a pass through two of these takes as long as several small ones
 _WEIGHT_SCALE = 0.02  # as models are initialised
@@ -34,7 +34,7 @@ _WEIGHT_SCALE = 0.02  # as models are initialised
 
 @dataclass(frozen=True)
 class PreparedWorkload:
-    """What a pass needs: `inputs` `[tokens, hidden_size]`, a filled cache of `copies` layers."""
+    """A pass to be timed: `inputs` `[tokens, hidden_size]`, a filled cache of `copies` layers."""
 
     batch: MicroBatch
     cache: KVCache
@@ -43,7 +43,7 @@ class PreparedWorkload:
 
 
 class TimedLayers:
-    """Copies of the decoder layer of the model of `config` in one form; one has `weight_bytes`."""
+    """Copies of the decoder layer of `config` in one form; each holds `weight_bytes`."""
 
     def __init__(self, config: PretrainedConfig, form: LayerForm, seed: int = 0) -> None:
         self._form = form
@@ -74,20 +74,20 @@ class TimedLayers:
 
     @torch.inference_mode()
     def pass_through(self, prepared: PreparedWorkload) -> None:
-        """One pass through `prepared.copies` layers, as a stage makes it."""
+        """Pass once through `prepared.copies` layers, as a stage does."""
         self._use(prepared.copies)
         run_in_passes(self._model, prepared.cache, prepared.batch, prepared.inputs)
 
     def kv_bytes(self, workload: LayerWorkload) -> int:
-        """What `prepare` will take for keys and values."""
+        """Bytes of keys and values that `prepare` will allocate."""
         config = self._model.config
         copies = len(self._layers) if workload.phase == "decode" else _PREFILL_COPIES
-        kv_heads, width = _kv_shape(config)
+        kv_heads, width = kv_shape(config)
         element = torch.empty(0, dtype=self._form.dtype).element_size()
         return 2 * copies * workload.tokens * kv_heads * width * element
 
     def _empty_layers(self, config: PretrainedConfig) -> tuple[PreTrainedModel, list[nn.Module]]:
-        """A middle stage of as many layers as may be wanted, without memory."""
+        """A middle stage of the most layers that a pass needs, without memory."""
         model = empty_model(with_layers(config, _DECODE_COPIES))
         keep_stage(model, range(_DECODE_COPIES), is_first=False, is_last=False, has_head=False)
         rotary = getattr(model.get_decoder(), "rotary_emb", None)
@@ -106,9 +106,7 @@ class TimedLayers:
             if isinstance(linear, nn.Linear):
                 weight = self._random(linear.weight.shape).to(torch.bfloat16)
                 bias = None if linear.bias is None else self._random(linear.bias.shape)
-                filled = quantize_linear(
-                    weight, bias, form.bits, form.processor, form.dtype, form.device, form.backend
-                )
+                filled = quantize_linear(weight, bias, form)
                 put_submodule(layer, name, filled)
         for owner in layer.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
@@ -128,14 +126,12 @@ class TimedLayers:
             stack[index] = self._layers[index] if index < copies else PassThrough(tupled)
 
     def _filled_cache(self, workload: LayerWorkload, copies: int) -> KVCache:
-        """Random keys and values of what stands before; slots as wide as the workload needs."""
+        """A cache with random keys and values of earlier tokens, in slots as long as needed."""
         form, requests, length = self._form, workload.batch_size, workload.length
         past = length if workload.phase == "decode" else 0
-        cache = make_cache(
-            self._model.config, range(copies), requests, max(past + 1, length), form.dtype,
-            form.device,
-        )  # fmt: skip
-        made = torch.randn(past, *_kv_shape(self._model.config), generator=self._generator)
+        room, held = max(past + 1, length), CacheForm(form.dtype, form.device)
+        cache = make_cache(self._model.config, range(copies), requests, room, held)
+        made = torch.randn(past, *kv_shape(self._model.config), generator=self._generator)
         made = made.to(form.device, form.dtype)
         for slot in range(requests if past else 0):
             before = MicroBatch(np.array([slot]), np.array([0]), np.array([past]))
@@ -143,13 +139,6 @@ class TimedLayers:
             for layer in range(copies):
                 cache.append(layer, where, made, made)
         return cache
-
-
-def _kv_shape(config: PretrainedConfig) -> tuple[int, int]:
-    """Heads of keys and values, and the width of one."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "num_key_value_heads", None) or heads, width
 
 
 def _micro_batch(workload: LayerWorkload) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""Timing hops between two processes as stages make them: over links of gloo, and by Ray."""
+"""Timing hops between two processes as stages make them, over links of gloo and by Ray."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
 from actors.processes.environment import stage_environment
 from actors.processes.placement import CRUMB, Placement
-from actors.transport.links import Links
-from actors.transport.meeting import CONTROL, BoardKeeper, Meeting, RemoteBoard
-from actors.transport.packed import PackedTensor, pack, unpack
-from actors.transport.wire import decode, encode
+from actors.transport.gloo_links import Links
+from actors.transport.message_format import decode, encode
+from actors.transport.pipelines import RayMessage, from_ray
+from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.links import Place, Way
 from quant.common.errors import DeviceError, LlmpqError
 
@@ -30,7 +30,7 @@ PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
 _WARM_UP = 5
 _PLACING_S = 60.0
-_MEETING_S = 30.0
+_RENDEZVOUS_S = 30.0
 _ANSWER_S = 60.0
 
 
@@ -58,32 +58,37 @@ class End(BoardKeeper):
         """Address of its node."""
         return str(ray.util.get_node_ip_address())
 
-    def connect(self, meeting: Meeting, index: int, first: Any) -> None:
-        """Link both, which do so at the same time; the `first` one keeps the board."""
-        board = RemoteBoard(first, meeting) if index else self.board(meeting.secret)
-        self._links = Links(meeting, index, board)
+    def connect(self, rendezvous: Rendezvous, index: int, first: Any) -> None:
+        """Link to the other end, which does the same now; the `first` one keeps the board."""
+        board = RemoteBoard(first, rendezvous) if index else self.board(rendezvous.secret)
+        self._links = Links(rendezvous, index, board)
 
-    def echo(self, batch: MicroBatch, hidden: PackedTensor) -> PackedTensor:
-        """Take what Ray brought to the device, and from there."""
-        return pack(self._arrived(unpack(hidden)))
+    def echo(self, message: RayMessage) -> RayMessage:
+        """Move the hidden states that Ray brought to the device, and send them back from there."""
+        returned: RayMessage = self._returned(from_ray(message)).numpy()
+        return returned
 
     def serve(self, messages: int) -> None:
-        """Send back what comes over the link, so many times."""
+        """Send so many `messages` back that come over the link."""
         receiver, sender = self._links.receiver(0, _ANSWER_S), self._links.sender(0)
         for _ in range(messages):
-            batch, hidden = _hidden(receiver.receive())
-            sender.send(encode(batch, self._arrived(hidden)))
+            sender.send(self._returned(receiver.receive()))
+
+    def _returned(self, message: Tensor) -> Tensor:
+        batch, hidden = _hidden(message)
+        return encode(batch, self._arrived(hidden))
 
     def by_ray(self, other: Any, turns: int) -> list[MeasuredHop]:
-        """Round trips by object references, of every payload."""
+        """Time round trips of every payload by object references."""
 
         def trip(batch: MicroBatch, hidden: Tensor) -> None:
-            self._arrived(unpack(ray.get(other.echo.remote(batch, pack(hidden)))))
+            answer = ray.get(other.echo.remote(encode(batch, hidden).numpy()))
+            self._arrived(_hidden(from_ray(answer))[1])
 
         return self._timed("ray", trip, turns)
 
     def by_gloo(self, turns: int) -> list[MeasuredHop]:
-        """Round trips over the link, of every payload."""
+        """Time round trips of every payload over the link."""
         down, back = self._links.sender(1), self._links.receiver(1, _ANSWER_S)
 
         def trip(batch: MicroBatch, hidden: Tensor) -> None:
@@ -101,7 +106,7 @@ class End(BoardKeeper):
     def _timed(
         self, way: Way, trip: Callable[[MicroBatch, Tensor], None], turns: int
     ) -> list[MeasuredHop]:
-        """Payloads in turns, so that a slow moment of the machine falls on all of them."""
+        """Time payloads in turns, so that a slow moment of the machine falls on all of them."""
         batch = MicroBatch(np.arange(_ROWS), np.full(_ROWS, 9), np.ones(_ROWS, dtype=np.int64))
         hops: list[list[float]] = [[] for _ in PAYLOADS_BYTES]
         hidden = [
@@ -134,7 +139,7 @@ def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
 def measure_hops(
     ends: Sequence[Placement], place: Place, turns: int = 60, ways: Sequence[Way] = ("gloo", "ray")
 ) -> tuple[MeasuredHop, ...]:
-    """Hops between two processes with the devices of `ends`, on one node or on two.
+    """Time hops between two processes with the devices of `ends`, on one node or on two.
 
     Needs an initialised Ray. Where gloo does not connect, there are hops by Ray only. Raises
     `DeviceError` where the cluster has no such place.
@@ -166,7 +171,7 @@ def measure_hops(
 
 
 def _bundle(end: Placement) -> dict[str, float]:
-    """What a stage there asks for, but a crumb of a CPU: hops do not keep threads busy."""
+    """The resources of a stage there, but a crumb of a CPU: hops do not keep threads busy."""
     return {**end.bundle, "CPU": CRUMB}
 
 
@@ -198,10 +203,10 @@ def _linked(first: Any, second: Any) -> bool:
     """Whether both could be connected."""
     ends = (first, second)
     hosts = get_answers([end.host.remote() for end in ends])
-    meeting = Meeting(tuple(hosts), _MEETING_S)
-    get_answer(first.open_meeting.remote(meeting))
+    rendezvous = Rendezvous(tuple(hosts), _RENDEZVOUS_S)
+    get_answer(first.open_rendezvous.remote(rendezvous))
     try:
-        get_answers([end.connect.remote(meeting, i, first) for i, end in enumerate(ends)])
+        get_answers([end.connect.remote(rendezvous, i, first) for i, end in enumerate(ends)])
     except RayTaskError as error:
         if not isinstance(error.cause, DeviceError):
             raise

@@ -1,7 +1,7 @@
-"""Timing how decoder layers load: quantized from a checkpoint, or as the cache has them.
+"""Timing how decoder layers load: quantized from a checkpoint, or packed from the cache.
 
-The checkpoint is one of random weights in a temporary folder. Its files are in the system's cache:
-a disk that reads less quickly than layers are taken in adds the difference.
+The checkpoint has random weights and lies in a temporary folder. Its files are in the system's
+cache: a disk that reads more slowly than layers are loaded adds the difference.
 """
 
 from __future__ import annotations
@@ -14,30 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import RayTaskError
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.processes.answers import get_answer
-from actors.processes.environment import stage_environment
-from actors.processes.placement import place
-from actors.profiling.task import Wanted
 from actors.stage.families import architecture_of, empty_model, keep_stage
-from actors.stage.library_config import library_config, with_layers
-from actors.stage.stage import path_of
-from planner.cluster.device import Device
+from actors.stage.shard import path_of
+from actors.stage.transformers_config import config_of_values, with_layers
 from planner.profiles.loading import Origin
+from quant.backends.selection import backend_name
 from quant.cache.folder import ShardCache
-from quant.cache.layer import LayerForm
 from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.stored_tensors import SINGLE_FILE
-from quant.common.errors import LlmpqError
-from quant.loading.loader import LayerLoad, load_layer_as, loading, module_nbytes
-from quant.loading.prepacked import prepack_linears
+from quant.linear import LayerForm
+from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
+from quant.loading.onednn_linear import prepack_linears
 from quant.processor import local_processor
-from quant.scheme import FULL_BITS, backend_name
+from quant.scheme import FULL_BITS
 
 _SMALL, _LARGE = (4, 3), (2, 1)  # layers of the checkpoint, and loads whose median counts
 _LARGE_LAYER_BYTES = 256 * 2**20
@@ -46,7 +39,10 @@ _WEIGHT_SCALE = 0.02
 
 @dataclass(frozen=True)
 class LoadTask:
-    """Which bitwidths to load a layer of the model with these values at; as in `ProfileTask`."""
+    """The bitwidths at which to load a layer of the model of `config`.
+
+    `threads` None: as many as torch takes.
+    """
 
     config: Mapping[str, Any]
     dtype: str
@@ -69,26 +65,8 @@ class MeasuredLoad:
     repetitions: int
 
 
-def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoad, ...]:
-    """Measure in a Ray task that is placed and started as a stage on `device` would be."""
-    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
-    remote: Any = ray.remote(_time_loading).options(
-        num_cpus=placement.num_cpus,
-        num_gpus=placement.num_gpus,
-        resources=dict(placement.resources),
-        runtime_env={"env_vars": stage_environment(placement.threads)},
-        max_retries=0,
-    )
-    try:
-        found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
-    except RayTaskError as error:
-        if isinstance(error.cause, LlmpqError):
-            raise error.cause from None
-        raise
-    return found
-
-
-def _time_loading(task: LoadTask) -> tuple[MeasuredLoad, ...]:
+def time_loading(task: LoadTask) -> tuple[MeasuredLoad, ...]:
+    """Measure on this process's device."""
     if task.threads is not None:
         torch.set_num_threads(task.threads)
     with tempfile.TemporaryDirectory(prefix="llmpq-profile-") as folder:
@@ -100,7 +78,7 @@ class _Loads:
 
     def __init__(self, task: LoadTask, folder: Path) -> None:
         self._task, self._folder = task, folder
-        config = library_config(task.config)
+        config = config_of_values(task.config)
         one = _bytes_of(_stage(with_layers(config, 1)))
         self._layers, self._turns = _LARGE if one > _LARGE_LAYER_BYTES else _SMALL
         self._config = with_layers(config, self._layers)
@@ -108,7 +86,7 @@ class _Loads:
         self._write(torch.Generator().manual_seed(task.seed))
 
     def measured(self) -> Iterator[MeasuredLoad]:
-        """Every bitwidth from the checkpoint; what would be cached, from the cache too."""
+        """Load every bitwidth from the checkpoint, and from the cache where it would be cached."""
         for bits in self._task.bits:
             yield self._median(bits, "checkpoint", None)
             if bits != FULL_BITS:
@@ -136,7 +114,7 @@ class _Loads:
         return LayerForm(bits, local_processor(device), dtype, device)
 
     def _load(self, bits: int, cache: ShardCache | None) -> tuple[float, int]:
-        """Seconds of a layer, as a stage takes them, and the bytes it holds."""
+        """Seconds in which a stage would load a layer, and the bytes that the layer holds."""
         model, form, checkpoint = _stage(self._config), self._form(bits), Checkpoint(self._folder)
         path = _stack_path(model)
         loads = [
@@ -146,7 +124,7 @@ class _Loads:
         began = time.perf_counter()
         with loading(loads, [], checkpoint, cache):
             for load in loads:
-                load_layer_as(load, checkpoint, cache)
+                load_layer(load, checkpoint, cache)
                 prepack_linears(load.module, form.processor)
         if form.device.type == "cuda":
             torch.cuda.synchronize(form.device)
@@ -178,6 +156,6 @@ def _stack_path(model: PreTrainedModel) -> str:
 
 
 def _bytes_of(model: PreTrainedModel) -> int:
-    """Of the first layer in 16 bits."""
+    """Bytes of the first layer in 16 bits."""
     first = next(iter(model.get_submodule(_stack_path(model)).children()))
     return 2 * sum(parameter.numel() for parameter in first.parameters())

@@ -15,11 +15,11 @@ from ray.exceptions import RayTaskError
 from actors.messages import Chunk, Finished, Request
 from actors.processes.health import BatchFailure, SlotTokens
 from actors.processes.ray_head import check_head
-from actors.processes.stage_actor import QueueSizes
 from actors.recovery.faults import Fault, StoppedRun, lost_by
 from actors.recovery.liveness import LivenessCheck
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
 CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there

@@ -13,9 +13,9 @@ from ray.exceptions import RayTaskError
 from actors.messages import Chunk, Transport
 from actors.processes.answers import StageAnswers, StageDiedError
 from actors.processes.handle import StageHandle
-from actors.processes.stage_actor import QueueSizes
 from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
-from actors.transport.meeting import Meeting
+from actors.schedule.scheduler import QueueSizes
+from actors.transport.rendezvous import Rendezvous
 from quant.common.errors import DeviceError, LlmpqError, StageLostError
 
 T = TypeVar("T")
@@ -98,10 +98,10 @@ class StagePipeline:
         timeout_s = self._options.meeting_s
         if self._epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
-        meeting = Meeting(hosts, timeout_s)
-        self._get_all({0: first.open_meeting(meeting)}, timeout_s)
+        rendezvous = Rendezvous(hosts, timeout_s)
+        self._get_all({0: first.open_rendezvous(rendezvous)}, timeout_s)
         # The first to fail is the one to blame: the others wait for it.
-        connecting = [stage.connect(meeting, first, self.sizes) for stage in self.stages]
+        connecting = [stage.connect(rendezvous, first, self.sizes) for stage in self.stages]
         self._get_all(dict(enumerate(connecting)), 2 * timeout_s)
 
     def _get_all(self, asked: dict[int, ObjectRef[T]], limit_s: float) -> dict[int, T]:

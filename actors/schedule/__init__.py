@@ -1,1 +1,1 @@
-"""Which requests run next: one scheduling policy a file, and the driver of a pipeline."""
+"""Which requests run next: one scheduling policy a file, their table, and the pipeline's driver."""

@@ -1,6 +1,5 @@
-"""Scheduling a queue of any length over the planned KV slots and micro-batches, without a drain.
+"""The policy `static`: a queue of any length over the planned KV slots and micro-batches.
 
-Plain Python without a device: it says which micro-batch comes next and takes in what was sampled.
 Prefill has micro-batches of one size and decode of another (LLM-PQ section 4.3); as every request
 keeps its KV slot, regrouping between the phases moves nothing.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -23,37 +21,24 @@ from actors.messages import (
     Sampled,
     TokenIds,
 )
+from actors.schedule.scheduler import QueueSizes
 
 REFILL_SHARE = 4
-"""In a pipeline newcomers are prefilled when a quarter of the slots is free, and then until none
-is: a prefill keeps the decode steps behind it waiting and leaves a bubble, which those that follow
-at once share; more free slots would leave decode steps emptier. Of shares from 1/32 to 1, 1/4 lost
-least in simulations of random lengths with 2 to 4 stages and prefills as long as 6 to 20 steps."""
+"""In a pipeline newcomers are prefilled once a quarter of the slots is free, until no slot is.
 
-
-class Scheduler(Protocol):
-    """A scheduling policy: one file each."""
-
-    @property
-    def wants_requests(self) -> bool:
-        """Whether it should be given more requests before it is asked for a micro-batch."""
-
-    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
-        """The next micro-batch and its token ids, or None when it waits for what is under way."""
-
-    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
-        """Take in the tokens of `batch`; returns the requests that ended with it."""
-
-    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """By slot, the requests that have one, and their tokens."""
+A prefill keeps the decode steps behind it waiting and leaves a bubble, which prefills that follow
+at once share; waiting for more free slots would leave decode steps emptier. Of shares from 1/32 to
+1, 1/4 lost least in simulations of random lengths with 2 to 4 stages and prefills as long as 6 to
+20 steps."""
 
 
 @dataclass(eq=False)
 class _Group:
-    """Slots `first` up to `end` that decode together, and what they are doing.
+    """A decode group: the slots from `first` up to `end`, which decode together.
 
     `free` slots have no request, `prefilling` ones wait for their first token, `decoding` ones have
-    it. `fills`: it has not stepped since it was last empty, and waits for all of its newcomers.
+    it. A group that `fills` has not stepped since it was last empty, and waits for all of its
+    newcomers.
     """
 
     first: int
@@ -65,30 +50,29 @@ class _Group:
     fills: bool = True
 
 
-class QueueScheduler:
-    """Requests wait in a queue for one of `slots` KV slots.
+class StaticScheduler:
+    """A scheduler that keeps requests in a queue until one of the KV slots is free.
 
     Each run of `decode_micro_batch` slots is a decode group, so that a full group is one block of
     the KV cache. The first requests fill all slots: prefills first, then every group steps as soon
     as all of its requests have their first token, and again as soon as its last step came back.
     Finished requests leave, the next ones of the queue take their slots, are prefilled while the
     groups decode, and join their group's next step. As long as there are both, prefills of
-    newcomers and decode steps take turns. What it does depends neither on time nor, where they fill
+    newcomers and decode steps take turns. The order depends neither on time nor, where chunks fill
     the slots at least, on the chunks in which requests are added.
     """
 
-    def __init__(
-        self, slots: int, prefill_micro_batch: int, decode_micro_batch: int, stages: int
-    ) -> None:
-        self._prefill_micro_batch = prefill_micro_batch
-        self._decode_micro_batch = decode_micro_batch
+    def __init__(self, sizes: QueueSizes, stages: int) -> None:
+        slots = sizes.slots
+        self._prefill_micro_batch = sizes.prefill_micro_batch
+        self._decode_micro_batch = sizes.decode_micro_batch
         share = max(1, slots // REFILL_SHARE)
-        self._refill_from = share if stages > 1 else min(share, prefill_micro_batch)
-        self._refills = True  # from enough free slots until there is none
+        self._refill_from = share if stages > 1 else min(share, sizes.prefill_micro_batch)
+        self._refills = True  # set while newcomers are prefilled: until no slot is free
         self._waiting: deque[Request] = deque()
         self._closed = False
         self._free = deque(range(slots))
-        self._unused = slots  # of the free ones, in front: those that no request has had yet
+        self._unused = slots  # free slots, in front of the others, that no request has had yet
         self._requests: dict[int, Request] = {}
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
         self._given = np.zeros(slots, dtype=np.int64)  # tokens of each slot's request so far
@@ -96,8 +80,8 @@ class QueueScheduler:
         self._prompt = np.zeros(slots, dtype=np.int64)  # length of its prompt
         self._groups = [
             _Group(first, end, end - first)
-            for first in range(0, slots, decode_micro_batch)
-            for end in [min(first + decode_micro_batch, slots)]
+            for first in range(0, slots, sizes.decode_micro_batch)
+            for end in [min(first + sizes.decode_micro_batch, slots)]
         ]
         self._ready: deque[_Group] = deque()
         self._decode_is_next = False
@@ -113,16 +97,16 @@ class QueueScheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests without a slot."""
+        """Number of requests without a slot."""
         return len(self._waiting)
 
     @property
     def in_slots(self) -> int:
-        """Requests that have one."""
+        """Number of requests that have one."""
         return len(self._requests)
 
     def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """By slot, the requests that have one, and their tokens."""
+        """By slot, the `custom_id` of the request that has it, and its new tokens."""
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
             for slot, request in self._requests.items()
@@ -137,7 +121,7 @@ class QueueScheduler:
         return self._refills or self._a_group_is_empty()
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
-        """Prefills of the first global batch; then prefills and decode steps in turn."""
+        """Prefill the first global batch, then let prefills and decode steps take turns."""
         size = self._largest_prefill() if self._refills else 0
         group = next((g for g in self._ready if self._can_step(g, size)), None)
         if group is None and not size and self._a_group_is_empty():
@@ -155,7 +139,7 @@ class QueueScheduler:
         return min(self._prefill_micro_batch, free, len(self._waiting))
 
     def _a_group_is_empty(self) -> bool:
-        """A micro-batch less goes round then, which may leave a stage idle."""
+        """Whether fewer micro-batches go round than there are groups; a stage may then be idle."""
         return any(group.free == group.end - group.first for group in self._groups)
 
     @staticmethod

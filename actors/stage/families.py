@@ -7,7 +7,7 @@ hence the list: some architectures lose information at a cut without any error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -15,67 +15,32 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from actors.attention.ragged import RAGGED_ATTENTION, RaggedContext, attend, register
+from actors.attention.masks import Scoring
+from actors.attention.ragged import (
+    RAGGED_ATTENTION,
+    NewTokens,
+    RaggedContext,
+    attend,
+    register,
+)
+from planner.model.families.family import Architecture
+from planner.model.families.table import FAMILIES, supported_model_types
 from quant.common.errors import SpecError
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Names of the decoder's children, by owner.
-
-    `embedding`: only the first stage has them; `final`: only the last. `head_names`: names under
-    which checkpoints store an untied LM head.
-    """
-
-    layers: str
-    embedding: tuple[str, ...]
-    final: tuple[str, ...]
-    head_names: tuple[str, ...] = ("lm_head",)
-    layer_returns_tuple: bool = False
-    context_as_cache: bool = False
-
-
-_LLAMA_LIKE = Architecture(layers="layers", embedding=("embed_tokens",), final=("norm",))
-
-ARCHITECTURES = {
-    "llama": _LLAMA_LIKE,
-    "mistral": _LLAMA_LIKE,
-    "qwen2": _LLAMA_LIKE,
-    "qwen3": _LLAMA_LIKE,
-    "opt": Architecture(
-        layers="layers",
-        embedding=("embed_tokens", "embed_positions", "project_in"),
-        final=("final_layer_norm", "project_out"),
-    ),
-    "gpt_neox": Architecture(
-        layers="layers",
-        embedding=("embed_in",),
-        final=("final_layer_norm",),
-        head_names=("lm_head", "embed_out"),
-    ),
-    "bloom": Architecture(
-        layers="h",
-        embedding=("word_embeddings", "word_embeddings_layernorm"),
-        final=("ln_f",),
-        layer_returns_tuple=True,
-        context_as_cache=True,
-    ),
-}
-
-
 def architecture_of(config: PretrainedConfig) -> Architecture:
-    """The entry of `config`'s model type; raises `SpecError` for a family that is not supported."""
-    found = ARCHITECTURES.get(config.model_type)
+    """The modules of `config`'s model type; SpecError for a family that is not supported."""
+    found = FAMILIES.get(config.model_type)
     if found is None:
-        known = ", ".join(sorted(ARCHITECTURES))
         raise SpecError(
-            f"model type {config.model_type!r} cannot run in stages; supported: {known}"
+            f"model type {config.model_type!r} cannot run in stages; supported: "
+            f"{', '.join(supported_model_types())}"
         )
-    return found
+    return found.architecture
 
 
 class PassThrough(nn.Module):
-    """Stands for a module that lives on another stage: returns its first input."""
+    """A placeholder for a module of another stage, which returns its first input."""
 
     def __init__(self, returns_tuple: bool = False) -> None:
         super().__init__()
@@ -87,18 +52,19 @@ class PassThrough(nn.Module):
 
 
 class NoPositions(nn.Module):
-    """Stands for position embeddings that were added on the first stage: a zero of no dimension."""
+    """A placeholder for position embeddings, which were added on the first stage."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Return the neutral element of the addition that follows."""
+        """Return a zero without dimensions, for the addition that follows."""
         return torch.zeros(())
 
 
 class ContextAsCache:
-    """Carries the ragged context down a forward pass that hands on nothing but its cache (BLOOM).
+    """The ragged context in the place of a KV cache, for layers that pass nothing else to
+    attention.
 
-    It answers the questions about lengths that the model asks of a cache so that the alibi and mask
-    tensors, which the ragged attention makes itself, stay one element large.
+    Its answers about lengths keep the alibi and mask tensors of the model at one element: the
+    ragged attention makes its own.
     """
 
     is_compileable = False
@@ -107,16 +73,16 @@ class ContextAsCache:
         self.context = context
 
     def get_seq_length(self, *_: Any) -> int:
-        """No past, as far as the model is concerned."""
+        """Return a length without past tokens."""
         return 0
 
     def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        """One key at offset zero."""
+        """Return one key at offset zero."""
         return 1, 0
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The causal model of `config` with every weight on the meta device (no memory)."""
+    """Build the causal model of `config` with all weights on the meta device, without memory."""
     register()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -128,7 +94,9 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 def keep_stage(
     model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
 ) -> None:
-    """Replace what a stage of `layers` does not own; global layer indices stay."""
+    """Replace the modules that a stage of `layers` does not own; layers keep their global
+    indices.
+    """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
     stack = getattr(decoder, architecture.layers)
@@ -146,18 +114,19 @@ def keep_stage(
     if not has_head:
         model.set_output_embeddings(PassThrough())
     _restore_buffers(decoder)
-    if model.config.model_type == "bloom":
-        _patch_bloom(model, [stack[index] for index in layers])
+    replace_attention = _ATTENTION_REPLACEMENTS.get(model.config.model_type)
+    if replace_attention is not None:
+        replace_attention(model, [stack[index] for index in layers])
 
 
 def _restore_buffers(decoder: nn.Module) -> None:
-    """Rotary frequencies are computed, not stored: make them anew off the meta device."""
+    """Compute rotary frequencies, which no checkpoint stores, off the meta device."""
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         decoder.rotary_emb = type(rotary)(config=rotary.config)
 
 
-def _patch_bloom(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
     """Give BLOOM's attention, which knows no attention interface, a ragged forward."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
@@ -176,15 +145,19 @@ def _bloom_attention(
     layer_past: ContextAsCache,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out = attend(
-        layer_past.context,
-        self.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        self.inv_norm_factor,
-        alibi_slopes=self.alibi_slopes.to(query.device),
-    )
+    """Compute BLOOM's attention on the flattened batch, `hidden_states`: `[1, tokens,
+    hidden_size]`.
+    """
+    projected = self._reshape(self.query_key_value(hidden_states))
+    new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
+    slopes = self.alibi_slopes.to(hidden_states.device)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=slopes)
+    out = attend(layer_past.context, self.layer_idx, new, scoring)
     return self.dense(out.flatten(1)[None]) + residual, None
+
+
+_ATTENTION_REPLACEMENTS: Mapping[str, Callable[[PreTrainedModel, list[nn.Module]], None]] = {
+    "bloom": _replace_bloom_attention,
+}
+"""Functions that replace a model's attention, by `model_type`, for families whose layers do not
+call the attention interface of transformers."""

@@ -1,4 +1,4 @@
-"""A checkpoint's `generation_config.json`, where the makers of a model say how it is to be used."""
+"""A checkpoint's `generation_config.json`, where a model's makers state how it is to be used."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from planner.model.config_values import check_end_tokens
+from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def read_generation_config(folder: Path) -> Mapping[str, Any]:
-    """The fields that are set; none where there is no file. `CheckpointError` for one that is
-    malformed.
+    """The fields that are set, none where there is no file.
+
+    Raises `CheckpointError` for a malformed file.
     """
     path = folder / GENERATION_CONFIG_FILE
     if not path.exists():
         return {}
-    content = read_settings(path, "mend or delete it", CheckpointError)
+    content = read_json_object(path, "mend or delete it", CheckpointError)
     return {name: value for name, value in content.items() if value is not None}
 
 
 def eos_token_ids(folder: Path, otherwise: object, vocab_size: int = MAX_SIZE) -> tuple[int, ...]:
-    """End-of-sequence tokens of a checkpoint: one or a list, as its generation config says it, and
-    `otherwise` as its model config does. `CheckpointError` where they are none of a vocabulary of
-    `vocab_size`.
+    """End-of-sequence tokens of a checkpoint: those of its generation config, or else `otherwise`,
+    the entry of its model config (one token or a list).
+
+    Raises `CheckpointError` where they do not belong to a vocabulary of `vocab_size`.
     """
     found = read_generation_config(folder).get("eos_token_id")
     if found is None:

@@ -1,16 +1,16 @@
-"""A model run over a whole text one decoder layer at a time, for calibration and perplexity.
+"""Running a model over a whole text one decoder layer at a time, for calibration and perplexity.
 
 Only one layer's weights are held, so that a 70B model needs the memory of one layer (or of
-embedding or head, where those are larger) and the hidden states of all tokens, which stay in host
-memory in the compute type: sequences x length x hidden size elements, overwritten in place. Layers,
-attention and loading are those of `actors.stage.stage.Stage`.
+embedding or head, where those are larger) and of the hidden states of all tokens, which stay in
+host memory in the compute type: sequences x length x hidden size elements, overwritten in place.
+Layers, attention and loading are the same as in `actors.stage.stage.Stage`.
 
     stream = LayerStream(folder, compute_on(torch.device("cpu"), torch.float32))
     for layer in stream_layers(stream, token_ids):
         with hooks_on(layer.linears):
             layer.observe()                      # all tokens pass, nothing changes
         replace_weights_of(layer.module)
-                                                 # then the text passes through what is there now
+                                                 # then the text passes through the new weights
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
-from actors.stage.library_config import read_config
+from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
-from actors.stage.stage import load_ends, make_cache, path_of, run_decoder
+from actors.stage.stage import make_cache, run_decoder
+from actors.stage.transformers_config import read_config
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
-from quant.loading.representation import Compute, LayerScheme, load_layer_as_planned
+from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
 from quant.processor import local_processor
 
 TOKENS_AT_ONCE = 2048
@@ -45,7 +46,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
-    """Computing in `dtype` with the kernels that this machine's `device` runs."""
+    """How to compute in `dtype` with the kernels that this machine's `device` runs."""
     return Compute(device, dtype, local_processor(device))
 
 
@@ -75,7 +76,7 @@ class LayerStream:
             self._stack[index] = self._pass_through
 
     def _part(self, position: int, layers: range, compute: Compute) -> PreTrainedModel:
-        """The model less what belongs to the other parts; `layers` still on the meta device."""
+        """The model without the parts of other positions; `layers` are still on the meta device."""
         spec = StageSpec(
             index=position,
             stages=_LAST + 1,
@@ -104,8 +105,8 @@ class LayerStream:
         """Hidden states `[sequences, length, hidden_size]` that go into the first layer.
 
         `token_ids`: `[sequences, length]` int64; the embedding is held in `dtype` (None: in the
-        compute type). SpecError for ids beyond the vocabulary and sequences longer than the model
-        has positions for.
+        compute type). Raises `SpecError` for ids beyond the vocabulary and sequences longer than
+        the model has positions for.
         """
         self._check(token_ids)
         first = self._part(_FIRST, range(0), self.compute.in_type(dtype))
@@ -131,8 +132,8 @@ class LayerStream:
             self.compute,
         )
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
-        kv_bits = (scheme or LayerScheme()).kv_bits
-        return StreamedLayer(self, index, module, hidden, dtype, represented, kv_bits)
+        form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
+        return StreamedLayer(self, index, module, hidden, form, represented)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
         """Final norm and LM head, held in `dtype` (None: in the compute type)."""
@@ -140,15 +141,15 @@ class LayerStream:
         return Tail(self, self._part(_LAST, range(self.layers, self.layers), compute), compute)
 
     def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
-        """Half-open ranges of sequences and what the layer's module makes of them, on the host."""
-        length, device = layer.hidden.shape[1], self.compute.device
+        """Half-open ranges of sequences and the outputs of the layer's module, on the host."""
+        length = layer.hidden.shape[1]
         slots = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        cache = make_cache(self.config, own, slots, length, layer.dtype, device, layer.kv_bits)
+        cache = make_cache(self.config, own, slots, length, layer.form)
         self._stack[layer.index] = layer.module
         try:
             for rows in self._rows(layer.hidden):
-                inputs = layer.hidden[rows].to(layer.dtype)
+                inputs = layer.hidden[rows].to(layer.form.dtype)
                 yield rows, self.one_pass(self._middle, inputs, cache).to("cpu")
         finally:
             self._stack[layer.index] = self._pass_through
@@ -175,7 +176,7 @@ class LayerStream:
             counts=np.full(count, length, dtype=np.int64),
         )
         if cache is None:  # no layer will ask for keys
-            cache = make_cache(self.config, range(0), 0, 0, self.compute.dtype, device)
+            cache = make_cache(self.config, range(0), 0, 0, CacheForm(self.compute.dtype, device))
         context = RaggedContext(cache, batch, SlotRows.of(batch, device))
         hidden = run_decoder(model, context, inputs.flatten(0, 1).to(device))
         return hidden.view(count, length, -1)
@@ -203,9 +204,9 @@ class StreamedLayer:
     """One loaded decoder layer and the hidden states that it is for.
 
     `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
-    the host, goes into the layer, which computes in `dtype` and holds keys and values in `kv_bits`;
-    `advance` overwrites it by what comes out. `represented` names the backends of another device
-    that plain products stand for.
+    the host, goes into the layer; `advance` overwrites it by the layer's outputs. The layer
+    computes in the type of `form`, in which it also holds keys and values. `represented` names the
+    backends of another device that plain products stand for.
     """
 
     def __init__(
@@ -214,16 +215,14 @@ class StreamedLayer:
         index: int,
         module: nn.Module,
         hidden: Tensor,
-        dtype: torch.dtype,
+        form: CacheForm,
         represented: frozenset[str],
-        kv_bits: int,
     ) -> None:
         self.index = index
         self.module = module
         self.hidden = hidden
-        self.dtype = dtype
+        self.form = form
         self.represented = represented
-        self.kv_bits = kv_bits
         self.advanced = False
         self._stream = stream
 
@@ -238,7 +237,7 @@ class StreamedLayer:
         return self._stream.through_layer(self)
 
     def observe(self) -> None:
-        """Send all sequences through for the sake of hooks; nothing is kept."""
+        """Send all sequences through for hooks to see; the outputs are dropped."""
         for _ in self.outputs():
             pass
 
@@ -275,11 +274,11 @@ class Tail:
 def stream_layers(
     stream: LayerStream, token_ids: Tensor, schemes: Sequence[LayerScheme] | None = None
 ) -> Iterator[StreamedLayer]:
-    """Every decoder layer in turn, loaded, with what goes into it.
+    """Every decoder layer in turn, loaded, with its inputs.
 
     `token_ids`: `[sequences, length]`; `schemes`: one a layer (None: all at 16 bit). When the loop
-    comes back for the next layer, the text is sent through the present one as it then is, unless
-    the loop's body called `advance` itself (as one does whose hooks shall watch this very pass).
+    asks for the next layer, the text is sent through the present one as it is by then, unless the
+    loop's body called `advance` itself (so that its hooks see this pass).
     Raises `SpecError` for schemes that are not one a layer, and what `LayerStream` raises.
     """
     if schemes is not None and len(schemes) != stream.layers:

@@ -1,6 +1,4 @@
-"""Bias and penalties: logits that depend on a request's own tokens, before temperature and the
-like.
-"""
+"""Bias and penalties, which change logits before temperature and filters are applied."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from actors.messages import Admission, Sampling, TokenIds
 class TokenCounts:
     """The distinct tokens of one request that penalties count, and how often each was generated.
 
-    Tokens of the prompt alone have count 0. They are kept as a list of tokens, not over the whole
-    vocabulary: a request has hundreds.
+    Tokens that only the prompt has count 0. Counts are kept for these tokens alone, not over the
+    whole vocabulary: a request has hundreds.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], generated: Sequence[int], room: int) -> None:
-        """`prompt_tokens` are distinct; `room`: tokens that will be generated at most."""
+        """`prompt_tokens` are distinct; at most `room` tokens will be generated."""
         most = len(prompt_tokens) + room
         self._tokens = np.zeros(most, dtype=np.int64)
         self._counts = np.zeros(most, dtype=np.int64)
@@ -33,7 +31,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, admission: Admission) -> TokenCounts:
-        """Those of a request that begins, or goes on from what it had."""
+        """The counts of a request that begins, or goes on after a fault."""
         room = admission.max_new_tokens
         return cls(admission.prompt_tokens, admission.generated, room)
 
@@ -55,17 +53,17 @@ class TokenCounts:
 
 
 NO_TOKENS = TokenCounts((), (), 0)
-"""Of a request without penalties."""
+"""The counts of a request without penalties."""
 
 
 def changed_logits(
     logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[TokenCounts]
 ) -> Tensor:
     """`logits` `[requests, vocabulary]` in float64, biased and then penalised: by repetition (as
-    transformers' processor), then by frequency and presence.
+    transformers' processor does), then by frequency and presence.
 
-    transformers and vLLM have the same order. Double precision, as products of large logits and
-    penalties must stay finite.
+    transformers and vLLM have the same order. Products of large logits and penalties stay finite in
+    double precision.
     """
     changed = logits.to(torch.float64, copy=True)
     _add_bias(changed, sampling)
@@ -102,7 +100,7 @@ def _penalise(logits: Tensor, sampling: Sequence[Sampling], counts: Sequence[Tok
 
 
 def _index(logits: Tensor, lengths: Sequence[int], tokens: TokenIds) -> tuple[Tensor, Tensor]:
-    """Rows and columns of `tokens`, of which the first `lengths[0]` are of row 0 and so on."""
+    """Rows and columns of `tokens`: the first `lengths[0]` of them belong to row 0, and so on."""
     rows = np.repeat(np.arange(len(lengths)), lengths)
     return _on(rows, logits), _on(tokens, logits)
 

@@ -1,6 +1,4 @@
-"""Choosing the next token of every request in one batched call, and seeing that a request has
-ended.
-"""
+"""Choosing the next token of every request in one batched call, and telling when a request ends."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that finding stop strings needs."""
+    """The part of a tokenizer that the search for stop strings needs."""
 
     def decode(self, token_ids: list[int], **options: Any) -> Any:
         """Text of `token_ids`."""
@@ -30,7 +28,7 @@ class Decoder(Protocol):
 
 @dataclass
 class _Running:
-    """A request in a slot, the tokens it has been given, and those that its penalties count."""
+    """A request in a slot, its new tokens, and the tokens that its penalties count."""
 
     admission: Admission
     token_ids: list[int]
@@ -48,7 +46,7 @@ class _Running:
         return self.admission.sampling
 
     def draw(self) -> float:
-        """Of its next token, where that is drawn."""
+        """The draw in [0, 1) for its next token; 0 where the choice is greedy."""
         if self.sampling.temperature == 0:
             return 0.0
         return uniform_draw(self.sampling.seed, self.admission.custom_id, len(self.token_ids))
@@ -112,10 +110,10 @@ class Sampler:
         return "length" if len(request.token_ids) >= request.admission.max_new_tokens else None
 
     def _meets_stop_string(self, token_ids: list[int], stop: tuple[str, ...]) -> bool:
-        """Whether the newest token completes a stop string: look at the tail it can lie in.
+        """Whether the newest token completes a stop string; only the tail of the text can hold it.
 
-        Every token stands for at least one byte, and a character is at most four. Special tokens
-        are kept in the text, as they may be what the user wants to stop at.
+        Every token stands for at least one byte, and a character has at most four. Special tokens
+        are kept in the text, as users may want to stop at one.
         """
         tail = max(len(s.encode()) for s in stop) + 4
         decoder = self._decoder()
@@ -123,7 +121,7 @@ class Sampler:
             text = decoder.decode(token_ids[-tail:], skip_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a Rust panic is one; the driver decodes all of it, and tells
+        except BaseException:  # such as a Rust panic; the driver decodes all and reports it
             return False
         return any(s in text for s in stop)
 
@@ -136,8 +134,8 @@ class Sampler:
 def next_tokens(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
     """Next tokens `[requests]` of requests whose `logits` are `[requests, vocabulary]`.
 
-    Requests with a bias or penalties are chosen for apart from the others, which they cost nothing
-    and whose logits keep their type.
+    Requests with a bias or penalties are handled apart from the others, which keep the type of
+    their logits and lose no time by them.
     """
     changing = [request.changes_logits for request in running]
     if not any(changing):
@@ -158,7 +156,7 @@ def _choose(logits: Tensor, running: Sequence[_Running]) -> TokenIds:
 
 
 def uniform_draw(seed: int, custom_id: str, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but the request and the token's position in it."""
+    """A number in [0, 1) that depends only on the request and the token's position in it."""
     digest = hashlib.blake2b(f"{seed}\0{position}\0{custom_id}".encode(), digest_size=8).digest()
     return float((int.from_bytes(digest, "big") >> 11) * 2.0**-53)
 
@@ -183,12 +181,12 @@ def choose_tokens(logits: Tensor, sampling: Sequence[Sampling], draws: Sequence[
 
 
 def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order after temperature, top-k, top-p and min-p, and the tokens
-    they are of.
+    """Probabilities in descending order after temperature, top-k, top-p and min-p, and the token
+    of each.
 
-    Both `[requests, vocabulary]`; removed tokens have probability 0. In transformers' order, and as
-    there the most probable token always stays. `logits` in float64 are overwritten, and let go as
-    soon as they are sorted: `planner.costs.memory` counts the bytes.
+    Both are `[requests, vocabulary]`; removed tokens have probability 0. The filters have
+    transformers' order, and the most probable token always stays, as there. `logits` in float64 are
+    overwritten, and freed as soon as they are sorted: `planner.costs.memory` counts the bytes.
     """
     device, vocabulary = logits.device, logits.shape[-1]
 
@@ -207,7 +205,7 @@ def filtered_probabilities(logits: Tensor, sampling: Sequence[Sampling]) -> tupl
     before = probabilities.cumsum(-1).sub_(probabilities)
     top_p = each([s.top_p for s in sampling])
     probabilities.masked_fill_((before >= top_p) & (top_p < 1), 0.0)
-    # The most probable token has 0 here: what has less than `min_p` of its probability goes.
+    # The most probable token has 0 here: tokens of less than `min_p` of its probability go.
     least = each([log(s.min_p) if s.min_p else -inf for s in sampling])
     probabilities.masked_fill_(scaled < least, 0.0)
     probabilities /= probabilities.sum(-1, keepdim=True)

@@ -1,11 +1,12 @@
-"""What one pipeline stage is told: its layers and bits, its numbers of slots and tokens, its memory
-limit.
-"""
+"""The specification of one pipeline stage: its layers and bits, its KV slots, its memory limit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from planner.cluster.accelerators import find_accelerator
+from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class StageSpec:
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
-    `rounding` is a way of `quant.rounding`; with `kv_bits` 8 keys and values are held in codes.
+    `rounding` is a method of `quant.rounding`; with `kv_bits` 8 keys and values are held as codes.
     """
 
     index: int
@@ -49,3 +50,24 @@ class StageSpec:
     def has_head(self) -> bool:
         """Whether LM head and sampling live here."""
         return self.is_first if self.head_on_first else self.is_last
+
+
+def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
+    """The specification of `stage` for its actor."""
+    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    return StageSpec(
+        index=stage.index,
+        stages=len(plan.stages),
+        layers=stage.layers,
+        bitwidths=stage.bitwidths,
+        dtype=stage.dtype,
+        slots=plan.workload.global_batch,
+        max_tokens=plan.workload.total_length,
+        backends=dict(stage.backends),
+        memory_limit_bytes=stage.memory_limit_bytes,
+        device_name=stage.device,
+        accelerator=None if on_host else stage.accelerator,
+        head_on_first=plan.head_on_first,
+        rounding=plan.rounding,
+        kv_bits=plan.kv_bits,
+    )

@@ -8,32 +8,25 @@ import time
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu_decode import warm_up
-from actors.attention.kv_cache import KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
-from actors.stage.families import (
-    ContextAsCache,
-    architecture_of,
-    empty_model,
-    keep_stage,
-)
-from actors.stage.library_config import read_config
+from actors.stage.families import ContextAsCache, architecture_of
 from actors.stage.sampler import Sampler
+from actors.stage.shard import load_shard, weight_bytes
 from actors.stage.spec import StageSpec
+from actors.stage.transformers_config import read_config
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
-from quant.cache.folder import ShardCache, open_cache
-from quant.cache.layer import LayerForm
+from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
 from quant.linear import warm_up_codes
-from quant.loading.loader import LayerLoad, load_layer_as, load_tensors, loading, module_nbytes
-from quant.loading.prepacked import prepack, prepack_linears
-from quant.scheme import FULL_BITS, Processor
+from quant.scheme import Processor
 
 
 class Stage:
@@ -56,18 +49,17 @@ class Stage:
         self.device = device
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = read_config(checkpoint)
-        self._shards = open_cache(cache)  # kept: what it has read or written stays in the folder
-        self._model = _load_shard(
+        self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
+        self._model = load_shard(
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
-        self._cache = make_cache(
-            config, spec.layers, spec.slots, spec.max_tokens, self.dtype, device, spec.kv_bits
-        )
+        form = CacheForm(self.dtype, device, spec.kv_bits)
+        self._cache = make_cache(config, spec.layers, spec.slots, spec.max_tokens, form)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_codes(self._model)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
-        self._weight_bytes = _weight_bytes(self._model)
+        self._weight_bytes = weight_bytes(self._model)
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
         self._check_memory()
@@ -88,8 +80,8 @@ class Stage:
         return int(self._model.config.hidden_size)
 
     @property
-    def widest(self) -> int:
-        """Columns at most of what stages send each other; some heads take fewer than layers do."""
+    def max_columns(self) -> int:
+        """Most columns of hidden states between stages; some heads take fewer than layers do."""
         return max(self.hidden_size, getattr(self._model.config, "word_embed_proj_dim", 0))
 
     @torch.inference_mode()
@@ -117,9 +109,10 @@ class Stage:
 
     @torch.inference_mode()
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """Head and sampling on the first stage, of what came back from the last one.
+        """Compute LM head and sampling on the first stage.
 
-        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`.
+        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`,
+        from the last stage.
         """
         began = time.perf_counter()
         sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
@@ -160,12 +153,6 @@ class Stage:
         )
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes that came from the checkpoint: all but the rotary frequencies."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)
-
-
 def run_in_passes(
     model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
 ) -> Tensor:
@@ -183,7 +170,7 @@ def run_in_passes(
 
 
 def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) -> Tensor:
-    """Pass a flattened batch through what `keep_stage` left of the decoder.
+    """Pass a flattened batch through the part of the decoder that `keep_stage` has left.
 
     `inputs`: token ids `[tokens]` where the embedding is, else hidden states `[tokens,
     hidden_size]`; returns hidden states.
@@ -200,114 +187,14 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
 
 
 def make_cache(
-    config: PretrainedConfig,
-    layers: range,
-    slots: int,
-    max_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_bits: int = FULL_BITS,
+    config: PretrainedConfig, layers: range, slots: int, max_tokens: int, form: CacheForm
 ) -> KVCache:
     """An empty KV cache for some decoder layers of the model of `config`."""
+    return KVCache(layers, CacheShape(slots, max_tokens, *kv_shape(config)), form)
+
+
+def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
+    """Number of key and value heads of the model of `config`, and the width of each."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return KVCache(layers, slots, max_tokens, kv_heads, head_dim, dtype, device, kv_bits)
-
-
-def _load_shard(
-    config: PretrainedConfig,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    device: torch.device,
-    processor: Processor,
-    cache: ShardCache | None,
-) -> PreTrainedModel:
-    """The stage's part of the model, quantized while it is read or taken from the cache; everything
-    else stays a pass-through.
-    """
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    architecture = architecture_of(config)
-    model = empty_model(config)
-    keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
-    decoder = model.get_decoder()
-    path = path_of(model, decoder)
-    stack = f"{path}.{architecture.layers}"
-    loads = [
-        LayerLoad(
-            module=getattr(decoder, architecture.layers)[index],
-            name_prefix=f"{stack}.{index}",
-            form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
-        )
-        for index, bits in zip(spec.layers, spec.bitwidths, strict=True)
-    ]
-    names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    ends = [name for name in names if not name.startswith(f"{stack}.")]
-    with loading(loads, ends, checkpoint, cache):
-        for load in loads:
-            load_layer_as(load, checkpoint, cache)
-            prepack_linears(load.module, processor)
-        load_ends(model, spec, checkpoint, dtype, device)
-    if spec.has_head and not _shares_head(config, spec):
-        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
-    return model
-
-
-def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
-    """Whether embedding and LM head are one tensor on this stage."""
-    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
-
-
-def load_ends(
-    model: PreTrainedModel,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Fill what the stage of `spec` owns beside layers: embedding, final norm, head, frequencies.
-
-    Raises `CheckpointError` for unusable weights.
-    """
-    architecture = architecture_of(model.config)
-    decoder = model.get_decoder()
-    path = path_of(model, decoder)
-    owned = (architecture.embedding if spec.is_first else ()) + (
-        architecture.final if spec.is_last else ()
-    )
-    for child in owned:
-        module = getattr(decoder, child)
-        if module is not None:
-            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
-    if spec.has_head:
-        _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
-    rotary = getattr(decoder, "rotary_emb", None)
-    if rotary is not None:
-        rotary.to(device)
-
-
-def _load_head(
-    model: PreTrainedModel,
-    spec: StageSpec,
-    checkpoint: Checkpoint,
-    embedding_path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """The LM head: shared with the embedding when tied and both live here, else read (again)."""
-    head = model.get_output_embeddings()
-    if _shares_head(model.config, spec):
-        head.weight = model.get_input_embeddings().weight
-        return
-    prefix = embedding_path
-    if not getattr(model.config, "tie_word_embeddings", False):
-        stored = set(checkpoint.names())
-        names = architecture_of(model.config).head_names
-        prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
-    load_tensors(head, checkpoint, prefix, dtype, device)
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    """Full name of the module `wanted` within `model`."""
-    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
-    return names[id(wanted)]
+    return getattr(config, "num_key_value_heads", None) or heads, head_dim

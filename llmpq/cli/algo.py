@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
+from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload import DEFAULT_WORKLOAD, workload_of_prompts
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import Rule
 from planner.options import BOUNDS, FRONT_RULES, PLAN_RULES, PROFILE_USES, PlanOptions
-from planner.search.front import FrontPoint, front_json, write_front
+from planner.search.front import FrontPoint, front_json
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, ROUNDINGS
@@ -83,14 +84,14 @@ def _plan(options: argparse.Namespace) -> int:
     if "trace" in options:
         plan.trace(options.trace)
     if options.json:
-        sys.stdout.write(plan.data.to_json())
+        sys.stdout.write(plan.spec.to_json())
     else:
-        console().print(plan_table(plan.data, plan.limits))
-        note = loading_note(plan.data, options.profiles) if "profiles" in options else None
+        console().print(plan_table(plan.spec, plan.limits))
+        note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
         if note is not None:
             console().print(note, highlight=False)
         if options.compare:
-            console().print(comparison_table(plan.data))
+            console().print(comparison_table(plan.spec))
     return EXIT_DONE
 
 
@@ -119,14 +120,16 @@ def _cluster(options: argparse.Namespace) -> Cluster:
             raise SpecError(
                 "describe the cluster once: --cluster, or --device_names and --device_numbers"
             )
-        return Cluster(noted(ClusterSpec.from_yaml(options.cluster)))
+        return Cluster(print_notes(ClusterSpec.from_yaml(options.cluster)))
     if not by_counts:
         from llmpq.detect import detect_cluster
 
-        return Cluster(noted(detect_cluster(getattr(options, "address", None))))
+        return Cluster(print_notes(detect_cluster(getattr(options, "address", None))))
     if not ("device_names" in options and "device_numbers" in options):
         raise SpecError("--device_names and --device_numbers go together, one number for each name")
-    return Cluster(noted(ClusterSpec.from_counts(options.device_names, options.device_numbers)))
+    return Cluster(
+        print_notes(ClusterSpec.from_counts(options.device_names, options.device_numbers))
+    )
 
 
 def _workload(options: argparse.Namespace, model: str) -> Workload:
@@ -196,7 +199,7 @@ def _parser() -> Parser:
 
 
 def _add_profile_use(parser: Parser) -> None:
-    """The three spellings, of which one can be given."""
+    """Add the three spellings, of which one can be given."""
     add = parser.add_mutually_exclusive_group().add_argument
     add("--profile-use", "--profile_use", choices=PROFILE_USES, default=argparse.SUPPRESS,
         help="fit the latency model on the profiles (fit), or take their times as measured where "
@@ -209,7 +212,7 @@ def _add_profile_use(parser: Parser) -> None:
 
 
 def _kv_bits(text: str) -> int | str:
-    """A number where it is one; the options say what else there is."""
+    """A number where `text` is one; `PlanOptions` checks the rest."""
     return int(text) if text.isdigit() else text
 
 

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import Rule, refuse_ignored
 from quant.common.errors import HeadLostError, LlmpqError, SpecError, StageLostError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(*spellings, **options)
 
     def parse(self, arguments: Sequence[str] | None, rules: Sequence[Rule]) -> argparse.Namespace:
-        """The options; one line and exit code 2 where `rules` say that one would be ignored."""
+        """Parse the options; leave with one line and exit code 2 where `rules` refuse one."""
         options = self.parse_args(arguments)
         self.refuse_ignored(options, arguments, rules)
         return options
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         arguments: Sequence[str] | None,
         rules: Sequence[Rule],
     ) -> None:
-        """Check what `arguments` really say, not the defaults among their `options`."""
+        """Check only the options that `arguments` name, not the defaults among their `options`."""
         unset = argparse.Namespace(**dict.fromkeys(vars(options)))
         given, _ = self.parse_known_args(arguments, unset)
         try:
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
 
     def error(self, message: str) -> NoReturn:
-        """One line and exit code 2."""
+        """Print one line and leave with exit code 2."""
         self.print_usage(sys.stderr)
         self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {printable(message)}\n")
 
@@ -75,12 +75,12 @@ def _as_option(name: str) -> str:
 
 
 class _SafeConsole(Console):
-    """Shows the control characters of names and messages instead of sending them."""
+    """A console that shows the control characters of names and messages and sends none."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """As Rich does; its own control codes are in segments of their own."""
+        """Render as Rich does, whose own control codes are in segments of their own."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
@@ -89,21 +89,21 @@ class _SafeConsole(Console):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that keeps tables whole when the output is no terminal, and names as they are."""
+    """A console that keeps tables whole where the output is no terminal, and prints no markup."""
     plain = _SafeConsole(stderr=stderr, markup=False)
     return plain if plain.is_terminal else _SafeConsole(stderr=stderr, markup=False, width=140)
 
 
-def noted(spec: ClusterSpec) -> ClusterSpec:
-    """The cluster, after what was assumed of its names was said."""
+def print_notes(spec: ClusterSpec) -> ClusterSpec:
+    """Print what was assumed of the cluster's names, and return the cluster."""
     for note in spec.notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     return spec
 
 
 def run_command(name: str, command: Callable[[], int]) -> int:
-    """Exit code of `command`; what the user can mend becomes one message and exit code 2,
-    a lost stage or Ray one message and 1.
+    """Run `command` and return its exit code. An error that the user can mend becomes one message
+    and exit code 2; a lost stage or Ray one message and 1.
     """
     try:
         return command()

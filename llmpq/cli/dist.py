@@ -25,19 +25,20 @@ from llmpq.cli.dist_options import (
     dist_parser,
     output_options,
     run_options,
-    sampling_options,
 )
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.sinks import Output, open_output
+from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.remote.ray_jobs import keep_folder_to_driver
-from llmpq.run.progress import RunProgress
-from llmpq.run.run import Run, RunOptions, RunSize, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.monitoring.progress import RunProgress
+from llmpq.run.options import RunOptions
+from llmpq.run.run import Run
+from llmpq.run.summary import RunSize
 from llmpq.tables import plan_table, summary_table
-from llmpq.tokenizing.process import Limits
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
@@ -52,36 +53,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_command("llmpq-dist", lambda: known_job(where))
     options = dist_parser(__doc__).parse(arguments, DIST_RULES)
     if where.address is not None:
-        return run_command("llmpq-dist", lambda: submit(where, command, _check(options).data))
+        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].spec))
     return run_command("llmpq-dist", lambda: _run(options))
 
 
-def _check(options: argparse.Namespace) -> Plan:
-    """The plan; raises for options that could not be used wherever they were run."""
-    sampling_options(options)
+def _check(options: argparse.Namespace) -> tuple[Plan, RunOptions]:
+    """The plan and how to run it; raises for options that could not be used wherever they were
+    run.
+    """
+    chosen = run_options(options)
     output_options(options)
-    Limits(row_s=options.row_s)
     plan = Plan.load(options.strat_file_name)
     if "cluster" in options:
         _check_cluster(plan, options.cluster)
-    return plan
+    return plan, chosen
 
 
 def _run(options: argparse.Namespace) -> int:
-    plan = _check(options)
+    plan, chosen = _check(options)
+    _ = chosen.cache  # refuses the home folder of nobody before the output is touched
     source = JobInput.find(options.input)
     inputs = (*source.files, Path(options.strat_file_name))
-    how = run_options(options)
-    if how.trace is not None:
-        check_trace_path(how.trace, (*inputs, Path(options.output)))
+    if chosen.trace_path is not None:
+        check_trace_path(chosen.trace_path, (*inputs, Path(options.output)))
     output = open_output(options.output, output_options(options), inputs)
     with stop_signals() as seen:
         try:
             with output:
-                return _do(options, plan, how, source, output, seen)
+                return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
-                f"llmpq-dist: interrupted; what was finished is kept{output.kept()}",
+                f"llmpq-dist: interrupted; what was finished is kept{output.resume_hint()}",
                 soft_wrap=True,
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
@@ -91,28 +93,31 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _failed(why: str, output: Output) -> str:
-    return f"llmpq-dist: failed: {why}; {output.told()}"
+    return f"llmpq-dist: failed: {why}; {output.committed_message()}"
 
 
 def _end_at_once(output: Output, why: str) -> None:
-    """Leave although a call to Ray does not come back."""
+    """Commit what is finished and end the process although a call to Ray does not return."""
     with suppress(InputError):
         output.commit()
     _say(_failed(why, output))
     os._exit(EXIT_FAILED)
 
 
-def _do(
+def _run_job(
     options: argparse.Namespace,
     plan: Plan,
-    how: RunOptions,
+    chosen: RunOptions,
     source: JobInput,
     output: Output,
     seen: Sequence[int],
 ) -> int:
-    """Do what is left of a job; the exit code. Torch and Ray are loaded where that is something."""
+    """Do what is left of a job and return the exit code; torch and Ray are loaded only if something
+    is left.
+    """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
-    identity = job_identity(plan.data, how)
+    plan_file = str(options.strat_file_name)
+    identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:
         _show_plan(options, plan)
@@ -120,9 +125,9 @@ def _do(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.data, how)
+        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
         run.give_up = partial(_end_at_once, output)
-        return _run_job(run, job, job_options.stop_at_error, seen)
+        return _generate(run, job, job_options.stop_at_error, seen)
     code = _end_done(job.tally)
     job.finish()
     return code
@@ -130,19 +135,19 @@ def _do(
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
     if options.show_plan:
-        console(stderr=True).print(plan_table(plan.data))
+        console(stderr=True).print(plan_table(plan.spec))
 
 
 def _end_done(tally: Tally) -> int:
-    """Say that nothing is left to do; the exit code."""
+    """Say that nothing is left to do, and return the exit code."""
     _say(f"all {tally.rows} rows are done")
     if tally.resumed_errors:
         _say(f"{tally.resumed_errors} rows have errors; --retry-errors runs them again")
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
-    """Generate what is left of `job`; the exit code."""
+def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
+    """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     if run.sampling.note:
         _say(run.sampling.note)
@@ -150,15 +155,15 @@ def _run_job(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
     _write_all(run, job, progress, fail, seen)
-    if fail and run.first_error is not None:
-        _say(f"stopped at row {run.first_error.custom_id!r:.80}: {run.first_error.error}")
+    first = run.rows.first_error
+    if fail and first is not None:
+        _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
     job.finish()
     if run.summary is not None:
         console(stderr=True).print(summary_table(run.plan, run.summary))
-    errors = run.errors + tally.resumed_errors
-    if run.first_error is not None:
-        first = run.first_error
+    errors = run.rows.errors + tally.resumed_errors
+    if first is not None:
         _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
         _say(f"{errors} rows have errors; --retry-errors runs them again")
@@ -170,17 +175,17 @@ def _say(line: str) -> None:
 
 
 def _check_cluster(plan: Plan, path: str) -> None:
-    if ClusterSpec.from_yaml(path).fingerprint() != plan.data.cluster_fingerprint:
+    if ClusterSpec.from_yaml(path).fingerprint() != plan.spec.cluster_fingerprint:
         raise PlanMismatchError(
-            f"the plan is for cluster {plan.data.cluster!r}, which differs from {path}; "
+            f"the plan is for cluster {plan.spec.cluster!r}, which differs from {path}; "
             "plan again with llmpq-algo --cluster"
         )
 
 
 def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
-    run.show.append(progress.show)
-    run.follow.append(progress.follow)
-    run.tell.append(lambda event: progress.note(event.text))
+    run.on_state.append(progress.show)
+    run.on_plan.append(progress.change_plan)
+    run.on_event.append(lambda event: progress.note(event.text))
     tally = job.tally
     size = RunSize(tally.left, tally.max_tokens, tally.resumed)
     with progress, closing(run.results(job.todo(), size)) as results:

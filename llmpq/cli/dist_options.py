@@ -1,27 +1,21 @@
-"""What `llmpq-dist` can be told: its options, what they mean together, and as settings."""
+"""The options of `llmpq-dist`: those of its own, and those of every run under their names."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from actors.messages import TRANSPORTS, Sampling
-from actors.recovery.policy import Recovery
+from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
-from llmpq.jobs.output.output import SHARD_ROWS, SHARD_S, OutputOptions
-from llmpq.rows.row import merge_sampling
+from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
-from llmpq.run.run import RunOptions
-from llmpq.tokenizing.process import ROW_S
+from llmpq.run.options import CACHE_RULE, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
-from quant.cache.settings import cache_settings
 from quant.common.errors import SpecError
 
-_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
+_RUN_OPTIONS = (*(field.name for field in dataclasses.fields(RunOptions)), *SAMPLING_OPTIONS)
 DIST_RULES = (
     Rule(
         ("retry_errors",),
@@ -34,21 +28,17 @@ DIST_RULES = (
         beside="overwrite",
     ),
     Rule(
-        ("cache_dir", "cache_limit_gib"),
-        "nothing is kept then; give one of them",
-        beside="no_cache",
-    ),
-    Rule(
         ("address",),
         "the job joins the cluster that it runs on; leave it out",
         beside="submit",
         honoured=("auto",),
     ),
+    CACHE_RULE,
 )
 
 
 def dist_parser(description: str | None) -> Parser:
-    """All options of the command."""
+    """The parser of all options of the command."""
     parser = Parser(prog="llmpq-dist", description=description, parents=[submit_parser()])
     add = parser.option
     add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
@@ -126,7 +116,7 @@ def _add_sampling(parser: Parser) -> None:
 
 
 def _add_recovery(parser: Parser) -> None:
-    default = Recovery()
+    default = RunOptions()
     parser.add_argument(
         "--on-device-loss",
         "--on_device_loss",
@@ -138,37 +128,21 @@ def _add_recovery(parser: Parser) -> None:
     add("--retries", type=int, default=default.retries, help="faults of a row until it is suspect")
     add("--hang_s", type=float, default=default.hang_s, help="without progress, then a restart")
     add("--replace_s", type=float, default=default.replace_s, help="a lost device is waited for")
-    add("--row_s", type=float, default=ROW_S, help="for chat template and tokens of one row")
-
-
-def run_options(options: argparse.Namespace) -> RunOptions:
-    """How to run."""
-    return RunOptions(
-        model=getattr(options, "model", None),
-        sampling=sampling_options(options),
-        generation_config=options.generation_config,
-        address=getattr(options, "address", None),
-        cache=cache_settings(
-            getattr(options, "cache_dir", None),
-            getattr(options, "cache_limit_gib", None),
-            options.no_cache,
-        ),
-        transport=options.transport,
-        trace=Path(options.trace) if "trace" in options else None,
-        job=Path(options.output).stem,
-        recovery=Recovery(
-            retries=options.retries,
-            hang_s=options.hang_s,
-            replace_s=options.replace_s,
-            on_device_loss=options.on_device_loss,
-        ),
-        row_s=options.row_s,
-        plan_source=str(options.strat_file_name),
+    add(
+        "--row_s", type=float, default=default.row_s, help="for chat template and tokens of one row"
     )
 
 
+def run_options(options: argparse.Namespace) -> RunOptions:
+    """How to run; raises `SpecError` for values out of range."""
+    given = {name: getattr(options, name) for name in _RUN_OPTIONS if name in options}
+    if "logit_bias" in given:
+        given["logit_bias"] = _bias(given["logit_bias"])
+    return RunOptions.of(given)
+
+
 def output_options(options: argparse.Namespace) -> OutputOptions:
-    """How results are kept; `SpecError` for sizes of shards that make no sense."""
+    """How results are kept; raises `SpecError` for impossible sizes of shards."""
     rows, seconds = options.shard_rows, options.shard_seconds
     if rows < 1 or not 0 < seconds < float("inf"):
         raise SpecError(
@@ -178,17 +152,8 @@ def output_options(options: argparse.Namespace) -> OutputOptions:
     return OutputOptions(options.overwrite, options.resume, rows, seconds)
 
 
-def sampling_options(options: argparse.Namespace) -> Mapping[str, Any]:
-    """The fields that are given; raises `SpecError` for values out of range."""
-    given = {name: getattr(options, name) for name in _SAMPLING if name in options}
-    if "logit_bias" in given:
-        given["logit_bias"] = _bias(given["logit_bias"])
-    merge_sampling(Sampling(), given)
-    return given
-
-
 def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
-    """Bias by token id, of words such as `50256=-100`."""
+    """The bias by token id, from words such as `50256=-100`."""
     bias = {}
     for pair in pairs:
         token, _, value = pair.partition("=")

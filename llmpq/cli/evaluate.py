@@ -12,8 +12,9 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions, Perplexity
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
@@ -47,10 +48,10 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.model_check import checked_shape
-    from llmpq.quality.evaluate import bits_subject, device_of, plan_subject, windows_of
     from llmpq.quality.scoring import evaluate
-    from llmpq.run.run import checkpoint_reference, shape_for_plan
-    from planner.plan.plan import Plan
+    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
+    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+    from planner.plan.spec import PlanSpec
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
 
@@ -61,7 +62,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         options.dtype,
     )
     device = device_of(settings.device)
-    plans = [(str(path), Plan.load(path)) for path in options.strat_file_name]
+    plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
     if "model" not in options and not plans:
         raise SpecError("name the model: --model FOLDER")
     model = getattr(options, "model", None)
@@ -81,7 +82,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
 
 
 def _bitwidths(text: str) -> list[int]:
-    """`4` or `3,3,4,…`."""
+    """Bitwidths from `4` or `3,3,4,…`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -127,7 +128,7 @@ def _runs(bitwidths: Sequence[int]) -> str:
 
 
 def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
-    """What another device's kernels would do that was not done here."""
+    """Sentences about what another device's kernels would do that was not done here."""
     for result in results:
         for backend, layers in result.represented.items():
             yield (
@@ -147,7 +148,7 @@ def _ranges(layers: Sequence[int]) -> str:
 
 
 def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
-    """Replace `path` whole or not at all."""
+    """Write the figures; an existing file is replaced whole or not at all."""
     text = json.dumps([result.to_dict() for result in results], indent=1) + "\n"
     try:
         write_whole(path, text)

@@ -10,16 +10,21 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.indicator_options import METHODS, IndicatorOptions
-from llmpq.quality.perplexity import AUTO, SEQUENCE_LENGTH, EvaluationOptions
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import (
+    AUTO,
+    METHODS,
+    SEQUENCE_LENGTH,
+    EvaluationOptions,
+    IndicatorOptions,
+)
+from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
-from quant.sensitivity.form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     from llmpq.model_check import checked_shape
-    from llmpq.quality.omega import measure_omega, measure_points
+    from llmpq.quality.omega_measurement import measure_omega, measure_points
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
 
@@ -73,7 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
     held_out = read_documents(options.perplexity)
     with layer_progress("layers") as report:
         content = measure_omega(folder, calibration, chosen, report)
-    save_omega(target, content)  # what took an hour is kept, whatever the second text does
+    save_omega(target, content)  # it took an hour; kept even if the second text fails
     if held_out:
         settings = EvaluationOptions(
             chosen.sequence_length,
@@ -103,7 +108,7 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
 
 
 def _table(content: OmegaContent) -> Table:
-    """Sensitivities by layer and bitwidth, and their sums."""
+    """The table of sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
@@ -122,7 +127,7 @@ def _table(content: OmegaContent) -> Table:
 
 
 def _print_points(content: OmegaContent) -> None:
-    """The measured perplexities and the curve through them, if they allow one."""
+    """Print the measured perplexities and the curve through them, if they allow one."""
     if not content.points:
         return
     points = content.weighed_points()

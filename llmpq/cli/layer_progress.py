@@ -1,4 +1,4 @@
-"""A bar over the layers of a model, for command lines that work through them."""
+"""A progress bar over the layers of a model, for commands that work through them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmpq.quality.perplexity import ReportProgress
 
 @contextmanager
 def layer_progress(what: str) -> Iterator[ReportProgress]:
-    """A bar named `what` in a terminal; silence in a log."""
+    """Show a bar named `what` in a terminal, and nothing in a log."""
     screen = console(stderr=True)
     bar = Progress(
         TextColumn(what),

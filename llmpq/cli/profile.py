@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, noted, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
 from llmpq.profile.tables import hop_table, loading_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
 from planner.option_rules import Rule
 from planner.profiles.design import DesignSpace
-from planner.profiles.errors import FitError, all_together, held_out_errors
+from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile.layers import Profile, devices_to_profile, left_of
-    from llmpq.profile.links_and_loading import LoadProfile, profile_links
+    from llmpq.profile.layers import Profile, devices_to_profile, points_left
+    from llmpq.profile.links import profile_links
+    from llmpq.profile.loading import LoadProfile
     from llmpq.remote.session import ray_session
 
     target = Path(options.output)
@@ -74,7 +75,7 @@ def _profile(options: argparse.Namespace) -> int:
     for table in beside:
         if table.rows:
             console().print(table)
-    left = left_of(done)
+    left = points_left(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     return EXIT_DONE
@@ -105,7 +106,7 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
     from llmpq.detect import detect_cluster, local_node
 
     if "cluster" in options:
-        return noted(ClusterSpec.from_yaml(options.cluster))
+        return print_notes(ClusterSpec.from_yaml(options.cluster))
     if "address" in options:
         return detect_cluster(options.address)
     node = local_node("localhost")
@@ -117,14 +118,14 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 
 
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
-    """The fit's error on held-out points, and the machine's pace."""
+    """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
     console().print(_error_table(profile, shape, errors))
     state = profile.state
     if state.measured:
         console().print(
-            f"the machine's pace varied by {state.pace_spread:.1%} (interquartile); times are put "
-            "right by it",
+            f"the machine's speed varied by {state.speed_spread:.1%} (interquartile); times are "
+            "corrected by it",
             highlight=False,
         )
     if state.too_large:

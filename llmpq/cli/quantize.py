@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.perplexity import AUTO
-from llmpq.quality.text import read_documents
+from llmpq.quality.options import AUTO
+from llmpq.quality.text_windows import read_documents
 from llmpq.tables import size_text
 from quant.common.errors import InputError, SpecError
 
@@ -32,10 +32,10 @@ def _quantize(options: argparse.Namespace) -> int:
     import torch
 
     from actors.stage.layer_stream import compute_on
-    from llmpq.quality.evaluate import compute_dtype, device_of
     from llmpq.quality.indicator import Calibration
-    from llmpq.quality.quantize import check_target, quantize_checkpoint
-    from llmpq.quality.text import token_windows
+    from llmpq.quality.quantize import Quantization, check_target, quantize_checkpoint
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from llmpq.quality.text_windows import token_windows
     from llmpq.tokenizing.requests import load_tokenizer
     from planner.model.finding import model_shape
     from quant.checkpoint.reader import Checkpoint
@@ -47,7 +47,7 @@ def _quantize(options: argparse.Namespace) -> int:
             "text), of the kind that the model shall work on"
         )
     settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
-    folder, bitwidths = _what(options)
+    folder, bitwidths = _model_and_bits(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
     Checkpoint(folder).check_files()
@@ -60,16 +60,9 @@ def _quantize(options: argparse.Namespace) -> int:
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
     with layer_progress("layers") as report:
-        made = quantize_checkpoint(
-            folder,
-            target,
-            bitwidths,
-            torch.from_numpy(calibration.token_ids),
-            compute,
-            settings,
-            options.overwrite,
-            report,
-        )
+        token_ids = torch.from_numpy(calibration.token_ids)
+        wanted = Quantization(bitwidths, token_ids, compute, settings)
+        made = quantize_checkpoint(folder, target, wanted, options.overwrite, report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
     console().print(
@@ -82,18 +75,18 @@ def _quantize(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _what(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
+def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
     from llmpq.model_check import checked_shape
-    from llmpq.run.run import checkpoint_reference, shape_for_plan
-    from planner.plan.plan import Plan
+    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+    from planner.plan.spec import PlanSpec
     from quant.checkpoint.model_reference import resolve
 
     if ("strat_file_name" in options) == ("bits" in options):
         raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
-        plan = Plan.load(options.strat_file_name)
+        plan = PlanSpec.load(options.strat_file_name)
         folder = resolve(checkpoint_reference(plan, model))
         shape_for_plan(plan, folder)
         return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)

@@ -21,16 +21,17 @@ from llmpq.cli.common import (
     Parser,
     console,
 )
-from llmpq.jobs.formats.format import output_format
+from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.option_rules import Rule
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import local_path
 from quant.common.errors import InputError
 
 MAX_UPLOAD_BYTES = 100 * 2**20
-"""Of prompts that travel with a job. Ray takes 512 MiB, but keeps them in the head's memory."""
+"""Most bytes of prompts that are uploaded with a job. Ray takes 512 MiB, but keeps them in the
+memory of the head node."""
 
 MAX_COMMAND_BYTES = 120_000
 """Linux starts no shell with a longer line (MAX_ARG_STRLEN, 128 KiB)."""
@@ -56,8 +57,8 @@ _PLAN, _INPUT = "plan.json", "input"
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """`address` of the dashboard, None to run here; whether to `wait` for the job; a job to
-    `follow` or to `stop` instead of a new one.
+    """Where to run: `address` of the dashboard, None to run here; whether to `wait` for the job;
+    the id of a job to `follow` or to `stop` in place of starting one.
     """
 
     address: str | None
@@ -67,7 +68,7 @@ class SubmitOptions:
 
 
 def submit_parser() -> Parser:
-    """The options that say where a run goes, for `llmpq-dist` to show among its own."""
+    """The parser of the options that say where to run, which `llmpq-dist` shows among its own."""
     parser = Parser(prog="llmpq-dist", add_help=False)
     group = parser.add_argument_group("as a job of a Ray cluster")
     group.add_argument(
@@ -82,7 +83,7 @@ def submit_parser() -> Parser:
 
 
 def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
-    """Where to run, and the command itself."""
+    """Split the arguments into where to run, and the command itself."""
     parser = submit_parser()
     known, command = parser.parse_known_args(arguments)
     parser.refuse_ignored(known, arguments, _RULES)
@@ -96,7 +97,7 @@ def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
 
 
 def known_job(options: SubmitOptions) -> int:
-    """Stop or follow a job that there is; the exit code."""
+    """Stop or follow an existing job, and return the exit code."""
     jobs = RayJobs(options.address or "")
     if options.follow:
         return _follow(jobs, options.follow)
@@ -109,8 +110,8 @@ def known_job(options: SubmitOptions) -> int:
     return EXIT_DONE
 
 
-def submit(options: SubmitOptions, command: Sequence[str], plan: Plan) -> int:
-    """Run `command`, the arguments of a valid `llmpq-dist`, as a job; the exit code.
+def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> int:
+    """Run `command`, the arguments of a valid `llmpq-dist`, as a job, and return the exit code.
 
     Raises `InputError` for paths that the cluster could not use.
     """
@@ -132,14 +133,14 @@ def submit(options: SubmitOptions, command: Sequence[str], plan: Plan) -> int:
     return EXIT_DONE
 
 
-def entrypoint(command: Sequence[str], plan: Plan, folder: Path) -> str:
-    """The job's line for the shell; what it needs from here is put into `folder`.
+def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
+    """The job's shell command; the files that it needs from here are copied into `folder`.
 
     Relative inputs travel with the job; absolute paths are those of the cluster. The plan always
     travels, and its model's relative folder becomes an absolute one.
     """
     paths, rest = _path_parser().parse_known_args(command)
-    if not paths.output.endswith("/"):  # a folder that is there already can be given so too
+    if not paths.output.endswith("/"):  # a folder that exists can be given so too
         output_format(Path(paths.output))
     for option in ("output", "trace", "cache_dir"):
         _check_absolute(option, getattr(paths, option, None))
@@ -161,7 +162,7 @@ def entrypoint(command: Sequence[str], plan: Plan, folder: Path) -> str:
 
 
 def exit_code(end: JobEnd) -> int:
-    """What `llmpq-dist` itself would have returned."""
+    """The exit code that `llmpq-dist` itself would have returned."""
     if end.status == "SUCCEEDED":
         return EXIT_DONE
     if end.status == "STOPPED":
@@ -171,7 +172,7 @@ def exit_code(end: JobEnd) -> int:
 
 
 def _path_parser() -> Parser:
-    """The options whose paths are of here, or of the cluster."""
+    """The parser of the options with paths, on this machine or on the cluster."""
     parser = Parser(prog="llmpq-dist", add_help=False)
     add = parser.option
     add("--strat_file_name", "--plan", help="travels")
@@ -188,7 +189,7 @@ def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None
 
 
 def _check_absolute(option: str, path: str | None) -> None:
-    in_home = option == "cache_dir" and path is not None and path.startswith("~")  # alone expanded
+    in_home = option == "cache_dir" and path is not None and path.startswith("~")  # expanded there
     if path is not None and not path.startswith("/") and not in_home:
         raise InputError(
             f"--{option.replace('_', '-')} is {path!r}, which would lie in the job's temporary "
@@ -201,7 +202,7 @@ def _is_of_cluster(path: str) -> bool:
 
 
 def _inputs(named: Sequence[str], folder: Path) -> list[str]:
-    """The inputs as the job finds them; those of here are copied, under the names they would have.
+    """The inputs by their paths in the job; those of this machine are copied under their names.
 
     Raises `InputError` where there are none, or more than `MAX_UPLOAD_BYTES`.
     """
@@ -232,9 +233,9 @@ def _copy(source: Path, target: Path) -> None:
         raise InputError(f"cannot copy {source} for the job: {error.strerror}") from error
 
 
-def _model(named: str | None, plan: Plan) -> str | None:
-    """`--model` of the job: as given, or a relative folder of here by its absolute path; None to
-    take the plan's own.
+def _model(named: str | None, plan: PlanSpec) -> str | None:
+    """The job's `--model`: as given, or for a relative folder of this machine its absolute path;
+    None to take the plan's own.
     """
     reference = named or plan.stand_in or plan.model.source
     path = local_path(reference, "give a folder or a hub id")

@@ -1,1 +1,1 @@
-"""A batch as a job: prompts as a stream, every result committed once, and resuming."""
+"""Jobs: batches whose results are on disk once each, and which can be resumed."""

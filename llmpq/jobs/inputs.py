@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.csv_files import csv_rows
-from llmpq.jobs.formats.format import SUFFIXES, FileFormat, input_format
+from llmpq.jobs.formats.file_format import SUFFIXES, FileFormat, input_format
 from llmpq.jobs.formats.parquet import parquet_rows
 from llmpq.jobs.formats.streams import (
     READ_ERRORS,
@@ -19,18 +19,18 @@ from llmpq.jobs.formats.streams import (
     numbered_lines,
     reason,
 )
-from llmpq.jobs.records.record import FileRecord, InputRecord, settled_identities
+from llmpq.jobs.records.completion_record import FileRecord, InputRecord, settled_identities
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, row_from_line, row_from_mapping
 from quant.common.errors import InputError
 from quant.common.file_identity import FileIdentity
-from quant.common.foreign_words import path_reason
+from quant.common.library_errors import path_reason
 
 _PLACES_PER_FILE = 2**40
 
 
 class PlacedRow(NamedTuple):
-    """A row, and a number for the file and the line it stands in."""
+    """A row, and a number that stands for its file and line."""
 
     row: Row | BadRow
     place: int
@@ -38,7 +38,7 @@ class PlacedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class JobInput:
-    """The files of a job in a settled order. `rows` may be asked for again and again."""
+    """The files of a job in a settled order, whose `rows` can be read again and again."""
 
     files: tuple[Path, ...]
     names: tuple[str, ...]
@@ -76,24 +76,23 @@ class JobInput:
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
     def place_name(self, place: int) -> str:
-        """File and line of `PlacedRow.place`."""
+        """File and line that `PlacedRow.place` stands for."""
         index, number = divmod(place, _PLACES_PER_FILE)
         return f"{self.names[index]}:{number}"
 
     def identities(self) -> tuple[FileIdentity, ...]:
-        """What the file system says of the files, to see whether anything changed.
+        """State of the files in the file system, to see whether anything changes.
 
-        Of one that was written just now, after a moment in which a later change would not show.
+        A file that was written just now is looked at after a moment, before which a later change
+        would not show.
         """
         try:
             return tuple(settled_identities(self.files))
-        except OSError as error:  # RuntimeError: no such user
+        except OSError as error:
             raise InputError(f"cannot read input {error.filename}: {error.strerror}") from error
 
     def record(self, before: Sequence[FileIdentity], rows: int, errors: int) -> InputRecord | None:
-        """What is told of the files when all rows are done; None if they are not what they were
-        `before`.
-        """
+        """The record of the files when all rows are done; None if they are not as `before`."""
         try:
             records = [FileRecord.of(*file) for file in zip(self.files, self.names, strict=True)]
             if settled_identities(self.files) != list(before):
@@ -104,8 +103,9 @@ class JobInput:
         return InputRecord(rows, errors, files) if len(files) == len(records) else None
 
     def matches(self, record: InputRecord) -> bool:
-        """Whether these are the files of `record`, all names and sizes before any content; OSError
-        where one cannot be read.
+        """Whether these are the files of `record`; names and sizes are compared before any content.
+
+        Raises OSError where one cannot be read.
         """
         if self.names != tuple(file.name for file in record.files):
             return False
@@ -129,7 +129,7 @@ class JobInput:
 def _contents(
     path: Path, named: FileFormat
 ) -> Iterator[tuple[int, bytes | Mapping[str, Any] | str]]:
-    """Numbered rows: lines of JSON, what a row of a table holds, or what is wrong with one."""
+    """Numbered rows: lines of JSON, rows of a table, or sentences on what is wrong with one."""
     if named.rows == "parquet":
         yield from enumerate(parquet_rows(path), start=1)
     elif named.rows == "csv":
@@ -159,7 +159,7 @@ def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
 
 
 def no_prompts(source: str) -> InputError:
-    """That there is nothing to do."""
+    """An error for an input without rows."""
     return InputError(
         f"{source}: no prompts; give one JSON object per line with a prompt, or one row of a table"
     )

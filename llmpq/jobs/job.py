@@ -1,4 +1,4 @@
-"""A job: its input checked and counted, what is left of it, and its results written."""
+"""A job: its input is checked and counted, and gives the rows that have no result yet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.jobs.output.sinks import Output
-from llmpq.jobs.records.changes import shown_id
-from llmpq.jobs.records.ledger import Kind, Ledger, Wanted
+from llmpq.jobs.output.output import Output
+from llmpq.jobs.records.completion_record import InputRecord
+from llmpq.jobs.records.input_changes import shown_id
 from llmpq.jobs.records.manifest import JobIdentity
-from llmpq.jobs.records.record import InputRecord
+from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
@@ -20,8 +20,10 @@ from quant.common.file_identity import FileIdentity
 
 @dataclass(frozen=True)
 class Tally:
-    """Rows of the input; those that were `resumed`, done already, and how many of these are errors;
-    tokens that the others may generate at most.
+    """Numbers of rows and tokens of a job.
+
+    `rows` of the input, of which `resumed` were done already, `resumed_errors` of these in error;
+    `max_tokens` that the others may generate at most.
     """
 
     rows: int
@@ -37,8 +39,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """`retry_errors`: rows that ended in an error run again; `stop_at_error`: the first one ends
-    the job; `extend`: a job that was begun with other rows keeps what is done and does these too.
+    """Options of a job.
+
+    `retry_errors`: rows that ended in an error run again. `stop_at_error`: the first error ends the
+    job. `extend`: a job that was begun with other rows keeps what is done and does these too.
     """
 
     retry_errors: bool = False
@@ -49,8 +53,7 @@ class JobOptions:
 def finished_tally(
     source: JobInput, output: Output, identity: JobIdentity, options: JobOptions
 ) -> Tally | None:
-    """Tally of a job that has been done, of which nothing has changed since; None where its rows
-    must be looked at.
+    """Tally of a job that is done and unchanged since; None where its rows must be looked at.
 
     Raises `InputError` for an output of another job.
     """
@@ -61,7 +64,7 @@ def finished_tally(
 
 
 class Job:
-    """The rows of `source`, of which `output` gets what it has not yet.
+    """The rows of `source` and their results in `output`.
 
     The input is read once to check and count it, before anything is generated, and once more as it
     is generated; ids are kept on disk. Raises `InputError` for an input without rows or with an id
@@ -78,15 +81,15 @@ class Job:
         self._source = source
         self._output = output
         self._identity = identity
-        self._ledger = Ledger()
+        self._database = RowDatabase()
         self._written = self._errors = 0
         options = options or JobOptions()
         self._before = source.identities()
-        output.load(identity, self._ledger, options.retry_errors)
+        output.load(identity, self._database, options.retry_errors)
         self.tally = self._check(options)
 
     def _check(self, options: JobOptions) -> Tally:
-        twice = self._ledger.want_all(self._wanted(options))
+        twice = self._database.want_all(self._wanted(options))
         if twice is not None:
             second, first = map(self._source.place_name, twice)
             custom_id = shown_id(self._custom_ids(twice[0])[twice[0]])
@@ -97,8 +100,8 @@ class Job:
         changes = self._output.changes(options.extend)
         if changes:
             names = self._custom_ids(*changes.places)
-            raise changes.error(self._output.path, names, self._output.gone())
-        found = self._ledger.progress()
+            raise changes.error(self._output.path, names, self._output.results_without_row())
+        found = self._database.progress()
         if not found.rows:
             raise no_prompts(", ".join(map(str, self._source.files)))
         return Tally(found.rows, found.done, found.failed, found.tokens_left)
@@ -122,12 +125,12 @@ class Job:
         return Kind.NAMELESS if is_nameless else Kind.BAD
 
     def _custom_ids(self, *places: int) -> dict[int, str]:
-        """Of the rows that stand there, which are looked for in one go: messages alone need it."""
+        """Ids of the rows at `places`, found in one more reading, for messages alone."""
         found = ((r.place, r.row.custom_id) for r in self._source.rows() if r.place in places)
         return dict(islice(found, len(places)))
 
     def _is_done(self, custom_id: str, fingerprint: str) -> bool:
-        done = self._ledger.done(custom_id)
+        done = self._database.done(custom_id)
         if done is None or done.forgotten:
             return False
         if done.fingerprint != fingerprint and not done.failed:
@@ -135,14 +138,14 @@ class Job:
         return done.fingerprint == fingerprint
 
     def todo(self) -> Iterator[Row | BadRow]:
-        """The rows that are left, as they are asked for.
+        """The rows that have no result yet, as they are asked for.
 
         Raises `InputError` when the input has changed meanwhile.
         """
         for placed in self._source.rows():
             row = placed.row
             fingerprint = self._identity.fingerprint(row)
-            if self._ledger.wanted(row.custom_id) != fingerprint:
+            if self._database.wanted(row.custom_id) != fingerprint:
                 raise self._changed()
             if not self._is_done(row.custom_id, fingerprint):
                 yield row
@@ -150,19 +153,19 @@ class Job:
             raise self._changed()
 
     def write(self, result: Result) -> bool:
-        """Take a result in; False if its row has one already."""
+        """Write a result; False if its row has one already."""
         is_new = self._output.write(result)
         self._written += is_new
         self._errors += is_new and result.error is not None
         return is_new
 
     def finish(self) -> None:
-        """All rows are done: join the results."""
+        """Join the results, when all rows are done."""
         self._output.finish(self._record)
-        self._ledger.close()
+        self._database.close()
 
     def _record(self) -> InputRecord | None:
-        """What may be told of the input; None if not all of its rows are done after all."""
+        """Record of the input; None if not all of its rows are done after all."""
         tally = self.tally
         if self._written != tally.left:
             return None
@@ -176,5 +179,5 @@ class Job:
 
 
 def _states(identities: Sequence[FileIdentity]) -> list[tuple[int, int]]:
-    """Sizes and times of change to the content: another name or access right is no other input."""
+    """Sizes and times of change of content: another name or access right is no other input."""
     return [(identity.file_bytes, identity.modified_ns) for identity in identities]

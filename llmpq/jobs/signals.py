@@ -1,4 +1,4 @@
-"""Being told to stop: Ctrl-C and SIGTERM end a job in the same orderly way."""
+"""Signals that stop a job: Ctrl-C and SIGTERM end it in the same orderly way."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from types import FrameType
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Both raise `KeyboardInterrupt`; of one that strikes within a destructor, which swallows it,
-    its number in this list is left.
+    """Have Ctrl-C and SIGTERM raise `KeyboardInterrupt`; gives the numbers of signals seen.
+
+    A destructor swallows the exception, so that only its number in the list tells.
     """
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""A profile of devices in a CSV: what is measured already is kept, the rest is added."""
+"""Profile of devices in a CSV file: rows measured already are kept, missing ones are added."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.profiling.task import ProfileState, ProfileTask, measure_on_cluster
+from actors.profiling.on_cluster import measure_on_cluster
+from actors.profiling.task import ProfileState, ProfileTask
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
+from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import applies
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS
 
@@ -23,7 +24,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to measure; `points` for each bitwidth and phase, `budget_s` for each device."""
+    """Options of a profile: `points` for each bitwidth and phase, `budget_s` for each device."""
 
     bits: tuple[int, ...] = BITWIDTHS
     dtype: str = "auto"
@@ -56,7 +57,10 @@ class DeviceProfile:
 
 
 def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """One of each kind; SpecError where they are emulated, whose times would be the host's."""
+    """One device of each kind.
+
+    Raises `SpecError` where they are emulated, as their times would be the host's.
+    """
     kinds: dict[tuple[str, int | None], Device] = {}
     for device in cluster.devices:
         if device.emulated:
@@ -108,7 +112,7 @@ class Profile:
         return DeviceProfile(device, dtype, kept, state)
 
     def _todo(self, device: Device, dtype: str) -> dict[int, tuple[LayerWorkload, ...]]:
-        """The design of every bitwidth but what the file has."""
+        """The design of every bitwidth without what the file has."""
         options = self._options
         done = {
             (row.bits, workload_of(row)) for row in self._rows if self._is_ours(row, device, dtype)
@@ -147,11 +151,11 @@ class Profile:
 
 
 def workload_of(row: ProfileRow) -> LayerWorkload:
-    """What a row was measured on."""
+    """The workload that a row was measured on."""
     length = row.prompt_length if row.phase == "prefill" else row.context_length
     return LayerWorkload(row.phase, row.batch_size, length)
 
 
-def left_of(profiles: Sequence[DeviceProfile]) -> int:
-    """Points of the design that no budget was left for."""
+def points_left(profiles: Sequence[DeviceProfile]) -> int:
+    """Number of points of the design that no budget was left for."""
     return sum(profile.state.left for profile in profiles)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.links import LinkRow, fit_links
 from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
 
@@ -32,7 +32,7 @@ def loading_table(rows: Iterable[LoadRow]) -> Table:
     return table
 
 
-def loading_note(plan: Plan, profile: str | Path) -> str | None:
+def loading_note(plan: PlanSpec, profile: str | Path) -> str | None:
     """How long the plan's stages load, by what was measured with the profile, where it was."""
     path = loading_path(profile)
     if not path.exists():

@@ -1,1 +1,1 @@
-"""What quantization costs a model: perplexity, indicators, calibrated checkpoints."""
+"""The cost of quantization in quality: perplexity, indicators, calibrated checkpoints."""

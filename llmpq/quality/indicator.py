@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from actors.stage.layer_stream import LayerStream, StreamedLayer
 from llmpq.quality.perplexity import ReportProgress
-from llmpq.quality.text import Windows
+from llmpq.quality.text_windows import Windows
 from quant.common.errors import CheckpointError, InputError
-from quant.loading.representation import Compute
+from quant.loading.emulated_kernels import Compute
 from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix
 
 TokenIds = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ class Calibration:
 
     @classmethod
     def sample(cls, windows: Windows, sequences: int, seed: int) -> Calibration:
-        """At most `sequences` whole windows of a text, drawn by `seed` and kept in its order.
+        """Draw at most `sequences` whole windows of a text by `seed`, kept in its order.
 
         Raises `InputError` for less than one sequence and for a negative seed.
         """
@@ -47,7 +47,7 @@ class Calibration:
 
     @property
     def fingerprint(self) -> str:
-        """Of the token ids and how they are cut."""
+        """Digest of the token ids and of how they are cut."""
         shape = ",".join(map(str, self.token_ids.shape)).encode()
         content = self.token_ids.astype("<i8").tobytes()
         return hashlib.sha256(shape + b":" + content).hexdigest()[:16]
@@ -99,7 +99,7 @@ def _layer_rows(
 def _observed(
     linears: Mapping[str, nn.Linear], statistics: Sequence[LayerStatistics]
 ) -> Iterator[dict[str, str]]:
-    """While it is open, inputs of the linears reach the statistics, equal ones once.
+    """Have inputs of the linears reach the statistics while it is open, equal ones once.
 
     Gives the name of the linear whose input stands for each one's: linears called one after
     another with the same tensor share it.

@@ -1,4 +1,4 @@
-"""What an evaluation is asked and what it answers."""
+"""Perplexity of a model on a text, with its standard error."""
 
 from __future__ import annotations
 
@@ -7,33 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SEQUENCE_LENGTH = 512
-"""Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
-
-AUTO = "auto"
-
 ReportProgress = Callable[[int, int], None]
 """Called with the number of layers done and of all layers."""
 
 
 @dataclass(frozen=True)
-class EvaluationOptions:
-    """How a text is cut and where it is evaluated.
-
-    `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
-    `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
-    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU).
-    """
-
-    sequence_length: int | None = None
-    max_tokens: int | None = None
-    device: str = AUTO
-    dtype: str = AUTO
-
-
-@dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """Perplexity of a model on a text, window by window.
 
     `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
     has `window_tokens`. `dtypes` computed; `represented` names kernel backends that do not run here
@@ -69,12 +49,12 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float | None:
-        """That of the perplexity over windows, to first order; None for a single window."""
+        """Standard error of the perplexity over windows, to first order; None for one window."""
         error = _error_of_mean(self.window_nll, self.window_tokens)
         return None if error is None else self.perplexity * error
 
     def above(self, other: Perplexity) -> tuple[float, float | None]:
-        """By how much this perplexity exceeds `other`'s, and the standard error to first order.
+        """Excess of this perplexity over `other`'s, and its standard error to first order.
 
         Windows are compared one by one, so that how hard the text is does not count: the error is
         much smaller than those of the two perplexities. Raises ValueError for another text.
@@ -87,7 +67,7 @@ class Perplexity:
         return own - its, error
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All figures, for JSON."""
         return {
             "name": self.name,
             "bitwidths": list(self.bitwidths),
@@ -102,8 +82,9 @@ class Perplexity:
 
 
 def _error_of_mean(sums: Sequence[float], counts: Sequence[int]) -> float | None:
-    """Standard error of sum(sums) / sum(counts) over windows: that of a ratio (Cochran, Sampling
-    Techniques, section 2.11).
+    """Standard error of sum(sums) / sum(counts) over windows, that of a ratio.
+
+    Source: Cochran, Sampling Techniques, section 2.11.
     """
     windows = len(sums)
     if windows < 2:

@@ -27,41 +27,51 @@ from quant.common.errors import CheckpointError, InputError, SpecError
 from quant.gptq.format import GptqWeight
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
-from quant.loading.representation import Compute
+from quant.loading.emulated_kernels import Compute
 from quant.scheme import FULL_BITS
 from quant.sensitivity.gram import Gram
 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """What was written: `tensor_bytes` in folder `target`, layers with `bitwidths`."""
+    """A written checkpoint: `tensor_bytes` in the folder `target`, layers with `bitwidths`."""
 
     target: Path
     bitwidths: tuple[int, ...]
     tensor_bytes: int
 
 
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """How a checkpoint is quantized: `bitwidths`, one a layer, calibrated on a text.
+
+    `token_ids` `[sequences, length]`: the calibration text, without padding.
+    """
+
+    bitwidths: Sequence[int]
+    token_ids: Tensor
+    compute: Compute
+    gptq: GptqOptions
+
+
 def quantize_checkpoint(
     source: Path,
     target: Path,
-    bitwidths: Sequence[int],
-    token_ids: Tensor,
-    compute: Compute,
-    options: GptqOptions,
+    wanted: Quantization,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
 ) -> QuantizedCheckpoint:
-    """Quantize the checkpoint in `source` to `bitwidths`, one a layer, into the folder `target`.
+    """Quantize the checkpoint in `source` into the folder `target`, which appears when complete.
 
-    `token_ids` `[sequences, length]`: the calibration text, without padding. `target` appears when
-    it is complete. Raises `InputError` if it exists (unless `overwrite`) or cannot be written,
-    `SpecError` for bits or text that cannot be used, `CheckpointError` for unusable weights.
+    Raises `InputError` if `target` exists (unless `overwrite`) or cannot be written, `SpecError`
+    for bits or text that cannot be used, `CheckpointError` for unusable weights.
     """
     check_target(source, target, overwrite)
     checkpoint = Checkpoint(source)
     if checkpoint.gptq is not None:
         raise SpecError(f"{source} is quantized already; give the original 16-bit checkpoint")
-    stream = LayerStream(source, compute)
+    stream = LayerStream(source, wanted.compute)
+    bitwidths = wanted.bitwidths
     if len(bitwidths) != stream.layers:
         raise SpecError(f"{len(bitwidths)} bitwidths for {stream.layers} layers; give one a layer")
     heads = architecture_of(stream.config).head_names
@@ -69,9 +79,9 @@ def quantize_checkpoint(
     try:
         with new_folder(target, replace=overwrite) as folder:
             copy_settings(checkpoint.folder, folder)
-            writer = GptqWriter(folder, checkpoint, layout, options)
-            for layer in stream_layers(stream, token_ids):
-                writer.write_layer(layer.index, _quantize_layer(layer, bitwidths, options, compute))
+            writer = GptqWriter(folder, checkpoint, layout, wanted.gptq)
+            for layer in stream_layers(stream, wanted.token_ids):
+                writer.write_layer(layer.index, _quantize_layer(layer, wanted))
                 layer.advance()
                 if progress is not None:
                     progress(layer.index + 1, stream.layers)
@@ -85,7 +95,9 @@ def quantize_checkpoint(
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """InputError if `target` exists (unless `overwrite` and it is a model's folder), or if one of
+    """Raise `InputError` for a folder that cannot be written or must not be replaced.
+
+    That is, if `target` exists (unless `overwrite` and it is a model's folder), or if one of
     `target` and the model's folder `source` is the other or lies in it.
     """
     try:
@@ -104,20 +116,18 @@ def check_target(source: Path, target: Path, overwrite: bool) -> None:
         raise InputError(f"cannot write {target}: {error.strerror}") from error
 
 
-def _quantize_layer(
-    layer: StreamedLayer, bitwidths: Sequence[int], options: GptqOptions, compute: Compute
-) -> dict[str, GptqWeight]:
-    """The weights of the layer's linears, which hold the rounded ones afterwards."""
-    bits = bitwidths[layer.index]
+def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, GptqWeight]:
+    """Weights of the layer's linears, which hold the rounded ones afterwards."""
+    bits = wanted.bitwidths[layer.index]
     weights: dict[str, GptqWeight] = {}
     if bits == FULL_BITS:
         return weights
     linears = layer.linears
     for names in shared_inputs(layer):
-        gram = _gram(layer, linears[names[0]], compute.device)
+        gram = _gram(layer, linears[names[0]], wanted.compute.device)
         for name in names:
             try:
-                weights[name] = gptq(linears[name].weight.detach(), gram, bits, options)
+                weights[name] = gptq(linears[name].weight.detach(), gram, bits, wanted.gptq)
             except CheckpointError as error:
                 raise CheckpointError(f"layer {layer.index}, {name}: {error}") from error
             rounded = weights[name].dequantize()
@@ -127,9 +137,9 @@ def _quantize_layer(
 
 
 def shared_inputs(layer: StreamedLayer) -> list[list[str]]:
-    """Names of the linears in the order in which they run, those that take the same input together.
+    """Names of the linears in the order in which they run, those of the same input together.
 
-    Watches them in a pass of a few sequences.
+    They are observed in a pass of a few sequences.
     """
     names: list[list[str]] = []
     inputs: list[Tensor] = []  # kept, so that no two of them have the same place in memory

@@ -21,10 +21,10 @@ from torch.nn import functional
 
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
-from llmpq.quality.text import Windows
+from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
 from quant.linear import dtype_name
-from quant.loading.representation import LayerScheme
+from quant.loading.emulated_kernels import LayerScheme
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, and twice that for their logarithms."""
@@ -35,7 +35,7 @@ _MOST_NATS = 700.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a form for each decoder layer, and the types of embedding and head.
+    """A form for each decoder layer, and the types of embedding and head.
 
     Types are None where they are those of the whole computation.
     """

@@ -1,5 +1,5 @@
-"""Looking after the Ray that a local run starts: nothing of it stays behind, and where it is gone
-no call to it keeps the run from ending.
+"""Supervision of the Ray that a local run starts: its processes end with the run, and where they
+have ended before, no call to Ray keeps the run from ending.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from actors.processes.ray_head import (
 )
 
 LEAVE_S = 14.0
-"""In which a run whose Ray is gone comes to its end: `ray.shutdown` takes 8 s of it without GCS."""
+"""Seconds for a run whose Ray is gone to end; `ray.shutdown` takes 8 of them without GCS."""
 
 GiveUp = Callable[[str], None]
 """Ends the process after saying what happened."""
@@ -28,8 +28,8 @@ class LocalHead:
     """Context manager around the work with a Ray of this process's own, and around leaving it.
 
     Where a process of its head has `ended` and the run is not over `LEAVE_S` later, as some call to
-    Ray blocks it, `give_up` is told. What lies `below` the head's processes is ended in the end:
-    where these were killed, Ray's agents would live on for a minute.
+    Ray blocks it, `give_up` is called. Processes `below` those of the head are ended at the end:
+    where the head's were killed, Ray's agents would live on for a minute.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class LocalHead:
         self._lost_s: float | None = None
 
     def __enter__(self) -> LocalHead:
-        """Begin to look."""
+        """Begin to check."""
         self._found = list(self._below())
         self._thread.start()
         return self
 
     def note_started(self) -> None:
-        """Take in what was started since: after `ray.shutdown` nobody can tell any more."""
+        """Note processes that were started since: after `ray.shutdown` nobody can find them."""
         self._found += self._below()
 
     def __exit__(self, *error: object) -> None:
@@ -66,10 +66,10 @@ class LocalHead:
 
     def _run(self) -> None:
         while not self._left.wait(LOOK_S):
-            self.look()
+            self.check()
 
-    def look(self) -> None:
-        """Look once."""
+    def check(self) -> None:
+        """Check once whether the head still lives."""
         ended = self._ended()
         if ended is None:
             return

@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-import os
-import re
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
+from llmpq.remote.dashboard import (
+    check_dashboard,
+    checked_address,
+    dashboard_client,
+    error_reason,
+    no_answer,
+)
+from llmpq.remote.job_log import JobLog
 from llmpq.remote.token import refused_token, warn_of_readers
-from quant.common.errors import DeviceError, InputError, SpecError
-from quant.common.printable import without_user
-
-if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
-ANSWER_S = 10.0
-"""Within which a dashboard must answer for the first time."""
+from quant.common.errors import DeviceError, InputError
 
 RECONNECT_S = 300.0
-"""How long a cluster may be silent while a job is followed: a head's restart takes a minute or two,
-after which Ray has forgotten the job.
-"""
-
-QUIET_S = 60.0
-"""A connection that brings no log for so long may be dead without anybody knowing; a run writes
-every few seconds.
+"""Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a
+minute or two, after which Ray has forgotten the job.
 """
 
 RETRY_S = 2.0
@@ -48,21 +40,13 @@ _AGENT_REMEDY = (
     " (if that stays so, another Ray on the head holds its agent's port; start this one with "
     "`ray start --head --dashboard-agent-listen-port=PORT`)"
 )
-_OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-"""Variables that Ray's client prefers to the address it is given."""
-
-_TALKATIVE = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.runtime_env.packaging",
-)
-"""Loggers of Ray that tell of every upload."""
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended: Ray's word for it, the exit code of its command if that came to its end, and
-    what Ray says where there is none.
+    """End of a job: Ray's word for it, and the exit code of its command, if that came to its end.
+
+    `message`: Ray's own words where there is no code.
     """
 
     status: str
@@ -78,19 +62,19 @@ class RayJobs:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = _checked(address)
+        self.address = checked_address(address)
         warn_of_readers()
-        _check_dashboard(self.address)
-        with self._asking():
-            self._client = _client(self.address)
+        check_dashboard(self.address)
+        with self._explained_errors():
+            self._client = dashboard_client(self.address)
 
     def submit(self, command: str, folder: Path) -> str:
-        """Run `command`, a line for the shell, in a copy of `folder` on the head; the job's id."""
+        """Run `command`, a shell line, in a copy of `folder` on the head; returns the job's id."""
         environment = {
             "working_dir": str(folder),
             "env_vars": {_STOP_WAIT_VARIABLE: str(STOP_WAIT_S), _SUBMITTED_VARIABLE: "1"},
         }
-        with self._asking():
+        with self._explained_errors():
             return self._client.submit_job(entrypoint=command, runtime_env=environment)
 
     def follow(self, job_id: str, write: Callable[[str], Any]) -> JobEnd:
@@ -101,26 +85,26 @@ class RayJobs:
         import aiohttp
 
         self._end(job_id)
-        log = _Log(write)
+        log = JobLog(write)
         while True:
             is_whole = False
             try:
                 asyncio.run(log.tail(self._client, job_id))
                 is_whole = True
             except BrokenPipeError:
-                raise  # who reads what we write has gone
+                raise  # nobody reads any more
             except (OSError, RuntimeError, aiohttp.ClientError):
                 pass
             end = self._end_soon(job_id)
             if end is not None:
                 if not is_whole:
-                    with self._asking(job_id):
+                    with self._explained_errors(job_id):
                         log.catch_up(self._client.get_job_logs(job_id))
                 return end
             time.sleep(RETRY_S)
 
     def _end_soon(self, job_id: str) -> JobEnd | None:
-        """How the job ended, None if it goes on; asks again for a while where nothing answers."""
+        """The end of the job, None if it goes on; asks again for a while where nothing answers."""
         deadline = time.monotonic() + RECONNECT_S
         while True:
             try:
@@ -133,8 +117,8 @@ class RayJobs:
             time.sleep(RETRY_S)
 
     def stop(self, job_id: str) -> JobEnd:
-        """Send SIGTERM to the job and wait for its end, which SIGKILL brings about if need be."""
-        with self._asking(job_id):
+        """Send SIGTERM to the job and wait for its end, if need be by SIGKILL."""
+        with self._explained_errors(job_id):
             self._client.stop_job(job_id)
         deadline = time.monotonic() + 2 * STOP_WAIT_S
         while (end := self._end(job_id)) is None:
@@ -147,14 +131,14 @@ class RayJobs:
         return end
 
     def _end(self, job_id: str) -> JobEnd | None:
-        with self._asking(job_id):
+        with self._explained_errors(job_id):
             job = self._client.get_job_info(job_id)
         if not job.status.is_terminal():
             return None
         return JobEnd(str(job.status), job.driver_exit_code, job.message or "")
 
     @contextmanager
-    def _asking(self, job_id: str | None = None) -> Iterator[None]:
+    def _explained_errors(self, job_id: str | None = None) -> Iterator[None]:
         import ray.exceptions
 
         unauthenticated: Any = getattr(ray.exceptions, "AuthenticationError", ())  # since Ray 2.52
@@ -163,7 +147,7 @@ class RayJobs:
         except unauthenticated as error:
             raise refused_token(f"the Ray cluster at {self.address}") from error
         except OSError as error:
-            raise _silent(self.address, error) from error
+            raise no_answer(self.address, error) from error
         except (RuntimeError, ValueError) as error:
             if job_id is not None and "status code 404" in str(error):
                 raise InputError(
@@ -172,119 +156,18 @@ class RayJobs:
                 ) from error
             remedy = _AGENT_REMEDY if "No available agent" in str(error) else ""
             raise DeviceError(
-                f"the Ray cluster at {self.address} refused: {_reason(error)}{remedy}"
+                f"the Ray cluster at {self.address} refused: {error_reason(error)}{remedy}"
             ) from error
 
 
 def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:
-    """In a job of `RayJobs.submit`: do not have stages start in copies of the job's folder.
+    """Have stages of a job of `RayJobs.submit` not start in copies of the job's folder.
 
     They need none of it, and Ray nodes of one machine share its place: each that unpacks its copy
-    removes that of the others first, under the driver's feet.
+    removes that of the others first, which the driver still uses.
     """
     if _SUBMITTED_VARIABLE not in environment or _CONFIG_VARIABLE not in environment:
         return
     config = json.loads(environment[_CONFIG_VARIABLE])
     config.get("runtime_env", {}).pop("working_dir", None)
     environment[_CONFIG_VARIABLE] = json.dumps(config)
-
-
-class _Log:
-    """The part of a job's log that was written already, and the rest."""
-
-    def __init__(self, write: Callable[[str], Any]) -> None:
-        self._write = write
-        self._written = 0
-
-    async def tail(self, client: JobSubmissionClient, job_id: str) -> None:
-        """Write what is new; every connection begins at the log's first character.
-
-        Raises `TimeoutError` when nothing came for `QUIET_S`.
-        """
-        seen = 0
-        async with asyncio.timeout(QUIET_S) as limit:
-            async for text in client.tail_job_logs(job_id):
-                limit.reschedule(asyncio.get_running_loop().time() + QUIET_S)
-                self._take(text, seen)
-                seen += len(text)
-
-    def catch_up(self, whole: str) -> None:
-        """Write what of the whole log is new."""
-        self._take(whole, 0)
-
-    def _take(self, text: str, begin: int) -> None:
-        new = text[max(0, self._written - begin) :]
-        if new:
-            self._written = begin + len(text)
-            self._write(new)
-
-
-def _checked(address: str) -> str:
-    """`address` without a slash at its end; raises `SpecError` if it is none of a dashboard."""
-    try:
-        parts = urlsplit(address)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise SpecError(
-            "--submit wants the address of the cluster's dashboard, as http://HEAD:8265; "
-            f"{without_user(address)!r} is none"
-        )
-    if "@" in parts.netloc:
-        raise SpecError(
-            "--submit takes no user and password in the address, which would be shown in messages; "
-            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
-        )
-    return address.rstrip("/")
-
-
-def _check_dashboard(address: str) -> None:
-    """Fail soon where no Ray dashboard answers: Ray's client waits without limit."""
-    import requests
-
-    try:
-        answer = requests.get(f"{address}/api/version", timeout=ANSWER_S)
-        known = not answer.ok or "ray_version" in answer.json()
-    except ValueError:
-        known = False
-    except OSError as error:
-        raise _silent(address, error) from error
-    if not known or answer.status_code == 404:
-        raise DeviceError(
-            f"what answers at {address} is no Ray dashboard (status {answer.status_code}); name "
-            "the address that `ray start --head` printed, by default http://HEAD:8265"
-        )
-
-
-def _silent(address: str, error: OSError) -> DeviceError:
-    return DeviceError(
-        f"no Ray dashboard answers at {address} ({_reason(error)}); is it the address that "
-        "`ray start --head` printed, and is port 8265 reachable from here?"
-    )
-
-
-def _client(address: str) -> JobSubmissionClient:
-    """Ray's client for just this address, without its notes on uploads."""
-    from ray.job_submission import JobSubmissionClient
-
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    saved = {name: os.environ.pop(name) for name in _OVERRIDING if name in os.environ}
-    try:
-        return JobSubmissionClient(address)
-    finally:
-        os.environ.update(saved)
-
-
-def _reason(error: BaseException) -> str:
-    """What a message may hold of an error: what the system said; else the last line of a traceback,
-    or the first sentence.
-    """
-    text = str(error)
-    system = re.search(r"\[Errno -?\d+\] [\w ]+", text)
-    if system is not None:
-        return system[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    is_trace = any(line.startswith("Traceback") for line in lines)
-    return (lines[-1] if is_trace else lines[0].partition(". ")[0])[:300]

@@ -13,55 +13,54 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.token import check_token, make_token, warn_of_readers
 from quant.common.errors import DeviceError, SpecError, StageLostError
-from quant.common.printable import without_user
+from quant.common.safe_text import without_user
 
 if TYPE_CHECKING:
     from llmpq.remote.local_ray import GiveUp
 
 CONNECT_TIMEOUT_S = 10.0
 _LOCAL = {"gcs_rpc_server_reconnect_timeout_s": 600}
-"""Ray ends a process that has missed GCS for so long (60 s), whatever it does: here a run ends by
-itself before, and who takes its results slowly has time to be told so.
+"""Settings of a local Ray. By default it ends a process that has missed GCS for 60 s, whatever that
+does; here a run ends by itself before, and has time to say so where results are read slowly.
 """
 
 
 @contextmanager
 def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> Iterator[None]:
-    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, else a local
-    one, which `LocalHead` looks after with `give_up`.
+    """An initialised Ray: the one already joined, that of `address` or RAY_ADDRESS, or a local one.
 
-    What is started or joined here is left at the end; what was there before stays. Raises
-    `SpecError` for an address with a password, `DeviceError` when no cluster answers at `address`
-    or it wants another token, and `HeadLostError` for what fails because a Ray of this process's
-    own is gone.
+    `LocalHead` supervises a local one, with `give_up`. What is started or joined here is left at
+    the end; what was there before stays. Raises `SpecError` for an address with a password,
+    `DeviceError` when no cluster answers at `address` or it wants another token, and
+    `HeadLostError` for what fails because a Ray of this process's own is gone.
     """
     import ray
 
     from llmpq.remote.local_ray import LocalHead
 
     if ray.is_initialized():
-        with _blaming_head():
+        with _head_loss_raised():
             yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as stack:
         _start(target)
-        stack.enter_context(_quiet())
+        stack.enter_context(_without_node_reports())
         if target == "local":
             head = stack.enter_context(LocalHead(give_up))
             stack.callback(ray.shutdown)
             stack.callback(head.note_started)
         else:
             stack.callback(ray.shutdown)
-        stack.enter_context(_blaming_head())
+        stack.enter_context(_head_loss_raised())
         yield
 
 
 def _start(target: str) -> None:
-    """Initialise Ray, and leave SIGTERM to whom it was."""
+    """Initialise Ray, and restore the handler of SIGTERM."""
     import ray
 
-    # What stages that die were still asked is handled where it matters, and no news to anybody.
+    # Errors of calls to dead stages are handled where they matter; Ray need not print them.
     environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     handler = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {}
@@ -89,7 +88,7 @@ def _start(target: str) -> None:
 
 
 @contextmanager
-def _blaming_head() -> Iterator[None]:
+def _head_loss_raised() -> Iterator[None]:
     """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
     from ray.exceptions import RayError
 
@@ -103,8 +102,8 @@ def _blaming_head() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what Ray's nodes report off stdout, where results may go, as Ray's debugger does."""
+def _without_node_reports() -> Iterator[None]:
+    """Keep reports of Ray's nodes off stdout, where results may go, as Ray's debugger does."""
     from ray._private import worker
 
     before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
@@ -116,9 +115,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address, as it does on
-    systems where it knows single nodes only: all its ports are then on loopback. The variable of
-    that switch, read when Ray is imported, has the last word.
+    """Have a Ray that is started meanwhile take 127.0.0.1 for its node's address.
+
+    Ray does so on systems where it knows single nodes only: all its ports are then on loopback. The
+    variable of that switch, read when Ray is imported, comes before.
     """
     from ray._private import ray_constants
 
@@ -132,8 +132,9 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _check_joinable(target: str) -> None:
-    """Fail at once where nothing listens or another token is wanted: `ray.init` would keep trying
-    for minutes.
+    """Fail at once where nothing listens or another token is wanted.
+
+    `ray.init` would keep trying for minutes.
     """
     if "@" in target:
         raise SpecError(
@@ -158,8 +159,9 @@ def _check_joinable(target: str) -> None:
 
 
 def _started_last() -> str:
-    """HOST:PORT of the Ray that was started last on this machine, which `auto` stands for; empty
-    where none was.
+    """HOST:PORT of the Ray that was started last on this machine, which `auto` stands for.
+
+    Empty where none was.
     """
     try:
         from ray._private.utils import read_ray_address

@@ -1,4 +1,4 @@
-"""The token by which a Ray cluster knows its own: made for a local Ray before Ray makes one that
+"""The token that admits processes to a Ray cluster: made for a local Ray before Ray makes one that
 others can read, and tried before a cluster is joined.
 """
 
@@ -29,7 +29,7 @@ def token_file(variables: Mapping[str, str] = environ) -> Path | None:
 
 
 def make_token() -> None:
-    """Write the token of a local Ray where Ray would, for this user alone; one that is there stays.
+    """Write the token of a local Ray where Ray would, for this user alone; an existing one stays.
 
     Where that cannot be done it is left to Ray, which says so.
     """
@@ -45,7 +45,7 @@ def make_token() -> None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Whole or not at all, and never over what another run has written meanwhile."""
+    """Write a file whole or not at all, and never over what another run has written meanwhile."""
     aside = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -63,7 +63,7 @@ def _write_new(path: Path, text: str) -> None:
 
 
 def warn_of_readers() -> None:
-    """Say so where others than the user can read or write the token that Ray takes."""
+    """Warn where others than the user can read or write the token that Ray takes."""
     try:
         path = token_file()
         if path is None or not _uses_tokens():
@@ -85,12 +85,12 @@ def _uses_tokens() -> bool:
 
 
 def check_token(address: str) -> None:
-    """Ask the Ray at `address`, HOST:PORT, whether it takes this process, if need be with the token
-    of here: `ray.init` would go on trying for half a minute, and print a line every second.
+    """Ask the Ray at `address`, HOST:PORT, whether it admits this process.
 
-    A Ray that wants no token is shown none: who has the mode of tokens on does not admit the
-    answers of such a cluster's workers. Raises `DeviceError` where this process is not admitted, or
-    where there is no Ray.
+    If need be with the token of here: `ray.init` would go on trying for half a minute, and print a
+    line every second. A Ray that wants no token is shown none: a process that sends tokens does not
+    accept the answers of such a cluster's workers. Raises `DeviceError` where this process is not
+    admitted, or where there is no Ray.
     """
     try:
         from ray._private.authentication.authentication_token_setup import (
@@ -134,8 +134,9 @@ def _admits(address: str) -> bool:
 
 
 def refused_token(cluster: str) -> DeviceError:
-    """An error for a `cluster` that wants a token and did not get the right one: from where the one
-    came that it got, never the token itself.
+    """An error for a `cluster` that wants a token and did not get the right one.
+
+    It says where the token came from, never the token itself.
     """
     path = token_file()
     if environ.get(_MODE, "token").lower() != "token":

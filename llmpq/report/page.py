@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
-from llmpq.report.comparison import baselines, what_binds, what_if
-from llmpq.report.layers import layers, why
-from llmpq.report.markup import Html, tag
-from llmpq.report.overview import overview, pipeline
-from llmpq.report.pareto import pareto
-from llmpq.report.provenance import provenance
-from llmpq.report.resources import memory, schedule, times
+from llmpq.report.formatting import rate, seconds
+from llmpq.report.front import Chart, front_of
+from llmpq.report.layer_reasons import reason_groups
+from llmpq.report.rendering import render
+from llmpq.report.schedule import schedule_pictures
+from llmpq.report.sentences import (
+    bottlenecks,
+    layer_sentence,
+    layer_sentences,
+    lever,
+    question,
+    summary,
+)
+from llmpq.report.what_if import changed_plans
 from planner.explanation.explain import Explanation
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import FrontPoint
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
 
 
 def report_page(
-    plan: Plan, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
+    plan: PlanSpec, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
 ) -> str:
     """The plan as an HTML document.
 
@@ -29,35 +36,59 @@ def report_page(
     missing, and the page says so. `front`: as `planner.search.front.trace_front` finds it; by
     default the plans for other thetas of the explanation.
     """
-    title = f"{plan.model.name} on {plan.cluster}: plan of llmpq"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        tag("style", Html(_style())),
+    found = front_of(plan, explanation, front)
+    return render(
+        "page.html.j2",
+        plan=plan,
+        explanation=explanation,
+        summary=[summary(plan), bottlenecks(plan)],
+        link_lines=_link_lines(plan, explanation),
+        baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
+        front=found,
+        chart=found and Chart(found.points, found.present),
+        **(_explained(plan, explanation) if explanation else {}),
     )
-    sections = [
-        pipeline(plan, explanation),
-        layers(plan, explanation),
-        why(plan, explanation),
-        memory(plan),
-        times(plan),
-        schedule(plan, explanation),
-        what_binds(plan, explanation),
-        what_if(plan, explanation),
-        baselines(plan),
-        pareto(plan, explanation, front),
-        provenance(plan),
+
+
+def _explained(plan: PlanSpec, explanation: Explanation) -> dict[str, object]:
+    """Values that the templates show of an explanation, under the names that they use."""
+    least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
+    devices = [stage.device for stage in plan.stages]
+    answers = explanation.answers
+    return {
+        "least_s": least_s,
+        "lever": lever(plan, explanation, least_s),
+        "layer_titles": {
+            layer: layer_sentence(reason, devices[reason.stage], least_s)
+            for reason in explanation.layers
+            for layer in reason.layers
+        },
+        "reason_groups": reason_groups(explanation.layers, least_s),
+        "layer_sentences": layer_sentences(explanation.layers, devices, least_s),
+        "pictures": schedule_pictures(explanation.simulated, devices),
+        "changed_plans": changed_plans(answers.given, plan.stages, least_s),
+        "not_asked": [question(each, plan.stages) for each in answers.left_out],
+    }
+
+
+def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[str]]:
+    """Seconds of each stage's link to the next one, and its rate where the cluster is known."""
+    lines = [
+        [f"prefill {seconds(stage.prefill_comm_s)}", f"decode {seconds(stage.decode_comm_s)}"]
+        for stage in plan.stages
     ]
-    body = tag("body", overview(plan, explanation), tag("main", *sections))
-    return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en").text + "\n"
+    if explanation is not None:
+        cluster = explanation.costs.cluster
+        devices = {device.name: device for device in cluster.devices}
+        path = [devices[stage.device] for stage in plan.stages]
+        for sender, receiver, line in zip(path, [*path[1:], path[0]], lines, strict=True):
+            line.insert(0, rate(cluster.link_bytes_per_s(sender, receiver)))
+    return lines
 
 
 def write_report(
     path: str | Path,
-    plan: Plan,
+    plan: PlanSpec,
     explanation: Explanation | None = None,
     front: Sequence[FrontPoint] = (),
 ) -> None:
@@ -70,7 +101,3 @@ def write_report(
         write_whole(target, report_page(plan, explanation, front))
     except OSError as error:
         raise InputError(f"cannot write the report to {target}: {error.strerror}") from error
-
-
-def _style() -> str:
-    return files("llmpq.report").joinpath("style.css").read_text(encoding="utf-8")

@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 JOINER = "\n"
-"""Between the text parts of one message: vLLM's and llama.cpp's, for templates of text alone; the
-format itself names none.
+"""Separator of the text parts of one message, as in vLLM and llama.cpp for templates of text alone;
+the format itself names none.
 """
 
 _CALLS = ("tool_calls", "function_call")
 
 
 class MessageError(ValueError):
-    """What is wrong with a message."""
+    """A message that cannot be used; its text says why."""
 
 
 def plain_message(message: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     """`message` with its content as one string; other fields are as they were, for the template.
 
-    Raises `MessageError` for one without role or content, but for an assistant's that calls tools,
-    and for content that is not text.
+    Raises `MessageError` for a message without role, without content (unless an assistant calls
+    tools), and for content that is not text.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:

@@ -1,4 +1,4 @@
-"""What identifies a prompt: ids made from content, and fingerprints of prompt and sampling."""
+"""Ids made from content, and digests that fingerprint prompt and sampling."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 ID_HEX = 16
-"""64 bits. Two prompts that share them by chance count as repeats of one and stay apart."""
+"""Digits of an id, 64 bits. Prompts that share them by chance count as repeats of one prompt."""
 
 FINGERPRINT_HEX = 20
 
 CACHE_KIB = 16 * 1024
-"""Of the pages of a list of ids in memory: those of half a million rows."""
+"""Memory for a list of ids: half a million rows."""
 
 _ENCODE = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 
 def digest(content: Mapping[str, Any], length: int) -> str:
-    """`length` hexadecimal digits that stand for `content`, in whichever order its keys are."""
+    """`length` hexadecimal digits of `content`, in whichever order its keys are."""
     return hashlib.blake2b(_ENCODE(content).encode(), digest_size=length // 2).hexdigest()
 
 
 class Occurrences:
-    """Numbers the repeats of a content; the counts lie in a temporary database.
+    """Numbers of repeats of a content, in a temporary database.
 
     SQLite keeps that in its page cache and beyond it in a file that has no name.
     """

@@ -1,6 +1,4 @@
-"""Fields of OpenAI requests that are no sampling: those that change nothing here, and those that
-ask for what llmpq does not do.
-"""
+"""Fields of OpenAI requests that are no sampling: without effect here, or not supported."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_ANY = frozenset(
+_WITHOUT_EFFECT = frozenset(
     (
         "metadata",
         "parallel_tool_calls",
@@ -23,11 +21,11 @@ _ANY = frozenset(
         "user",
     )
 )
-"""About service, storing and streaming: no value of them changes what is generated."""
+"""Fields about service, storing and streaming: no value of them changes what is generated."""
 
 
 class _Field(NamedTuple):
-    """Values that ask for nothing, and what to do about others."""
+    """Values of a field that ask for nothing, and what to do about others."""
 
     neutral: tuple[Any, ...]
     remedy: str
@@ -57,18 +55,18 @@ _FIELDS: Mapping[str, _Field] = {
 }
 
 
-class AskedForError(ValueError):
-    """What a field asks for is not done."""
+class UnsupportedFieldError(ValueError):
+    """A field that asks for what llmpq does not do."""
 
 
 def without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` without those that are null or change nothing.
 
-    Raises `AskedForError` naming one that asks for what is not done here, and what to do.
+    Raises `UnsupportedFieldError` naming one that asks for what is not done here, and what to do.
     """
     kept = {}
     for name, value in fields.items():
-        if value is None or name in _ANY:
+        if value is None or name in _WITHOUT_EFFECT:
             continue
         if name not in _FIELDS:
             kept[name] = value
@@ -76,5 +74,5 @@ def without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
         neutral, remedy = _FIELDS[name]
         if not any(type(value) is type(each) and value == each for each in neutral):
             wanted = json.dumps(neutral[0]) if neutral else "null"
-            raise AskedForError(f"{name} must be {wanted}, not {value!r:.80}; {remedy}")
+            raise UnsupportedFieldError(f"{name} must be {wanted}, not {value!r:.80}; {remedy}")
     return kept

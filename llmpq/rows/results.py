@@ -1,4 +1,4 @@
-"""What comes out of a run."""
+"""Results of a run, one a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Result:
-    """One row's outcome: generated tokens (EOS included) and their text, or `error`.
+    """Outcome of one row: generated tokens (EOS included) and their text, or `error`.
 
     `text` is None where the model has no tokenizer.
     """
@@ -21,7 +21,7 @@ class Result:
     error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """All fields by name."""
         return dict(vars(self))
 
     def to_json(self) -> str:

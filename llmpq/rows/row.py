@@ -1,6 +1,4 @@
-"""One prompt of a batch, from a JSON line or a dictionary; one that cannot be understood becomes an
-error row.
-"""
+"""One prompt of a batch, from a JSON line or a dictionary; a bad one becomes an error row."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ from typing import Any
 
 from actors.messages import Sampling
 from llmpq.rows.chat import MessageError, plain_message
-from llmpq.rows.openai_fields import AskedForError, without_neutral
+from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
 from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError, SpecError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
 RowInput = str | Sequence[int] | Mapping[str, Any]
@@ -27,7 +25,7 @@ _DEEPEST = 100  # levels of a message's content; three are usual, and Python giv
 _PROMPT_FIELDS = ("prompt", "messages")
 
 MAX_ID_CHARACTERS = 1000
-"""Of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
+"""Length of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
 
 _NUMBERS = frozenset(
     ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -53,7 +51,7 @@ class Row:
         }
 
     def named(self, custom_id: str) -> Row:
-        """The same prompt under another id."""
+        """A copy under another id."""
         return Row(custom_id, self.text, self.token_ids, self.messages, self.sampling)
 
 
@@ -66,12 +64,13 @@ class BadRow:
 
 
 class _RowError(Exception):
-    """What is wrong with one row."""
+    """A mistake in one row."""
 
 
 def row_from_line(line: bytes, place: str) -> Row | BadRow:
-    """The row of one JSON line, without an id where the line gives none; a bad one is named by its
-    `place` then.
+    """The row of one JSON line, without an id where the line gives none.
+
+    A bad row without an id is named by its `place`.
     """
     try:
         content = json.loads(line.decode("utf-8"))
@@ -85,7 +84,7 @@ def row_from_line(line: bytes, place: str) -> Row | BadRow:
 
 
 def row_from_mapping(content: Mapping[str, Any], place: str) -> Row | BadRow:
-    """As `row_from_line`, of what the line holds."""
+    """The row of a dictionary, made as `row_from_line` makes that of a line."""
     try:
         return _row(content, place)
     except RecursionError:  # a message that quotes it needs more levels than reading it
@@ -106,7 +105,7 @@ def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
         return BadRow(place, "custom_id holds half a surrogate pair, which UTF-8 cannot write")
     try:
         return _parse(content, custom_id or "")
-    except (_RowError, MessageError, AskedForError, LlmpqError) as error:
+    except (_RowError, MessageError, UnsupportedFieldError, LlmpqError) as error:
         return BadRow(custom_id or place, printable(str(error), MESSAGE_CHARACTERS))
 
 
@@ -158,8 +157,9 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
-    """`base` with a row's own fields; raises `SpecError` for a value out of range or of a wrong
-    type.
+    """`base` with a row's own fields.
+
+    Raises `SpecError` for a value out of range or of a wrong type.
     """
     if not overrides:
         return base
@@ -213,7 +213,7 @@ def _messages(value: Any) -> Messages:
 
 
 def _is_writable(value: Any, levels: int = _DEEPEST) -> bool:
-    """Whether texts in `value` are texts, and the depth such that Python can write it again."""
+    """Whether UTF-8 can write the texts in `value`, and Python can write its depth again."""
     if isinstance(value, str):
         return _is_text(value)
     if isinstance(value, Mapping):

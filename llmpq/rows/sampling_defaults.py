@@ -1,5 +1,4 @@
-"""Sampling of a job: what is set explicitly, and below that what the model's makers recommend in
-`generation_config.json`.
+"""Sampling of a job: explicit settings, then those of the model's `generation_config.json`.
 
 Which values count is vLLM's rule: those that stand in the file, not transformers' own (top-k 50).
 Whether tokens are drawn at all is transformers': only with `do_sample` true.
@@ -21,15 +20,15 @@ from planner.workload import Workload
 from quant.common.errors import CheckpointError, SpecError
 
 GenerationConfigUse = Literal["model", "none"]
-"""Whose sampling holds where none is set: that of the model's generation_config.json, or none's."""
+"""Source of the sampling that is not set: the model's generation_config.json, or none."""
 
 GENERATION_CONFIGS: tuple[GenerationConfigUse, ...] = ("model", "none")
 
 SamplingInput = Sampling | Mapping[str, Any] | None
 """A `Sampling` settles every field, a mapping those that it names, None nothing."""
 
-_TAKEN = ("top_k", "top_p", "min_p", "repetition_penalty")
-_NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+_FOLLOWED = ("top_k", "top_p", "min_p", "repetition_penalty")
+_NOT_FOLLOWED: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (),
     "begin_suppress_tokens": (),
     "constraints": (),
@@ -67,8 +66,10 @@ _LONGEST = 40  # characters of a value, in messages
 
 @dataclass(frozen=True)
 class JobSampling:
-    """`sampling` of a job's rows where they have no own; the fields of it that were `taken` from
-    the model's generation config, and what stands there that is not followed (`left_out`).
+    """`sampling` of a job's rows where they have none of their own.
+
+    `taken`: the fields of it from the model's generation config; `left_out`: those of the config
+    that are not followed.
     """
 
     sampling: Sampling
@@ -102,11 +103,10 @@ class JobSampling:
 def job_sampling(
     given: SamplingInput, use: GenerationConfigUse, folder: Path, workload: Workload
 ) -> JobSampling:
-    """What is `given`, and below that what the model in `folder` says; requests are of the planned
-    lengths.
+    """The sampling that is `given`, completed by what the model in `folder` recommends.
 
-    Raises `SpecError` for values out of range, `CheckpointError` for a file that is malformed or
-    has such values.
+    `workload`: the planned lengths of requests. Raises `SpecError` for values out of range,
+    `CheckpointError` for a config that is malformed or has such values.
     """
     if use not in GENERATION_CONFIGS:
         raise SpecError(f"generation_config is {use!r}; it must be model or none")
@@ -115,7 +115,7 @@ def job_sampling(
         recommended = merge_sampling(GREEDY, _recommended(config))
     except SpecError as error:
         raise CheckpointError(
-            f"{folder / GENERATION_CONFIG_FILE}: {error}; mend it or pass --generation_config none"
+            f"{folder / GENERATION_CONFIG_FILE}: {error}; fix it or pass --generation_config none"
         ) from error
     left_out = _left_out(config, workload)
     if isinstance(given, Sampling):
@@ -131,7 +131,7 @@ def job_sampling(
 
 def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fields of `Sampling` that `config` sets."""
-    fields = {name: config[name] for name in _TAKEN if name in config}
+    fields = {name: config[name] for name in _FOLLOWED if name in config}
     if config.get("do_sample") is True:
         fields["temperature"] = config.get("temperature", 1.0)  # as transformers and vLLM
     if config.get("stop_strings"):
@@ -142,7 +142,7 @@ def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _left_out(config: Mapping[str, Any], workload: Workload) -> Mapping[str, str]:
     left_out = {
         name: _shown(config[name])
-        for name, neutral in _NOT_HONOURED.items()
+        for name, neutral in _NOT_FOLLOWED.items()
         if config.get(name) and config[name] not in neutral
     }
     if "temperature" in config and "do_sample" not in config:
@@ -156,6 +156,6 @@ def _left_out(config: Mapping[str, Any], workload: Workload) -> Mapping[str, str
 
 
 def _shown(value: Any) -> str:
-    """As JSON, which leaves no control characters, and not too long."""
+    """A value as JSON, which leaves no control characters, cut where it is long."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,1 +1,1 @@
-"""Running a plan over rows: generating, watching, progress, and planning again."""
+"""Running a plan over rows: its options, the run itself, its results, and planning again."""

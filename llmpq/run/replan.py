@@ -1,4 +1,4 @@
-"""Planning again for the devices that are left when some are lost."""
+"""Planning again, for the devices that are left when some are lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.search import find_plan
 from quant.common.errors import DeviceLostError, InfeasibleError, LlmpqError, SpecError
 
 
-def replan(plan: Plan, lost_devices: Collection[str], model: str | None = None) -> Plan:
-    """The best plan for what `plan` was made from, without `lost_devices`.
+def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = None) -> PlanSpec:
+    """Make `plan` again, from what it was made from, without `lost_devices`.
 
     `model`: another place of the same model. A bound on latency that cannot be kept with fewer
     devices, and files that are not here, are left out with a warning. Raises `SpecError` for a
@@ -48,8 +48,8 @@ def replan(plan: Plan, lost_devices: Collection[str], model: str | None = None) 
     return replace(found, origin=origin)
 
 
-def replan_for_rest(plan: Plan, lost: DeviceLostError, model: str | None = None) -> Plan:
-    """As `replan` after `lost`; raises `DeviceLostError` saying why it is not possible."""
+def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None = None) -> PlanSpec:
+    """Make `plan` again after `lost`; raises `DeviceLostError` saying why it is not possible."""
     try:
         return replan(plan, lost.devices, model)
     except LlmpqError as error:
@@ -61,8 +61,8 @@ def replan_for_rest(plan: Plan, lost: DeviceLostError, model: str | None = None)
         ) from error
 
 
-def replanned_text(plan: Plan) -> str:
-    """One line about a plan that goes on for another one: what is gone, and what runs where."""
+def replanned_text(plan: PlanSpec) -> str:
+    """One line about a plan that takes another's place: what is gone, and what runs where."""
     gone = ", ".join(plan.origin.lost) if plan.origin is not None else "devices"
     stages = "; ".join(_stage_text(stage) for stage in plan.stages)
     return (
@@ -78,6 +78,7 @@ def _stage_text(stage: StagePlan) -> str:
 
 
 def _usable(options: PlanOptions) -> PlanOptions:
+    """The options without files that are not here; raises `SpecError` where one is needed."""
     for name in FILE_OPTIONS:
         path = getattr(options, name)
         if path is None or Path(path).is_file():

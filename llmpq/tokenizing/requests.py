@@ -1,4 +1,4 @@
-"""Rows to requests: token ids within what the plan has room for, or an error row; and back."""
+"""Rows become requests of token ids that the plan has room for, or error rows; and tokens texts."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import NamedTuple
 
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row, merge_sampling
-from llmpq.tokenizing.process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
 
 AHEAD_ROWS = 64
 """Rows that the tokenizer has in hand while the first of them is waited for."""
 
 AHEAD_BYTES = 1 << 20
-"""Of them, unless a single one is longer."""
+"""Bytes of these rows, unless a single one is longer."""
 
 DOCUMENTS = Limits(row_s=3600.0, row_bytes=64 << 30)
-"""For texts that a user measures or calibrates on, each of which may be a whole book shelf."""
+"""Limits for texts to measure or calibrate on, each of which may be very long."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 class _Begun(NamedTuple):
-    """A row whose token ids are on their way, or what has become of it already."""
+    """A row whose token ids are on their way, or already a request or error row, `made`."""
 
     row: Row | BadRow
     sampling: Sampling
@@ -52,7 +52,7 @@ class RequestMaker:
         return next(self.requests((row,)))
 
     def requests(self, rows: Iterable[Row | BadRow]) -> Iterator[Request | BadRow]:
-        """As `request` of every row in turn, some ahead of the one that is asked for."""
+        """Requests of rows, in their order; some are tokenized ahead of the one asked for."""
         begun: deque[_Begun] = deque()
         for row in rows:
             begun.append(self._begin(row))
@@ -147,8 +147,10 @@ class RequestMaker:
         )
 
     def texts(self, generated: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Answer]:
-        """The text of each of `generated`, tokens and stop strings of a request: without special
-        tokens, cut before the first stop string; None where there is no tokenizer.
+        """Texts of `generated`, the tokens and stop strings of each request.
+
+        Special tokens are left out, and a text ends before its first stop string. A text is None
+        where there is no tokenizer.
         """
         if self.tokenizer is None:
             return [Answer() for _ in generated]
@@ -166,7 +168,7 @@ def _cut(answer: Answer, stop: tuple[str, ...]) -> Answer:
 
 
 def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
-    """What is wrong with token ids of `logit_bias`, if there is such."""
+    """A sentence on token ids of `logit_bias` beyond the vocabulary, None where there are none."""
     largest = max(sampling.logit_bias, default=0)
     if largest < vocab_size:
         return None
@@ -177,9 +179,9 @@ def beyond_vocabulary(sampling: Sampling, vocab_size: int) -> str | None:
 
 
 def start_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
-    """The tokenizer of the model in `folder`, which is being loaded; None where there is none.
+    """The tokenizer of the model in `folder`, still loading; None where there is none.
 
-    `TokenizerProcess.wait` tells whether it can be.
+    `TokenizerProcess.wait` raises where it cannot be loaded.
     """
     if not any((folder / name).is_file() for name in _FILES):
         return None
@@ -188,8 +190,9 @@ def start_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProces
 
 @contextmanager
 def tokenizer_checked(model: str) -> Iterator[None]:
-    """Load the tokenizer of a local model meanwhile; at the end raise `CheckpointError` if that
-    cannot be done.
+    """Load the tokenizer of a local model meanwhile.
+
+    Raises `CheckpointError` at the end if it cannot be loaded.
     """
     try:
         folder = Path(model).expanduser()
@@ -205,7 +208,7 @@ def tokenizer_checked(model: str) -> Iterator[None]:
 
 
 def load_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProcess | None:
-    """As `start_tokenizer`, loaded; raises `CheckpointError` if it cannot be."""
+    """The tokenizer of the model in `folder`, loaded; raises `CheckpointError` if it cannot be."""
     tokenizer = start_tokenizer(folder, limits)
     if tokenizer is not None:
         tokenizer.wait()

@@ -1,4 +1,4 @@
-"""The registry of accelerators: datasheet figures, names, and the memory they really offer."""
+"""The registry of accelerators: names, figures of the datasheets, and the memory that is usable."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.scheme import Processor
 
-BFLOAT16_CAPABILITY = (8, 0)  # older GPUs only emulate bf16, whatever `is_bf16_supported` says
-
-# Where no size was measured: the lowest measured share of the HBM devices (P100 0.992, V100 0.991,
-# A100 0.985 and 0.989), and for error correction inside the memory the T4's 14.6 of 16 GiB.
+# Usable shares where no size was measured: the lowest measured one of the HBM devices (P100 0.992,
+# V100 0.991, A100 0.985 and 0.989), and for error correction within the memory that of the T4,
+# 14.6 of 16 GiB.
 _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One type of device; sizes in bytes, rates per second, links in one direction.
+    """A type of device; sizes in bytes, rates per second, links in one direction.
 
-    `link_bytes_per_s` joins it to one of its type on the node (NVLink, where it has that),
-    `host_link_bytes_per_s` to the host's memory and to devices of other types.
+    `link_bytes_per_s` is the rate to a device of its type on the node (NVLink, where it has that),
+    `host_link_bytes_per_s` that to the host's memory and to devices of other types.
     `compute_capability` and `ray_type` are None for a CPU; `ray_type` also where Ray has no name
     for the GPU. The rates of the CPU are those of one core.
     """
@@ -54,7 +53,7 @@ class Accelerator:
 
     @property
     def processor(self) -> Processor:
-        """What the kernel rules of `quant.scheme` need to know of it."""
+        """Its properties that decide on kernels (`quant.backends.table`)."""
         return Processor(compute_capability=self.compute_capability)
 
     @property
@@ -71,11 +70,11 @@ def registry() -> tuple[Accelerator, ...]:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator of that name, alias or Ray type; case, `_`, `-` and spaces do not matter.
+    """Find an accelerator by name, alias or Ray type; case, `_`, `-` and spaces do not matter.
 
     Raises SpecError for an unknown name, with the nearest known ones.
     """
-    known = _by_key()
+    known = _by_full_name_or_alias()
     key = _key(name)
     if key in known:
         return known[key]
@@ -86,9 +85,11 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def assumption(name: str) -> str | None:
-    """What is assumed where `name` fits accelerators that differ, and how to name the others."""
+    """A note on which accelerator is assumed where `name` fits several, and how to name the
+    others.
+    """
     meant = find_accelerator(name)
-    others = [each.name for each in _meanings().get(_key(name), ()) if each != meant]
+    others = [each.name for each in _by_short_name().get(_key(name), ()) if each != meant]
     if not others:
         return None
     size_gib = meant.nominal_memory_bytes // GIB
@@ -99,8 +100,8 @@ def assumption(name: str) -> str | None:
 
 
 @cache
-def _meanings() -> dict[str, tuple[Accelerator, ...]]:
-    """By each short name, the accelerators whose full names have all of its parts: those of `V100`
+def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
+    """The accelerators whose full names have all parts of a short name, by its key: those of `V100`
     differ in memory, those of `V100-16GB` in links.
     """
     found = {}
@@ -117,7 +118,7 @@ def _parts(name: str) -> set[str]:
 
 
 @cache
-def _by_key() -> dict[str, Accelerator]:
+def _by_full_name_or_alias() -> dict[str, Accelerator]:
     return {_key(name): entry for entry in registry() for name in (entry.name, *entry.aliases)}
 
 

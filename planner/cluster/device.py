@@ -1,4 +1,4 @@
-"""One device of a cluster: its budget, the processor that really computes, and its compute type."""
+"""A device of a cluster: its memory budget, the processor that computes, and its compute type."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from planner.cluster.accelerators import Accelerator
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES, Processor
 
-# What a process pays on a GPU before it holds a tensor: CUDA context and the libraries' workspaces.
-# 300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN; the budget keeps the round 600.
 CUDA_CONTEXT_BYTES = 600 * 2**20
+"""Memory that a process takes on a GPU before any tensor: CUDA context and workspaces of libraries.
+300 to 550 MiB are usual for CUDA 11 to 13 with cuBLAS and cuDNN."""
 
 
 CPU_TOKENS_AT_ONCE = 1024
-"""On a CPU the requests of a larger micro-batch follow one another: its intermediate results would
-leave the cores' caches (64 prompts of 16 to 512 tokens at once took 1.5 times as long)."""
+"""Tokens that a CPU passes through a layer at once: of a larger micro-batch the requests follow one
+another, as intermediate results would leave the cores' caches (64 prompts of 16 to 512 tokens at
+once took 1.5 times as long)."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator of one node.
+    """An accelerator of a node.
 
     `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
-    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` to a device of the
-    same type on the node, in one direction; `stated_host_link_bytes_per_s` where the cluster file
-    knows better than the registry; `threads` and rates per core belong to CPUs. `custom_resource`
-    names the Ray resource that places the device where Ray has no accelerator type for it. An
-    `emulated` device computes on the host's CPU while its times are those of `accelerator`; with
-    `stand_in` a small model does so in place of the planned one, whose bytes and types are the
-    accelerator's then.
+    (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` is the rate to a
+    device of the same type on the node, in one direction; `stated_host_link_bytes_per_s` that to
+    the host where the cluster file states it; `threads` and rates per core belong to CPUs.
+    `custom_resource` names the Ray resource that places the device where Ray has no accelerator
+    type for it. An `emulated` device computes on the host's CPU while its times are those of
+    `accelerator`; with `stand_in` a small model does so in place of the planned one, whose bytes
+    and types are then those of the accelerator.
     """
 
     accelerator: Accelerator
@@ -47,7 +48,7 @@ class Device:
 
     @property
     def name(self) -> str:
-        """For instance `node0/T4-16GB:1`; unique in the cluster."""
+        """The name, unique in the cluster, such as `node0/T4-16GB:1`."""
         return f"{self.node}/{self.accelerator.name}:{self.index}"
 
     @property
@@ -63,20 +64,20 @@ class Device:
 
     @property
     def host_link_bytes_per_s(self) -> float:
-        """Rate to the host's memory, in one direction."""
+        """The rate to the host's memory, in one direction."""
         if self.stated_host_link_bytes_per_s is not None:
             return self.stated_host_link_bytes_per_s
         return self.accelerator.host_link_bytes_per_s
 
     def node_link_bytes_per_s(self, other: Device) -> float:
-        """Rate to another device of the node: NVLink joins none but GPUs of one type."""
+        """The rate to another device of the node: NVLink joins only GPUs of one type."""
         links = [self.link_bytes_per_s, other.link_bytes_per_s]
         if self.accelerator != other.accelerator:
             links += [self.host_link_bytes_per_s, other.host_link_bytes_per_s]
         return min(links)
 
     def with_faster_links(self, times: float) -> Device:
-        """The same at `times` the rates of its links."""
+        """This device with links of `times` the rate."""
         return replace(
             self,
             link_bytes_per_s=self.link_bytes_per_s * times,
@@ -95,7 +96,7 @@ class Device:
 
     @property
     def runtime_bytes(self) -> int:
-        """What the runtime takes from `memory_bytes` before any tensor."""
+        """Bytes of `memory_bytes` that the runtime takes before any tensor."""
         return 0 if self.runs_on_cpu else CUDA_CONTEXT_BYTES
 
     @property
@@ -104,7 +105,9 @@ class Device:
         return "bfloat16" if self.runs_on_cpu else self.accelerator.default_dtype
 
     def compute_dtype(self, requested: str = "auto") -> str:
-        """The compute type here; SpecError for an unknown one, or one it could only emulate."""
+        """The compute type on this device; SpecError for an unknown one, or one it could only
+        emulate.
+        """
         if requested == "auto":
             return self.default_dtype
         if requested not in DTYPE_BYTES:

@@ -12,21 +12,21 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from planner.cluster.accelerators import assumption, find_accelerator
-from planner.cluster.yaml_text import MOST_BYTES, parse_yaml
+from planner.cluster.safe_yaml import MOST_BYTES, parse_yaml
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
 MAX_DEVICES = 256
-"""Most devices of a cluster: eight times as many as the search for device orders is made for."""
+"""Most devices of a cluster: eight times as many as the search of device orders is designed for."""
 
 LEAST, MOST = 1e-6, 1e6
-"""Of sizes in GiB and rates: from a kilobyte, as tests have it, to a petabyte."""
+"""Range of sizes in GiB and of rates: from a kilobyte, as tests have it, to a petabyte."""
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 
 MOST_TIME_SCALE = 1e3
-"""An emulated second then lasts a quarter of an hour: more is a slip of the hand."""
+"""An emulated second then takes a quarter of an hour; more is a typing error."""
 
 TimeScale = Annotated[float, Field(ge=0, le=MOST_TIME_SCALE, allow_inf_nan=False)]
 
@@ -36,7 +36,7 @@ class _Strict(BaseModel):
 
 
 class NodeEntry(_Strict):
-    """One machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`.
+    """A machine; `accelerators` is `{T4: 3}`, `T4:3` or `T4`.
 
     `threads` and `memory_gib` are those of each CPU accelerator; `usable_memory_gib` is a number
     for every accelerator of the node or one per type; `link_gbyte_per_s`, between accelerators of
@@ -64,20 +64,22 @@ class NodeEntry(_Strict):
 
 
 class NetworkEntry(_Strict):
-    """What joins the machines, in 10^9 bits per second."""
+    """The network between the machines; rates are in 10^9 bits per second."""
 
     internode_gbit_per_s: Positive
 
 
 class EmulateEntry(_Strict):
-    """Devices played by CPU actors: `time_scale` times the modelled time, `stand_in` computing."""
+    """Emulation of the devices by CPU actors that take `time_scale` times the modelled time; a
+    small model `stand_in` may compute in place of the planned one.
+    """
 
     time_scale: TimeScale = 1.0
     stand_in: Annotated[str, Field(min_length=1)] | None = None
 
 
 class ClusterEntry(_Strict):
-    """The whole file."""
+    """The whole cluster file."""
 
     name: Annotated[str, Field(min_length=1)]
     nodes: Annotated[list[NodeEntry], Field(min_length=1)]
@@ -87,7 +89,7 @@ class ClusterEntry(_Strict):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a mapping came from, for messages; `document` is None when it was no file."""
+    """The origin of a mapping, for messages; `document` is None where it was no file."""
 
     label: str
     document: yaml.Node | None = None
@@ -104,12 +106,12 @@ class Source:
         return f"{mark}: {'.'.join(map(str, location)) or 'the document'}"
 
     def error(self, location: Sequence[str | int], problem: str) -> SpecError:
-        """A SpecError that says where."""
+        """Make a SpecError that says where the problem is."""
         return SpecError(f"{self.at(location)}: {problem}")
 
 
 def read_yaml(path: Path) -> tuple[object, Source]:
-    """The parsed file and its source; SpecError when it is unreadable or repeats a key."""
+    """Read a YAML file; SpecError when it is unreadable or repeats a key."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(
@@ -124,7 +126,7 @@ def read_yaml(path: Path) -> tuple[object, Source]:
 
 
 def parse_cluster(values: object, source: Source) -> ClusterEntry:
-    """The checked entries of a cluster file; SpecError names the first that is wrong."""
+    """Check the entries of a cluster file; SpecError names the first that is wrong."""
     if not isinstance(values, Mapping):
         raise SpecError(f"{source.label}: a cluster is a mapping with the keys name and nodes")
     try:
@@ -142,7 +144,9 @@ def parse_cluster(values: object, source: Source) -> ClusterEntry:
 
 
 def _check_node(node: NodeEntry, index: int, source: Source) -> None:
-    """Accelerators are known and named once; memory and threads belong to types that are there."""
+    """Check that accelerators are known and named once, and that memory and threads belong to types
+    of the node.
+    """
     here: list[str | int] = ["nodes", index]
     kinds = [_known(name, [*here, "accelerators", name], source) for name in node.accelerators]
     for kind in {kind for kind in kinds if kinds.count(kind) > 1}:
@@ -165,7 +169,7 @@ def _check_node(node: NodeEntry, index: int, source: Source) -> None:
 
 
 def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> None:
-    """No GPU may use more than it has."""
+    """Check that no GPU is given more memory than it has."""
     stated = node.usable_memory_gib
     if stated is None:
         return
@@ -186,7 +190,7 @@ def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> Non
 
 
 def assumptions(entry: ClusterEntry, source: Source) -> tuple[str, ...]:
-    """What is assumed where a name fits several accelerators, once for each name."""
+    """Notes on what is assumed where a name fits several accelerators, one for each name."""
     found: dict[str, str] = {}
     for index, node in enumerate(entry.nodes):
         for name in node.accelerators:
@@ -205,7 +209,7 @@ def _known(name: str, location: Sequence[str | int], source: Source) -> str:
 
 
 def _first_problem(error: ValidationError, source: Source) -> SpecError:
-    """The deepest problem pydantic found, unknown keys before all others."""
+    """Make an error of the deepest problem that pydantic found; unknown keys come first."""
     problems = error.errors()
     unknown = [problem for problem in problems if problem["type"] == "extra_forbidden"]
     problem = max(unknown or problems, key=lambda each: len(each["loc"]))
@@ -222,7 +226,7 @@ def _first_problem(error: ValidationError, source: Source) -> SpecError:
 
 
 def _is_pydantic_step(step: str | int) -> bool:
-    """Pydantic adds the branch of a union it tried, such as `dict[...]`, and `[key]`."""
+    """Whether pydantic added this step: a branch of a union, such as `dict[...]`, or `[key]`."""
     return isinstance(step, str) and step.startswith(("float", "dict[", "constrained", "[key]"))
 
 
@@ -237,7 +241,7 @@ def _keys_at(parent: Sequence[str | int]) -> list[str]:
 
 
 def _child(node: yaml.Node | None, step: str | int) -> tuple[yaml.Node, int] | None:
-    """The node below and its one-based line; a mapping entry is found at its key."""
+    """Find the node below `node` and its one-based line; a mapping entry is found at its key."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if key.value == str(step):

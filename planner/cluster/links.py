@@ -8,16 +8,17 @@ from typing import Literal
 from planner.cluster.device import Device
 
 Place = Literal["node", "network"]
-"""Where a hop lies: between two devices of one node, or of two."""
+"""Whether a hop is between two devices of one node, or of two nodes."""
 
 Way = Literal["gloo", "ray"]
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What hops between such accelerators take: `latency_s` and bytes over `bytes_per_s`.
+    """A measured link between two types of accelerators; a hop takes `latency_s` plus bytes over
+    `bytes_per_s`.
 
-    `source` names the file.
+    `source` names the file of the measurements.
     """
 
     one: str
@@ -29,11 +30,11 @@ class MeasuredLink:
     source: str = ""
 
     def joins(self, sender: Device, receiver: Device) -> bool:
-        """Whether it lies between devices like these."""
+        """Whether this is the link between devices of these types and places."""
         place = "node" if sender.node == receiver.node else "network"
         names = sorted((sender.accelerator.name, receiver.accelerator.name))
         return (names, place) == ([self.one, self.other], self.place)
 
     def faster(self, times: float) -> MeasuredLink:
-        """The same at `times` its rate."""
+        """This link with `times` the rate."""
         return replace(self, bytes_per_s=self.bytes_per_s * times)

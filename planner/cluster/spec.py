@@ -1,4 +1,6 @@
-"""Clusters: devices with their memory and links, from YAML or the command line's counts."""
+"""The cluster: devices with their memory and links, from YAML or from counts on the command
+line.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ __all__ = ["ClusterSpec", "Device", "Emulation"]
 
 DEFAULT_INTERNODE_GBIT_PER_S = 100.0  # the slower of the two networks of LLM-PQ table 3
 
-# One hop of a small message through torch.distributed, measured with gloo on one machine; between
-# machines one network round trip comes on top.
+# Seconds of a hop of a small message through torch.distributed, measured with gloo on one machine;
+# between machines one network round trip is added.
 LINK_LATENCY_S = 7e-5
 INTERNODE_LATENCY_S = 1.2e-4
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """CPU actors play the devices: `time_scale` times the modelled time passes (0: none).
+    """Emulation of the devices by CPU actors, which take `time_scale` times the modelled time (0:
+    none).
 
     `stand_in` is the path of a small model that computes in place of the planned one.
     """
@@ -45,7 +48,7 @@ class Emulation:
 class ClusterSpec:
     """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
 
-    `measured_links` count more than what the file says; they are no part of it. `notes`: what was
+    `measured_links`, which are no part of the file, come before what it says. `notes`: what was
     assumed of names that fit several accelerators.
     """
 
@@ -57,7 +60,7 @@ class ClusterSpec:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse an empty cluster and two devices of the same name."""
+        """Raise SpecError for an empty cluster and for two devices of the same name."""
         if not self.devices:
             raise SpecError(f"cluster {self.name} has no device; add one under nodes")
         for device, count in Counter(device.name for device in self.devices).items():
@@ -74,7 +77,7 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "cluster") -> ClusterSpec:
-        """The same from a parsed mapping; `source` stands in the messages."""
+        """Make a cluster of a parsed mapping; messages name `source`."""
         return _from_values(values, Source(source))
 
     @classmethod
@@ -84,7 +87,7 @@ class ClusterSpec:
         device_numbers: Sequence[int],
         internode_gbit_per_s: float = DEFAULT_INTERNODE_GBIT_PER_S,
     ) -> ClusterSpec:
-        """One node per device type, as the paper's command line counts them."""
+        """Make a cluster with one node for each device type, as on the paper's command line."""
         if len(device_names) != len(device_numbers):
             raise SpecError(
                 f"{len(device_names)} device names but {len(device_numbers)} numbers; give one each"
@@ -107,7 +110,7 @@ class ClusterSpec:
         return tuple(dict.fromkeys(device.node for device in self.devices))
 
     def link_bytes_per_s(self, sender: Device, receiver: Device) -> float:
-        """Rate between two devices; infinite from a device to itself."""
+        """The rate between two devices; infinite from a device to itself."""
         if sender == receiver:
             return float("inf")
         measured = self._measured_link(sender, receiver)
@@ -118,7 +121,7 @@ class ClusterSpec:
         return self.internode_bytes_per_s
 
     def link_latency_s(self, sender: Device, receiver: Device) -> float:
-        """Seconds a message takes besides its bytes; none from a device to itself."""
+        """Seconds that a message takes beside its bytes; 0 from a device to itself."""
         if sender == receiver:
             return 0.0
         measured = self._measured_link(sender, receiver)
@@ -127,7 +130,7 @@ class ClusterSpec:
         return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
 
     def link_provenance(self, sender: Device, receiver: Device) -> str | None:
-        """By what a hop's time was measured; None where the cluster file and datasheets say it."""
+        """How a hop's time was measured; None where it follows from cluster file and datasheets."""
         if sender == receiver:
             return None
         found = self._measured_link(sender, receiver)
@@ -140,9 +143,10 @@ class ClusterSpec:
         return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
     def fingerprint(self) -> str:
-        """Digest of what a plan depends on: devices, budgets, links; not the cluster's name.
+        """A digest of all that a plan depends on: devices, budgets and links, but not the cluster's
+        name.
 
-        Host links count where the cluster file states them.
+        Host links are part of it where the cluster file states them.
         """
         devices = [
             [
@@ -164,9 +168,9 @@ class ClusterSpec:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        """A cluster file that reads back equal.
+        """Write a cluster file that reads back equal.
 
-        SpecError where equal devices of one node differ, which the file cannot say.
+        SpecError where devices of one type on a node differ, which the file cannot say.
         """
         values: dict[str, Any] = {
             "name": self.name,
@@ -184,7 +188,7 @@ class ClusterSpec:
 
 
 def _stated_host_link(device: Device) -> list[object]:
-    """For the digest, which stays what it was where the file says what the registry does."""
+    """Part of the digest, empty where the stated rate is that of the registry."""
     rate = device.host_link_bytes_per_s
     return [] if rate == device.accelerator.host_link_bytes_per_s else ["host link", rate]
 
@@ -217,7 +221,7 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
 
 
 def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iterator[Device]:
-    """Every device of one node; Ray names only the first GPU type of a node that mixes several."""
+    """The devices of one node; Ray names only the first GPU type of a node that mixes several."""
     kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
     host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
@@ -260,7 +264,7 @@ def _budget_bytes(node: NodeEntry, accelerator: Accelerator) -> int:
 
 
 def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
-    """One entry of `nodes`, with what differs from the registry."""
+    """Make an entry of `nodes`, with what differs from the registry."""
     values: dict[str, Any] = {"name": node, "accelerators": {}}
     limits: dict[str, float] = {}
     for accelerator, group in groupby(devices, key=lambda device: device.accelerator):
@@ -289,7 +293,7 @@ def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
 
 
 def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float | int:
-    """In 10^9 bytes per second; SpecError where the node's devices differ."""
+    """The only rate of a node's devices, in 10^9 bytes per second; SpecError where they differ."""
     rate, *others = rates
     if rate is None or others:
         raise SpecError(
@@ -299,7 +303,7 @@ def _only_rate(node: str, what: str, rates: Collection[float | None]) -> float |
 
 
 def _traits(device: Device) -> tuple[object, ...]:
-    """What equal devices of a node share."""
+    """The properties that devices of one type on a node have to share."""
     return (
         device.memory_bytes,
         device.link_bytes_per_s,

@@ -1,1 +1,1 @@
-"""What a plan costs: seconds of layers and hops, and bytes of memory."""
+"""The cost model of a plan: seconds of layers and hops, and bytes of memory."""

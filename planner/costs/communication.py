@@ -1,4 +1,4 @@
-"""Seconds that hidden states take from stage to stage, and token ids from the last to the first."""
+"""The time of hops: hidden states from stage to stage, and token ids from the last to the first."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ Vector = npt.NDArray[np.float64]
 
 
 def hidden_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Hidden states of `tokens` tokens in the sender's compute type."""
+    """Bytes of the hidden states of `tokens` tokens in the sender's compute type."""
     return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
 def transfer_s(cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: int) -> float:
-    """Latency of the link and bytes over its rate; nothing from a device to itself."""
+    """Seconds of a hop: latency of the link and bytes over its rate; 0 from a device to itself."""
     rate = cluster.link_bytes_per_s(sender, receiver)
     return cluster.link_latency_s(sender, receiver) + payload_bytes / rate
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """The hops of one pair of micro-batch sizes; with `head_on_first` what goes back from the last
-    stage to the first is the final hidden state of each request's last token, else its token id.
+    """The hops between stages for one pair of micro-batch sizes. With `head_on_first` the last
+    stage sends the final hidden state of each request's last token back to the first, else its
+    token id.
     """
 
     cluster: ClusterSpec
@@ -45,8 +46,8 @@ class Transfers:
     head_on_first: bool = False
 
     def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
-        """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f),
-        of hidden states in the sender's compute type.
+        """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f);
+        hidden states have the sender's compute type.
         """
         tokens = self.sizes.prefill * self.workload.prompt_length, self.sizes.decode
         prefill, decode = (
@@ -67,8 +68,8 @@ class Transfers:
         return prefill, decode
 
     def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:
-        """Those of the stages `devices` [N] with their compute types, each [N]; the last is the
-        way back.
+        """Seconds per prefill and per decode micro-batch of all hops, each [N], between stages on
+        `devices` [N] with compute types `dtypes` [N]; the last hop is the way back.
         """
         hops = [
             self.onward_s(sender, receiver, dtype)

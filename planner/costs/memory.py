@@ -1,6 +1,6 @@
-"""Bytes of one stage: packed weights, KV cache, embedding and head, peak temporaries, the runtime.
+"""The memory of a stage: packed weights, KV cache, embedding and head, temporaries, the runtime.
 
-LLM-PQ section 4.1 (memory cost model) with the bytes of the kernels that really run.
+This is the memory cost model of LLM-PQ section 4.1, with the bytes of the kernels that really run.
 """
 
 from __future__ import annotations
@@ -9,38 +9,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
+from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
 from planner.workload import Workload
+from quant.backends.selection import layer_rule
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, layer_rule
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS
 
 KV_SCALE_BYTES = 2
-"""Beside the 8-bit codes of a token's key or value in one head: one scale."""
+"""Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
 
 # PyTorch's caching allocator rounds large blocks up to 2 MiB and cannot join blocks of different
 # segments; 2 % of the device covers that where sizes repeat, as they do here.
 _ALLOCATOR_SLACK = 0.02
 
 _ORDERED_BITS = (3, 4)
-"""Bits whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
+"""Bitwidths whose columns are held in the order of a quantized checkpoint; 8 bit needs none."""
 
 _FLOAT32_BYTES = 4
 _TOKEN_ID_BYTES = 8  # int64 indices of an embedding
 _TRANSFER_BUFFERS = 2  # one micro-batch arriving while another one leaves
-# Sampling works in float64. At most, while it sorts: logits with bias and penalties, their scaled
-# copy, the sorted one, its 64-bit order, and the sort's own space for both.
+# Sampling works in float64. Its peak is in sorting: logits with bias and penalties, their scaled
+# copy, the sorted copy, its 64-bit order, and the sort's own space for both.
 _SAMPLING_BYTES_PER_LOGIT = 6 * 8
-# Elements as wide as the MLP that are alive at once: gate, up and their product; else the matrix
-# product and its activation, which BLOOM spells out in two more terms.
-_GATED_BUFFERS, _PLAIN_BUFFERS, _BLOOM_BUFFERS = 3, 2, 4
+# Buffers of the MLP's width that exist at once: gate, up and their product; else the matrix product
+# and its activation.
+_GATED_BUFFERS, _PLAIN_BUFFERS = 3, 2
 _NORM_BUFFERS = 3  # float32 copy, its square, and the scaled result
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What fills one stage, in bytes; `weights` and `kv_cache` are those of its layers.
+    """The memory of one stage by part, in bytes; `weights` and `kv_cache` are those of its layers.
 
-    `runtime` is what no tensor accounts for: context of the device and the allocator's slack.
+    `runtime` belongs to no tensor: the context of the device and the allocator's slack.
     """
 
     weights: int
@@ -52,21 +54,64 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.fixed + self.weights + self.kv_cache
 
     @property
     def fixed(self) -> int:
-        """All but the layers and their KV cache."""
+        """The sum of all parts but the layers and their KV cache."""
         return self.embedding + self.final + self.temporary + self.runtime
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of a stage: micro-batches of `sizes` requests, computed in `dtype`.
+
+    `quantized`: whether its kernels may be of less than 16 bits. `kv_bits`: those of keys and
+    values; 16 stands for `dtype`.
+    """
+
+    shape: ModelShape
+    workload: Workload
+    sizes: MicroBatches
+    dtype: str
+    quantized: bool = True
+    kv_bits: int = FULL_BITS
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of a micro-batch of prompts."""
+        return self.sizes.prefill * self.workload.prompt_length
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the larger micro-batch of both phases."""
+        return max(self.prefill_tokens, self.sizes.decode)
+
+
+@dataclass(frozen=True)
+class StageEnds:
+    """What a stage has besides layers: the embedding, the final norm, the LM head."""
+
+    embedding: bool = False
+    norm: bool = False
+    head: bool = False
+
+    @classmethod
+    def of(cls, stage: int, stages: int, head_on_first: bool = False) -> StageEnds:
+        """The ends of stage number `stage` of `stages`."""
+        is_first, is_last = stage == 0, stage == stages - 1
+        return cls(is_first, is_last, is_first if head_on_first else is_last)
 
 
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
 ) -> int:
-    """One decoder layer at `bits`: linears as the device's kernels pack them, the rest in `dtype`.
+    """Bytes of one decoder layer at `bits`: linears as the device's kernels pack them, the rest in
+    `dtype`.
 
-    `backend` names a kernel backend other than the preferred one. SpecError as `quant.scheme`.
+    `backend` names a kernel backend other than the preferred one. Errors as in
+    `quant.backends.selection`.
     """
     packed = sum(
         layer_rule(device.processor, bits, linear, dtype, backend).nbytes(linear, dtype)
@@ -79,7 +124,9 @@ def layer_weight_bytes(
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Keys and values of all requests at full length in a layer; 16 bits: the compute type."""
+    """Bytes of the keys and values of all requests at full length in a layer; 16 bits: the compute
+    type.
+    """
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
     tokens = workload.global_batch * workload.total_length
@@ -87,122 +134,82 @@ def kv_cache_bytes_per_layer(
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
-    """One token's keys, or its values, in one layer: elements of `dtype`, or codes and scales."""
+    """Bytes of one token's keys, or its values, in a layer: elements of `dtype`, or codes and
+    scales.
+    """
     if kv_bits == FULL_BITS:
         return shape.kv_width * DTYPE_BYTES[dtype]
     return shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES)
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
-    """What the first stage holds besides layers: token and position tables, projection, norm."""
+    """Bytes that the first stage holds besides layers: token and position tables, projection,
+    norm.
+    """
     return shape.embedding_parameters * DTYPE_BYTES[dtype]
 
 
-def final_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
-    """Final norm, projection and LM head; a tied head is free where the embedding is."""
-    return norm_bytes(shape, dtype) + head_bytes(shape, dtype, on_first)
-
-
 def norm_bytes(shape: ModelShape, dtype: str) -> int:
-    """Final norm and projection, which live on the last stage."""
+    """Bytes of final norm and projection, which the last stage holds."""
     return (shape.final_parameters - shape.head_parameters) * DTYPE_BYTES[dtype]
 
 
 def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
-    """The LM head alone; nothing where it is tied to an embedding on the same stage."""
+    """Bytes of the LM head; 0 where it is tied to an embedding on the same stage."""
     shared = shape.tied_embeddings and on_first
     return 0 if shared else shape.head_parameters * DTYPE_BYTES[dtype]
 
 
-def temporary_bytes(
-    shape: ModelShape,
-    workload: Workload,
-    prefill_micro_batch: int,
-    decode_micro_batch: int,
-    dtype: str,
-    on_first: bool,
-    has_head: bool,
-    quantized: bool = True,
-    kv_bits: int = FULL_BITS,
-) -> int:
-    """Peak of the activations: a decoder layer in either phase, embedding, or logits.
+def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
+    """Peak bytes of the activations: of a decoder layer in either phase, the embedding, or the
+    logits.
 
-    Micro-batches in requests. Batches are flattened without padding, attention keeps no score
-    matrix, and logits are those of each request's last token. `quantized=False` leaves out what
-    kernels of less than 16 bits need. Hidden states under way between stages come on top.
+    Batches are flattened without padding, attention keeps no score matrix, and logits are those of
+    each request's last token. Hidden states under way between stages come on top.
     """
-    element = DTYPE_BYTES[dtype]
-    prefill_tokens = prefill_micro_batch * workload.prompt_length
-    most_tokens = max(prefill_tokens, decode_micro_batch)
+    shape, sizes, element = work.shape, work.sizes, DTYPE_BYTES[work.dtype]
+    prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens)
     peaks = [
-        _attention_bytes(shape, prefill_tokens, prefill_tokens, element, kv_bits)
-        + _bias_bytes(shape, workload.prompt_length, element),
-        _attention_bytes(
-            shape, decode_micro_batch, decode_micro_batch * workload.total_length, element, kv_bits
-        ),
-        _mlp_bytes(shape, most_tokens, element, quantized),
+        prefill_bytes + _bias_bytes(shape, work.workload.prompt_length, element),
+        _attention_bytes(work, sizes.decode, sizes.decode * work.workload.total_length),
+        _mlp_bytes(work),
     ]
-    if on_first:
+    if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
-        peaks.append(most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
-    if has_head:
-        rows = max(prefill_micro_batch, decode_micro_batch)
+        peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
+    if ends.head:
+        rows = max(sizes.prefill, sizes.decode)
         peaks.append(rows * shape.vocab_size * (element + _SAMPLING_BYTES_PER_LOGIT))
-    under_way = _TRANSFER_BUFFERS * most_tokens * shape.hidden_size * element
+    under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.hidden_size * element
     return max(peaks) + under_way
 
 
 def runtime_bytes(device: Device) -> int:
-    """Context of the device and the allocator's slack; none where the budget is stated net."""
+    """Bytes of the device's context and the allocator's slack; 0 where the budget is stated net."""
     if device.runs_on_cpu:
         return 0
     return device.runtime_bytes + round(_ALLOCATOR_SLACK * device.memory_bytes)
 
 
-def fixed_stage_memory(
-    shape: ModelShape,
-    workload: Workload,
-    prefill_micro_batch: int,
-    decode_micro_batch: int,
-    dtype: str,
-    device: Device,
-    on_first: bool,
-    on_last: bool,
-    quantized: bool = True,
-    has_head: bool | None = None,
-    kv_bits: int = FULL_BITS,
-) -> StageMemory:
-    """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0.
-
-    The LM head lives on the last stage unless `has_head` says otherwise.
-    """
-    has_head = on_last if has_head is None else has_head
-    norm = norm_bytes(shape, dtype) if on_last else 0
-    head = head_bytes(shape, dtype, on_first) if has_head else 0
+def fixed_stage_memory(work: StageWork, device: Device, ends: StageEnds) -> StageMemory:
+    """The parts of a stage that do not depend on its layers; `weights` and `kv_cache` are 0."""
+    shape, dtype = work.shape, work.dtype
+    norm = norm_bytes(shape, dtype) if ends.norm else 0
+    head = head_bytes(shape, dtype, on_first=ends.embedding) if ends.head else 0
     return StageMemory(
         weights=0,
         kv_cache=0,
-        embedding=embedding_bytes(shape, dtype) if on_first else 0,
+        embedding=embedding_bytes(shape, dtype) if ends.embedding else 0,
         final=norm + head,
-        temporary=temporary_bytes(
-            shape,
-            workload,
-            prefill_micro_batch,
-            decode_micro_batch,
-            dtype,
-            on_first,
-            has_head,
-            quantized,
-            kv_bits,
-        ),
+        temporary=temporary_bytes(work, ends),
         runtime=runtime_bytes(device),
     )
 
 
 def margin_bytes(device: Device, share: float) -> int:
-    """What a plan leaves free of a GPU's memory: this `share` of it.
+    """Bytes of a GPU's memory that a plan leaves free: this `share` of it.
 
-    Nothing of a CPU's: its budget is what somebody chose to give, and the host has more beside it.
+    It is 0 for a CPU: a user has chosen its budget, and the host has more memory beside it.
     """
     return 0 if device.accelerator.is_cpu else round(share * device.memory_bytes)
 
@@ -215,7 +222,7 @@ def stage_memory(
     dtype: str,
     fixed: StageMemory,
 ) -> StageMemory:
-    """`fixed` filled up with layers of these `bitwidths` and their KV cache."""
+    """Fill up `fixed` with layers of these `bitwidths` and their KV cache."""
     weights = {bits: layer_weight_bytes(shape, bits, device, dtype) for bits in set(bitwidths)}
     return StageMemory(
         weights=sum(weights[bits] for bits in bitwidths),
@@ -227,29 +234,29 @@ def stage_memory(
     )
 
 
-def _attention_bytes(
-    shape: ModelShape, tokens: int, key_tokens: int, element: int, kv_bits: int
-) -> int:
-    """Residual, norm, projections with their rotated copies, keys and values repeated, result.
+def _attention_bytes(work: StageWork, tokens: int, key_tokens: int) -> int:
+    """Bytes of residual, norm, projections with their rotated copies, repeated keys and values,
+    result.
 
     Decoding may copy the keys and values of slots that lie apart, and kernels that do not know
-    grouped heads repeat them; `key_tokens` are the tokens attended to. Codes of `kv_bits` 8 are
-    restored before; the loop on a CPU that reads them as they lie needs less.
+    grouped heads repeat them; `key_tokens` are the tokens attended to. 8-bit keys and values are
+    restored before; the loop on a CPU that reads their codes directly needs less.
     """
+    shape, element = work.shape, DTYPE_BYTES[work.dtype]
     per_token = 2 * shape.hidden_size + 2 * (shape.query_width + 2 * shape.kv_width)
     per_token += shape.query_width
     keys = shape.kv_width if shape.heads == shape.kv_heads else shape.query_width
     norm = _NORM_BUFFERS * _FLOAT32_BYTES * shape.hidden_size
     attended = tokens * per_token * element + 2 * key_tokens * keys * element
-    if kv_bits != FULL_BITS:
+    if work.kv_bits != FULL_BITS:
         attended += _code_bytes(shape, tokens, key_tokens, element)
     return max(attended, tokens * (2 * shape.hidden_size * element + norm))
 
 
 def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -> int:
-    """What 8-bit keys and values need beyond 16-bit ones: while new ones become codes, a float32
-    copy, two results and codes; while codes are restored, a copy of one tensor's, and where heads
-    are then repeated what they are repeated from.
+    """Bytes that 8-bit keys and values need beyond 16-bit ones. While new ones become codes: a
+    float32 copy, two results and codes. While codes are restored: a copy of one tensor's codes,
+    and, where heads are repeated, the tensors from which they are repeated.
     """
     made = tokens * (3 * _FLOAT32_BYTES + 1) * shape.kv_width
     repeated_from = 0 if shape.heads == shape.kv_heads else 2 * shape.kv_width * element
@@ -258,24 +265,26 @@ def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """ALiBi's bias and its masked copy, or a window's mask, of one prompt at a time."""
-    if shape.model_type == "bloom":
+    """Bytes of ALiBi's bias and its masked copy, or of a window's mask, for one prompt at a
+    time.
+    """
+    if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window
     return prompt_length**2 * element if windowed else 0
 
 
-def _mlp_bytes(shape: ModelShape, tokens: int, element: int, quantized: bool) -> int:
-    """Residual, norm and the MLP's buffers, beside what a quantized matrix product needs.
+def _mlp_bytes(work: StageWork) -> int:
+    """Bytes of residual, norm and the MLP's buffers, and of what a quantized matrix product needs.
 
     That is the largest weight matrix in the compute type, or 32-bit sums of an int8 product.
     """
+    shape, tokens, element = work.shape, work.most_tokens, DTYPE_BYTES[work.dtype]
     buffers = _GATED_BUFFERS if shape.gated_mlp else _PLAIN_BUFFERS
-    if shape.model_type == "bloom":
-        buffers = _BLOOM_BUFFERS
+    buffers += shape.activation_buffers
     per_token = 2 * shape.hidden_size + buffers * shape.intermediate_size
     total = tokens * per_token * element
-    if quantized:
+    if work.quantized:
         linears = shape.layer_linears()
         restored = max(linear.parameters for linear in linears) * element
         sums = max(linear.out_features for linear in linears) * tokens * _FLOAT32_BYTES

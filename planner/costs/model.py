@@ -1,5 +1,5 @@
-"""From cluster, model and workload to the numbers of one `AssignmentProblem`: memory, latency,
-transfers.
+"""Computing the numbers of an `AssignmentProblem` (memory, latency, transfers) from cluster, model
+and workload.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
 from planner.costs.latency import LatencyModel
 from planner.costs.memory import (
+    StageEnds,
     StageMemory,
+    StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
@@ -27,11 +29,12 @@ from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
 from planner.options import PlanOptions, kv_bits_of
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """All that is fixed while device orders and micro-batch sizes are searched.
+    """The costs of a model on a cluster, for any device order and micro-batch sizes.
 
     `sensitivity`: omega `[layers, bitwidths of options.bits]`.
     """
@@ -45,11 +48,11 @@ class CostModel:
     head_on_first: bool = False
 
     def head_stage(self, stages: int) -> int:
-        """The stage of LM head and sampling."""
+        """The stage that has LM head and sampling."""
         return 0 if self.head_on_first else stages - 1
 
     def dtype(self, device: Device) -> str:
-        """Compute type on `device`."""
+        """The compute type on `device`."""
         return device.compute_dtype(self.options.dtype)
 
     @property
@@ -58,11 +61,11 @@ class CostModel:
         return kv_bits_of(self.options)
 
     def kv_bytes_per_layer(self, device: Device) -> int:
-        """KV cache of one layer on `device` for the whole batch."""
+        """Bytes of the KV cache of one layer on `device` for the whole batch."""
         return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
     def limit_bytes(self, device: Device) -> int:
-        """What a stage may fill of `device`: all but the margin."""
+        """Bytes of `device` that a stage may fill: all but the margin."""
         return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
 
     def transfers(self, sizes: MicroBatches) -> Transfers:
@@ -72,24 +75,16 @@ class CostModel:
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
     ) -> StageMemory:
-        """What stage `stage` of `devices` holds besides layers."""
-        device = devices[stage]
-        return fixed_stage_memory(
-            self.shape,
-            self.workload,
-            sizes.prefill,
-            sizes.decode,
-            self.dtype(device),
-            device,
-            on_first=stage == 0,
-            on_last=stage == len(devices) - 1,
-            quantized=min(self.options.bits) < 16,
-            has_head=stage == self.head_stage(len(devices)),
-            kv_bits=self.kv_bits,
+        """The memory of stage number `stage` on `devices` besides its layers."""
+        device, quantized = devices[stage], min(self.options.bits) < FULL_BITS
+        work = StageWork(
+            self.shape, self.workload, sizes, self.dtype(device), quantized, self.kv_bits
         )
+        ends = StageEnds.of(stage, len(devices), self.head_on_first)
+        return fixed_stage_memory(work, device, ends)
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
-        """The assignment problem of one device order and pair of micro-batch sizes."""
+        """Make the assignment problem of one device order and pair of micro-batch sizes."""
         batch = self.workload.global_batch
         dtypes = [self.dtype(device) for device in devices]
         prefill_comm, decode_comm = self.transfers(sizes).of_order(devices, dtypes)
@@ -118,7 +113,7 @@ class CostModel:
         )
 
     def _table(self, devices: Sequence[Device], cost: Callable[[Device, int], float]) -> FloatArray:
-        """`cost` of every stage and bitwidth, `[N, K]`; equal devices are asked once."""
+        """Compute `cost` of every stage and bitwidth, `[N, K]`, once for equal devices."""
         rows: dict[object, list[float]] = {}
         kinds = [device.time_kind for device in devices]
         for kind, device in zip(kinds, devices, strict=True):
@@ -132,7 +127,7 @@ class CostModel:
         )
 
     def _decode_s(self, device: Device, bits: int, sizes: MicroBatches) -> float:
-        """At the mean context, half of the new tokens in (LLM-PQ eq. 6)."""
+        """Seconds of a layer at the mean context: with half of the new tokens (LLM-PQ eq. 6)."""
         context = self.workload.prompt_length + self.workload.new_tokens // 2
         return self.latency.layer_decode_s(device, bits, sizes.decode, context, self.dtype(device))
 
@@ -145,7 +140,9 @@ class CostModel:
 
     @cached_property
     def _known_layer_bytes(self) -> dict[Hashable, float]:
-        """By kind of device and bitwidth, for problems of many orders and sizes."""
+        """Bytes of a layer by kind of device and bitwidth, kept for problems of many orders and
+        sizes.
+        """
         return {}
 
     def _fixed_times(
@@ -164,7 +161,7 @@ class CostModel:
 
 
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
-    """The problem with every `group` successive layers as one (LLM-PQ section 4.3, optimisation 2).
+    """Join every `group` successive layers of a problem (LLM-PQ section 4.3, optimisation 2).
 
     Raises `SpecError` unless `group` divides the number of layers.
     """
@@ -185,6 +182,6 @@ def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:
 
 
 def expanded(assignment: Assignment, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Boundaries and bitwidth indices by layer, of an assignment of groups of `group` layers."""
+    """Boundaries and bitwidth indices by layer of an assignment of groups of `group` layers."""
     first_layer = tuple(group * boundary for boundary in assignment.first_layer)
     return first_layer, tuple(choice for choice in assignment.bitwidth for _ in range(group))

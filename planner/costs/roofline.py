@@ -1,6 +1,7 @@
-"""Times from the datasheet: the slower of arithmetic and memory traffic, at stated efficiencies.
+"""The roofline model: the slower of arithmetic and memory traffic by the datasheet's rates.
 
-Used for devices without a profile; everything derived from it is marked as estimated.
+It times devices without a profile, at stated efficiencies; all that follows from it is marked as
+estimated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.costs.memory import kv_token_bytes
 from planner.model.finding import ModelShape
-from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape, rule_for
+from quant.backends.selection import rule_for
+from quant.scheme import DTYPE_BYTES, FULL_BITS, LinearShape
 
 PROVENANCE = "estimated: roofline of the datasheet"
 
@@ -25,7 +27,7 @@ class Efficiency:
     bandwidth: float
 
 
-# Newest generation first; the first entry that a GPU's compute capability reaches holds.
+# Newest generation first; the first entry counts whose compute capability a GPU has.
 # 8.0: LLaMA-30B layers on an A100 (Helix, ASPLOS'25): 215 to 240 of 312 TFLOPS, 1.2 of 1.55 TB/s.
 # 7.5: OPT-30B (LLM-PQ's published profiles, 2023) and LLaMA-30B (Helix) layers on a T4, which
 #      lowers its clock under load: 19 to 27 of 65 TFLOPS, 0.21 to 0.23 of 0.32 TB/s.
@@ -50,70 +52,23 @@ _ATTENTION_SHARE = 0.5
 # over the MLP's width (activation, gate), each read and written.
 _HIDDEN_PASSES = 12
 _MLP_PASSES = 4
-# Sampling sorts 64-bit numbers: about this many bytes moved for each logit.
+# Sampling sorts 64-bit numbers, which moves about this many bytes for each logit.
 _SAMPLING_BYTES_PER_LOGIT = 200
 
 
-@dataclass(frozen=True)
-class KernelCost:
-    """What a kernel backend costs beside the plain product.
-
-    `rate`: share of the 16-bit arithmetic rate; `integer`: counts against the int8 rate instead;
-    `passes`: bytes moved per weight to restore it; `restores_from`: rows from which it does so;
-    `few_passes`: the same for fewer rows; `scalar`: share of the datasheet's float32 rate that
-    products of fewer rows reach, if they run there and not on the matrix units;
-    `overhead_s`: small kernels around each product.
-    """
-
-    rate: float = 1.0
-    integer: bool = False
-    passes: float = 0.0
-    restores_from: int = 1
-    few_passes: float = 0.0
-    scalar: float | None = None
-    overhead_s: float = 0.0
-
-
-# bnb_nf4: a fused kernel for one row, else the matrix is written and read once in 16 bit.
-# bnb_int8: outliers and row scales cost part of the int8 rate, and a dozen small kernels surround
-# each product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
-# cuda_*: up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the
-# code for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
-# torch_*: unpack, subtract, scale in float32 and convert: about six passes of 4 bytes. On a CPU the
-# blocks of rows stay in its caches, so that less goes to memory: 0.3 to 0.8 times as fast as bf16.
-# int*pack: measured on one AVX-512 core against bf16 (benchmarks.linear). A few rows are multiplied
-# in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
-# which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
-# 4, by one row in 0.7 of the time of bf16. onednn_w8a8: 2.7, 2.0, 1.8, 1.6 times as fast as bf16 at
-# 1, 8, 64, 512 rows.
-_CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
-_KERNEL_COSTS = {
-    "plain": KernelCost(),
-    "bnb_nf4": KernelCost(passes=4.0, restores_from=2),
-    "bnb_int8": KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4),
-    "cuda_3bit": _CUDA_COST,
-    "cuda_4bit": _CUDA_COST,
-    "cuda_8bit": _CUDA_COST,
-    "int3pack": KernelCost(passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44),
-    "int4pack": KernelCost(passes=42.0, restores_from=96, scalar=0.44),
-    "int8pack": KernelCost(passes=14.0, restores_from=24, scalar=0.37),
-    "onednn_w8a8": KernelCost(integer=True),
-    "torch_8bit": KernelCost(passes=20.0),
-    "torch_4bit": KernelCost(passes=24.0),
-    "torch_3bit": KernelCost(passes=28.0),
-}
 _CPU_RESTORE_SHARE = 0.3
-# Widened to float32, magnitude, maximum, divided, rounded, narrowed. One core takes 0.5 to 1 ns.
+# A code takes six passes: widen to float32, magnitude, maximum, divide, round, narrow. One core
+# makes it in 0.5 to 1 ns.
 _BYTES_PER_CODE_MADE = 39
-# The loop that reads codes spends its time on arithmetic: 0.9 of that for bf16, whose 2 bytes are
-# what the bandwidth above stands for (benchmarks.attention, one core: 0.63 to 0.99).
+# The loop that reads codes is bound by arithmetic. It takes 0.9 of the time of that for bf16, whose
+# 2 bytes are those of the bandwidth above (benchmarks.attention, one core: 0.63 to 0.99).
 _CPU_CODE_BYTES = 1.8
 
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """A `LatencyModel` that needs no measurement; `shape` is the model it times, `kv_bits` those of
-    its keys and values.
+    """A `LatencyModel` without measurements of the model `shape`, whose keys and values have
+    `kv_bits`.
     """
 
     shape: ModelShape
@@ -122,7 +77,9 @@ class RooflineLatency:
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over `micro_batch` prompts; attention counts the causal half."""
+        """Seconds of one decoder layer over `micro_batch` prompts; attention counts the causal
+        half.
+        """
         machine = _Machine.of(device, dtype)
         tokens = micro_batch * prompt_length
         seen = min(prompt_length, self.shape.sliding_window or prompt_length)
@@ -132,20 +89,22 @@ class RooflineLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one token a request, reading its keys and values."""
+        """Seconds of one decoder layer for one token a request, which reads its keys and values."""
         machine = _Machine.of(device, dtype)
         window = self.shape.sliding_window or context_length + 1
         kv_tokens = micro_batch * min(context_length + 1, window)
         return self._layer_s(machine, bits, micro_batch, kv_tokens, kv_tokens)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Table rows read and written, and the projection where the model has one."""
+        """Seconds of reading and writing table rows, and of the projection where the model has
+        one.
+        """
         machine = _Machine.of(device, dtype)
         moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
         return machine.overhead_s + machine.move_s(moved) + self._projection_s(machine, tokens)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """The head's product over `rows` tokens and sampling from them."""
+        """Seconds of the head's product over `rows` tokens and of sampling from them."""
         machine = _Machine.of(device, dtype)
         head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
         sampling = machine.move_s(rows * self.shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT)
@@ -153,13 +112,14 @@ class RooflineLatency:
         return machine.overhead_s + products + sampling
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """The same for every device."""
         return PROVENANCE
 
     def _layer_s(
         self, machine: _Machine, bits: int, tokens: int, pairs: float, kv_tokens: int
     ) -> float:
-        """`pairs`: query-key pairs attended over; `kv_tokens`: tokens whose keys are read."""
+        """Seconds of a layer; `pairs`: pairs of queries and keys; `kv_tokens`: tokens whose keys
+        are read.
+        """
         shape = self.shape
         linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
@@ -171,9 +131,11 @@ class RooflineLatency:
         return machine.overhead_s + linears + attention + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
-        """Seconds to read the keys and values of `kv_tokens`, and to make codes of new `tokens`.
+        """Seconds of reading the keys and values of `kv_tokens`, and of making codes of new
+        `tokens`.
 
-        In decoding a CPU's loop reads codes as they lie; else they are restored, and read again.
+        In decoding, a CPU's loop reads the codes directly; else they are restored first, and read
+        again.
         """
         shape, plain = self.shape, self.shape.kv_width * machine.element_bytes
         if self.kv_bits == FULL_BITS:
@@ -190,7 +152,7 @@ class RooflineLatency:
 
 
 def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
-    """The shares that hold for this generation of device."""
+    """The efficiency of this generation of device."""
     capability = accelerator.compute_capability
     if capability is None:
         return _CPU_EFFICIENCY
@@ -199,9 +161,9 @@ def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
 
 @dataclass(frozen=True)
 class _Machine:
-    """Rates of one device as reached, for one compute type; times follow the accelerator named.
+    """The rates that one device reaches in one compute type.
 
-    An emulated device is timed in its accelerator's 16-bit type, whatever the host computes in.
+    An emulated device is timed in its accelerator's 16-bit type, whatever type the host uses.
     """
 
     accelerator: Accelerator
@@ -241,13 +203,15 @@ class _Machine:
         return moved_bytes / self.bytes_per_s
 
     def cached(self, moved_bytes: float) -> float:
-        """What goes to memory of bytes that successive element-wise passes move."""
+        """The part of bytes moved by successive element-wise passes that goes to main memory."""
         return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
 
     def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
-        """The product of `rows` tokens with a packed weight, restored first if the kernel does."""
+        """Seconds of the product of `rows` tokens with a packed weight, with restoring it if the
+        kernel does.
+        """
         rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
-        cost = _KERNEL_COSTS.get(rule.name, KernelCost(passes=24.0))
+        cost = rule.cost
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops
         rate *= cost.rate
         if cost.scalar is not None and rows < cost.restores_from:

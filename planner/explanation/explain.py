@@ -20,7 +20,7 @@ from planner.explanation.planned_assignment import Effect, PlannedAssignment, pl
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
 from planner.optimiser.problem import FloatArray, stage_times
 from planner.phases import Phase
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated
 
 Resource = Literal["memory", "prefill", "decode"]
@@ -47,7 +47,9 @@ class Headroom:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """What holds one stage; prices are seconds a batch per second more of one of its passes."""
+    """What limits one stage. A price is how many seconds longer a batch takes for each second more
+    of one of the stage's passes.
+    """
 
     stage: int
     memory: Headroom
@@ -133,8 +135,8 @@ class Explanation:
     simulated: Simulated
 
 
-def explain(plan: Plan, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
-    """Reasons for `plan`, made with `costs`; PlanMismatchError if it was made with others."""
+def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:
+    """The reasons for `plan`, which was made with `costs`; PlanMismatchError for other costs."""
     planned = planned_assignment(plan, costs)
     return Explanation(
         costs=costs,
@@ -146,7 +148,7 @@ def explain(plan: Plan, costs: CostModel, options: WhatIfOptions | None = None) 
 
 
 def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
-    """Headroom and prices of every stage."""
+    """The headroom and the prices of every stage."""
     problem, times = planned.problem, planned.times
     round_s = problem.decode_micro_batches * max(times.decode_s.max(), problem.decode_comm_s.max())
     around_s = (times.decode_s + problem.decode_comm_s).sum()
@@ -199,7 +201,7 @@ def _price(planned: PlannedAssignment, stage: int, phase: Phase, scale_s: float)
 
 
 def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
-    """Every group of layers in order; equal ones are priced once."""
+    """The reasons for every group of layers, in order; equal groups are priced once."""
     problem, bounds = planned.problem, planned.first_layer
     spare = problem.memory_bytes - planned.times.bytes
     known: dict[tuple[object, ...], tuple[Alternative, ...]] = {}
@@ -224,7 +226,7 @@ def layer_reasons(planned: PlannedAssignment) -> tuple[LayerReason, ...]:
 
 
 def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator[Alternative]:
-    """Every other bitwidth that the stage's device runs."""
+    """The effect of every other bitwidth that the stage's device runs."""
     problem, present = planned.problem, planned.bitwidth[unit]
     for choice, bits in enumerate(problem.bitwidths):
         if choice == present or not problem.available[stage, choice]:
@@ -238,7 +240,7 @@ def _alternatives(planned: PlannedAssignment, unit: int, stage: int) -> Iterator
 
 
 def _exchange(planned: PlannedAssignment, unit: int, stage: int) -> Exchange | None:
-    """The best partner of the stage with other bits."""
+    """The best exchange with a group of the stage that has other bits."""
     problem, bits = planned.problem, np.array(planned.bitwidth)
     members = np.arange(*planned.first_layer[stage : stage + 2])
     others = members[bits[members] != bits[unit]]
@@ -265,7 +267,7 @@ def _best_room(
 
 
 def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int) -> Iterator[Room]:
-    """The stage's first group to the stage before, or its last to the one after.
+    """Ways to move the stage's first group to the stage before, or its last to the one after.
 
     A moved `unit` keeps its new bits.
     """
@@ -288,7 +290,9 @@ def _moves(planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 def _lowered(
     planned: PlannedAssignment, unit: int, changed: list[int], stage: int
 ) -> Iterator[Room]:
-    """Another group of the stage at fewer bits: of each bitwidth the one that loses least."""
+    """Ways to give another group of the stage fewer bits: for each bitwidth the one that loses
+    least.
+    """
     problem, bounds = planned.problem, planned.first_layer
     omega = problem.sensitivity
     others = [each for each in range(bounds[stage], bounds[stage + 1]) if each != unit]

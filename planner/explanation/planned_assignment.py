@@ -1,4 +1,4 @@
-"""A finished plan back on its cost model, where any change to it can be priced."""
+"""A finished plan on its cost model, by which any change to it can be priced."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import PlanMismatchError
 
 
 @dataclass(frozen=True)
 class Effect:
-    """What a change to a plan brings, all else equal; negative is better.
+    """The effect of a change to a plan, all else equal; negative is better.
 
     `latency_s` is per batch by the plan's objective, `decode_round_s` per token of every request,
     `quality_s` is theta times the change of the summed sensitivity. `short_bytes`: by how much the
@@ -75,7 +75,7 @@ class PlannedAssignment:
         return int(np.searchsorted(self.first_layer, unit, side="right")) - 1
 
     def effect(self, first_layer: Sequence[int], bitwidth: Sequence[int]) -> Effect:
-        """What these boundaries and bitwidths would bring against the plan's own."""
+        """The effect of these boundaries and bitwidths in place of the plan's own."""
         before, after = self.times, stage_times(self.problem, first_layer, bitwidth)
         rounds = (decode_round_s(self.problem, times) for times in (after, before))
         over = (after.bytes - self.problem.memory_bytes).max()
@@ -93,8 +93,8 @@ class PlannedAssignment:
         return simulate_assignment(self.costs, self.devices, self.sizes, first_layer, bitwidth)
 
 
-def planned_assignment(plan: Plan, costs: CostModel) -> PlannedAssignment:
-    """`plan` on the cost model it was made with, at the plan's own theta.
+def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
+    """Put `plan` on the cost model it was made with, at the plan's own theta.
 
     PlanMismatchError for a cost model of another problem.
     """
@@ -126,8 +126,8 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
     return max(problem.decode_micro_batches * slowest, around)
 
 
-def _check_same(plan: Plan, costs: CostModel) -> None:
-    """Cluster, model, workload and bitwidths are those of the cost model."""
+def _check_same(plan: PlanSpec, costs: CostModel) -> None:
+    """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (
         ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),

@@ -1,4 +1,4 @@
-"""What would change the answer: the plan made anew with more memory, faster links, another theta.
+"""What would change the plan: making it anew with more memory, faster links or another theta.
 
 Each question is solved like the plan itself, on the same devices in the same order with all
 micro-batch sizes searched; a full search over orders could only find better.
@@ -32,7 +32,7 @@ Kind = Literal["same", "memory", "links", "theta"]
 
 @dataclass(frozen=True)
 class WhatIfOptions:
-    """What to ask: `extra_bytes` more on each stage, faster links, other thetas.
+    """The questions to ask: `extra_bytes` more on each stage, faster links, other thetas.
 
     Links get `link_factor` times as fast, theta is multiplied by each of `theta_factors` (a plan
     made with theta 0: the default theta).
@@ -86,7 +86,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """All that were found, and the questions for which there was no time."""
+    """The answers that were found, and the questions for which there was no time."""
 
     given: tuple[Answer, ...]
     left_out: tuple[Question, ...]
@@ -97,7 +97,7 @@ class Answers:
 
 
 def ask(planned: PlannedAssignment, options: WhatIfOptions) -> Answers:
-    """Every question in turn until the budget is spent."""
+    """Answer one question after another until the budget is spent."""
     deadline = options.clock() + options.budget_s
     answers, left_out = [], []
     for question in _questions(planned, options):
@@ -109,7 +109,9 @@ def ask(planned: PlannedAssignment, options: WhatIfOptions) -> Answers:
 
 
 def _questions(planned: PlannedAssignment, options: WhatIfOptions) -> Iterator[Question]:
-    """Another method first where the plan's was a heuristic; theta only where quality can vary."""
+    """All questions; first the default method where the plan has another, theta only where quality
+    can vary.
+    """
     if planned.costs.options.method != METHOD:
         yield Question("same", 1.0)
     for stage in range(planned.problem.stages):
@@ -171,7 +173,7 @@ def _on(costs: CostModel, devices: tuple[Device, ...], found: _Found) -> Planned
 def _changed(
     planned: PlannedAssignment, question: Question
 ) -> tuple[CostModel, tuple[Device, ...]]:
-    """Cost model and devices in stage order under the question's condition."""
+    """The cost model and the devices in stage order under the question's condition."""
     costs, devices, amount = planned.costs, planned.devices, question.amount
     changed = {device: device for device in costs.cluster.devices}
     cluster = costs.cluster
@@ -198,7 +200,7 @@ def _search(
     options: WhatIfOptions,
     deadline: float,
 ) -> _Found:
-    """The best over all micro-batch sizes, most promising first; never worse than `present`."""
+    """The best plan over all micro-batch sizes, most promising first; at worst `present`."""
     best, proven = present, True
     problems = [
         (lower_bound(each.problem), each.sizes, each.problem)
@@ -221,7 +223,7 @@ def _search(
 def _solve(
     costs: CostModel, problem: AssignmentProblem, target: float, limit_s: float
 ) -> Assignment | None:
-    """None where the problem has no plan after all."""
+    """Solve the problem for less than `target`; None where it has no plan after all."""
     try:
         return solve(
             problem,
@@ -236,7 +238,7 @@ def _solve(
 
 
 def _stages_of(found: _Found) -> list[int]:
-    """The stage of every group."""
+    """The stage of each group of layers."""
     bounds = found.first_layer
     return [j for j in range(len(bounds) - 1) for _ in range(bounds[j], bounds[j + 1])]
 

@@ -1,4 +1,4 @@
-"""A parsed `config.json`, with a check at every read."""
+"""A parsed `config.json`, whose entries are checked when they are read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries `values` of the model `name`; `place` is what messages call the file."""
+    """The entries `values` of the configuration of the model `name`; messages call the file
+    `place`.
+    """
 
     name: str
     values: Mapping[str, Any]
     place: str
 
     def refusal(self, key: str, value: Any, needed: str) -> SpecError:
-        """An error: `key` is `value`, where it must be what `needed` says."""
+        """Make an error: `key` is `value` but must be what `needed` says."""
         return SpecError(f"{self.place}: {key} is {shown(value)}; it must be {needed}")
 
     def integer(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is set (older configs spell some differently)."""
+        """Read the first of `keys` that is set, a whole number (older files have other names)."""
         for key in keys:
             value = self.values.get(key)
             if value is None:
@@ -37,7 +39,7 @@ class ConfigFile:
         return default
 
     def size(self, *keys: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """As `integer`, from 1 to `most`."""
+        """Read a whole number from 1 to `most`, as `integer` does."""
         value = self.integer(*keys, default=default)
         if not 1 <= value <= most:
             key = next((key for key in keys if self.values.get(key) is not None), keys[0])
@@ -45,27 +47,27 @@ class ConfigFile:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A true/false entry, or what the library takes when it is absent."""
+        """Read a true or false entry; `default` is what the library takes where it is missing."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise self.refusal(key, value, "true or false")
         return value
 
     def per_head(self, width: int, heads: int) -> int:
-        """`width` split over `heads`, which must come out even."""
+        """Divide `width` by `heads`; SpecError where that leaves a rest."""
         if heads < 1 or width % heads:
             raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
         return width // heads
 
 
 def is_number(value: Any, least: float, most: float) -> bool:
-    """Whether `value` is a finite number of JSON within bounds (`least` itself is not)."""
+    """Whether `value` is a finite number above `least` and at most `most`."""
     if type(value) not in (int, float) or (type(value) is float and not math.isfinite(value)):
         return False
     return bool(least < value <= most)
 
 
 def shown(value: Any) -> str:
-    """A value as Python writes it, cut where that is long."""
+    """The value as Python writes it, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

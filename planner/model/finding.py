@@ -1,4 +1,4 @@
-"""Finds the shape of a model by folder, `config.json`, built-in name or hub id."""
+"""Finding the shape of a model by folder, `config.json`, built-in name or hub id."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from planner.model.families import shape_from_config, supported_model_types
-from planner.model.own_head import has_own_head
+from planner.model.config_check import check_values
+from planner.model.config_file import ConfigFile
+from planner.model.families.family import Family
+from planner.model.families.table import FAMILIES, supported_model_types
 from planner.model.shape import ModelShape
-from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
+from planner.model.untied_head import has_own_head
+from quant.checkpoint.gptq_config import (
+    CONFIG_FILE,
+    CONFIG_KEY,
+    parse_gptq_config,
+    read_gptq_config,
+)
 from quant.checkpoint.model_reference import local_path
 from quant.common.errors import SpecError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 __all__ = [
     "ModelShape",
@@ -25,14 +33,17 @@ __all__ = [
     "model_config",
     "model_shape",
     "shape_at_hand",
+    "shape_from_config",
     "supported_model_types",
 ]
 
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _REMEDY = "give a name, a folder or a hub id"
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """The shape of a local folder or `config.json`, a built-in name, or a hub id, in this order.
+    """Find the shape of a local folder or `config.json`, a built-in name, or a hub id, in this
+    order.
 
     Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
@@ -50,7 +61,7 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
 
 
 def shape_at_hand(text: str) -> ModelShape | None:
-    """As `model_shape`, but None for what only the network could tell."""
+    """Find a shape as `model_shape` does, without the network; None where it would be needed."""
     local = _local_shape(text)
     if local is not None:
         return local
@@ -58,8 +69,49 @@ def shape_at_hand(text: str) -> ModelShape | None:
     return None if builtin is None else shape_from_config(text, builtin)
 
 
+def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = None) -> ModelShape:
+    """Read the shape from the parsed `config.json` of `name`; `place` is the file's path.
+
+    SpecError, naming the file, for mixture-of-experts models, for types that are not in
+    `supported_model_types`, for quantized weights that cannot be read, and for entries that are
+    missing or with which the model could not be run.
+    """
+    config = ConfigFile(name, values, place or f"config.json of {name}")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise SpecError(f"{config.place} names no model_type")
+    if "moe" in model_type or "mixtral" in model_type or _has_experts(config):
+        raise SpecError(
+            f"{config.place}: {model_type:.40} is a mixture-of-experts model, which llmpq does not "
+            "plan yet; choose a dense one"
+        )
+    if model_type not in FAMILIES:
+        raise SpecError(
+            f"{config.place}: model_type {model_type!r:.40} is not supported; "
+            f"supported: {', '.join(supported_model_types())}"
+        )
+    family, quantization = FAMILIES[model_type], values.get(CONFIG_KEY)
+    shape = _read_shape(config, family)
+    check_values(config, family.keys, shape)
+    if quantization is None:
+        return shape
+    return replace(shape, stored=parse_gptq_config(quantization, config.place))
+
+
+def _read_shape(config: ConfigFile, family: Family) -> ModelShape:
+    try:
+        return family.read_shape(config)
+    except SpecError as error:
+        where = "" if config.place in str(error) else f"{config.place}: "
+        raise SpecError(f"{where}{error}") from error
+
+
+def _has_experts(config: ConfigFile) -> bool:
+    return any(config.integer(key, default=0) > 1 for key in _EXPERT_KEYS)
+
+
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
-    """The entries of `config.json` that `model_shape` reads the shape from; SpecError as there."""
+    """Read the entries of the `config.json` that `model_shape` uses; errors as there."""
     text = str(name_or_path)
     path = local_path(text, _REMEDY, SpecError)
     if path is not None:
@@ -69,12 +121,12 @@ def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """The first short name (no owner) of every built-in shape."""
+    """The first name without owner of every built-in shape."""
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
 def _local_shape(text: str) -> ModelShape | None:
-    """The shape of a folder or file here; None where there is neither."""
+    """The shape of a local folder or file; None where there is neither."""
     path = local_path(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
@@ -94,11 +146,11 @@ def _folder_shape(folder: Path) -> ModelShape:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    return read_settings(path, "give a Hugging Face config.json", SpecError)
+    return read_json_object(path, "give a Hugging Face config.json", SpecError)
 
 
 def _hub_config(repository: str) -> Mapping[str, Any]:
-    """`config.json` of a hub repository, from the local cache or the network."""
+    """Read `config.json` of a hub repository, from the local cache or the network."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only language model, and the parameters that live in each of its parts."""
+"""The shape of a decoder-only language model, and the number of parameters of each part."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from quant.scheme import LinearShape, group_size
 
 MAX_LAYERS = 2**12
 MAX_SIZE = 2**24
-"""Far beyond any model: larger numbers are slips of the hand, and lists of such lengths no plan."""
+"""Limits far beyond any model: larger numbers are typing errors."""
 
-_NOT_IN_FINGERPRINT = frozenset({"name", "max_positions", "sliding_window", "stored"})
+_NOT_IN_FINGERPRINT = frozenset(
+    {"name", "max_positions", "sliding_window", "stored", "alibi", "activation_buffers"}
+)
 _POSITIVE = (
     "layers",
     "hidden_size",
@@ -30,7 +32,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All that planning needs of a model; sizes count elements (LLM-PQ table 2).
+    """The properties of a model that planning needs; sizes count elements (LLM-PQ table 2).
 
     `position_rows`: rows of a learned position table, 0 for rotary positions or ALiBi.
     `word_embedding_size`: width of the token embedding and the LM head; where it differs from
@@ -40,6 +42,8 @@ class ModelShape:
     `qk_norm` are two over the head size.
     `sliding_window`: tokens that attention looks back, None for all of them.
     `stored`: how the checkpoint's linears are quantized already, None where they are not.
+    `alibi`: attention adds a bias by distance in place of positions, and no length is its end.
+    `activation_buffers`: elements of the MLP's width that its activation needs beside its result.
     """
 
     name: str
@@ -66,9 +70,11 @@ class ModelShape:
     tied_embeddings: bool
     sliding_window: int | None = None
     stored: GptqConfig | None = None
+    alibi: bool = False
+    activation_buffers: int = 0
 
     def __post_init__(self) -> None:
-        """Check sizes; SpecError names the one that is impossible."""
+        """Check the sizes; SpecError names one that is impossible."""
         for name in _POSITIVE:
             most = MAX_LAYERS if name == "layers" else MAX_SIZE
             if not 1 <= getattr(self, name) <= most:
@@ -87,7 +93,7 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Elements of one token's queries: heads x head size."""
+        """Elements of one token's queries: heads times head size."""
         return self.heads * self.head_dim
 
     @property
@@ -96,26 +102,28 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def layer_linears(self) -> tuple[LinearShape, ...]:
-        """Weight matrices of one decoder layer, fused where transformers fuses them."""
+        """The weight matrices of one decoder layer, fused where transformers fuses them."""
         output = LinearShape(self.query_width, self.hidden_size)
         linears = (*self._qkv_linears(), output, *self._mlp_linears())
         return tuple(replace(each, stored_group=self._stored_group(each)) for each in linears)
 
     @property
     def layer_input_order_bytes(self) -> int:
-        """Indices of a layer's inputs (32 bits each) where groups of columns may lie apart."""
+        """Bytes of the indices of a layer's inputs (32 bits each), where the columns of a group lie
+        apart.
+        """
         if self.stored is None or not self.stored.desc_act:
             return 0
         return sum(4 * linear.in_features for linear in self.layer_linears())
 
     @property
     def layer_linear_parameters(self) -> int:
-        """Weights of one decoder layer that quantization shrinks."""
+        """Number of weights of one decoder layer that can be quantized."""
         return sum(linear.parameters for linear in self.layer_linears())
 
     @property
     def layer_other_parameters(self) -> int:
-        """Norms and biases of one decoder layer, which stay in the compute type."""
+        """Number of parameters of a layer's norms and biases, which stay in the compute type."""
         biases = self.qkv_bias * sum(linear.out_features for linear in self._qkv_linears())
         biases += self.output_bias * self.hidden_size
         biases += self.mlp_bias * sum(linear.out_features for linear in self._mlp_linears())
@@ -123,38 +131,43 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """All parameters of one decoder layer."""
+        """Number of parameters of one decoder layer."""
         return self.layer_linear_parameters + self.layer_other_parameters
 
     @property
     def head_parameters(self) -> int:
-        """The LM head alone, no bias; tied or not."""
+        """Number of parameters of the LM head, tied or not; it has no bias."""
         return self.vocab_size * self.word_embedding_size
 
     @property
     def embedding_parameters(self) -> int:
-        """What the first stage holds besides layers: tokens, positions, projection in, norm."""
+        """Number of parameters of the first stage besides layers: tokens, positions, projection in,
+        norm.
+        """
         tokens = self.vocab_size * self.word_embedding_size
         positions = self.position_rows * self.hidden_size
         return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
 
     @property
     def final_parameters(self) -> int:
-        """What the last stage holds besides layers: final norm, projection out and its own LM head.
+        """Number of parameters of the last stage besides layers: final norm, projection out, LM
+        head.
 
-        A tied head is counted: a last stage that is not the first needs its own copy.
+        A tied head counts too: a last stage that is not the first needs a copy of its own.
         """
         return self.final_norm * self.norm_parameters + self._projection + self.head_parameters
 
     @property
     def total_parameters(self) -> int:
-        """Parameters of the model; tied embeddings count once."""
+        """Number of parameters of the model; tied embeddings count once."""
         shared = self.head_parameters if self.tied_embeddings else 0
         ends = self.embedding_parameters + self.final_parameters - shared
         return self.layers * self.layer_parameters + ends
 
     def fingerprint(self) -> str:
-        """Digest of what decides the tensors' shapes: equal for a built-in and its checkpoint."""
+        """A digest of all that decides on the tensors' shapes: equal for a built-in and its
+        checkpoint.
+        """
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -165,7 +178,7 @@ class ModelShape:
         return self.word_embedding_size * self.hidden_size
 
     def _stored_group(self, linear: LinearShape) -> int | None:
-        """Columns that share a stored scale, in groups of at most the usual size."""
+        """Number of columns that share a stored scale, in groups of at most the usual size."""
         if self.stored is None:
             return None
         size, usual = self.stored.group_size, group_size(linear.in_features)

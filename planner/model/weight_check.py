@@ -1,4 +1,4 @@
-"""The weights in a model's folder against its configuration: every tensor there, of its shape."""
+"""Checking the weights in a model's folder against its configuration: tensors and their shapes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from planner.model.expected_tensors import Shapes, end_tensors, layer_tensors
+from planner.model.families.table import FAMILIES
 from planner.model.shape import ModelShape
-from planner.model.weight_names import WEIGHT_NAMES, Shapes, end_tensors, layer_tensors
 from quant.checkpoint.gptq_config import STORED_BITS
 from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors
 from quant.common.errors import CheckpointError
@@ -16,22 +17,24 @@ _WORD_BITS = 32
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED = ("qweight", "qzeros", "scales")
 _PACKED_EXTRAS = ("g_idx", "bias")
-"""What GPTQ writes beside them: auto-gptq a bias too, of zeros, where the model has none."""
+"""Other tensors of GPTQ: auto-gptq writes a bias of zeros too, where the model has none."""
 
 _HARMLESS = re.compile(
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"
     r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$|"
     r"^(model\.)?(mtp|visual|vision_tower|vision_model|multi_modal_projector)[._]"
 )
-"""Tables that are computed, masks (transformers' `_keys_to_ignore_on_load_unexpected`), and parts
-of other models that were saved with this one."""
+"""Tensors that may be ignored: tables that are computed, masks
+(`_keys_to_ignore_on_load_unexpected` of transformers), and parts of other models that were saved
+with this one."""
 
 _LISTED = 3
-_REMEDY = "mend config.json, or take the weights of this model"
+_REMEDY = "correct config.json, or take the weights of this model"
 
 
 def check_weights(folder: Path, shape: ModelShape) -> str | None:
-    """What is to be told of tensors in `folder` that no layer of `shape` takes, if there are such.
+    """Check the weights in `folder`; returns a warning about tensors that no layer of `shape`
+    takes.
 
     Nothing is checked where there are no safetensors files yet. CheckpointError naming file, tensor
     and remedy for a tensor that is missing, of another shape or no float, and for layers beyond
@@ -45,20 +48,22 @@ def check_weights(folder: Path, shape: ModelShape) -> str | None:
     weights.check_all(end_tensors(shape))
     weights.check_head()
     weights.check_layers()
-    return weights.told()
+    return weights.warning()
 
 
 class _Weights:
-    """The tensors `stored` in `folder`, and those that were found to belong to `shape`."""
+    """The tensors `stored` in `folder`, and the names of those that belong to `shape`."""
 
     def __init__(self, folder: Path, shape: ModelShape, stored: Mapping[str, StoredTensor]) -> None:
         self.folder, self.shape, self.stored = folder, shape, stored
-        self.names = WEIGHT_NAMES[shape.model_type]
-        self.taken: set[str] = set()
+        self.names = FAMILIES[shape.model_type].architecture
+        self.known: set[str] = set()
 
     def check_layer_count(self) -> None:
-        """More layers than the configuration says would be left out without a word, fewer miss."""
-        stacks = spellings(self.names.layers, self.names.base)
+        """Check that there are as many layers as the configuration says: more would be ignored
+        silently.
+        """
+        stacks = spellings(self.names.layers_path, self.names.base)
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
         layers = max(found, default=-1) + 1
@@ -69,32 +74,34 @@ class _Weights:
             )
 
     def check_all(self, tensors: Shapes) -> None:
-        """Every one of `tensors`, by full names, must be there."""
+        """Check that all `tensors`, by full names, are there."""
         for name, size in tensors.items():
             self._check(name, size)
 
     def check_head(self) -> None:
-        """An untied LM head must be there; a tied one may be."""
+        """Check that an untied LM head is there; a tied one may be there."""
         size = (self.shape.vocab_size, self.shape.word_embedding_size)
-        heads = [f"{name}.weight" for name in self.names.heads]
+        heads = [f"{name}.weight" for name in self.names.head_names]
         stored = [name for name in heads if name in self.stored]
         for name in stored or ([] if self.shape.tied_embeddings else heads[:1]):
             self._check(name, size)
 
     def check_layers(self) -> None:
-        """Every tensor of every decoder layer; packed ones in place of their weight."""
+        """Check every tensor of every decoder layer; packed ones stand in place of the weight."""
         tensors = layer_tensors(self.shape)
         linears = {f"{name}.weight" for name in (*self.names.attention, *self.names.mlp)}
         for index in range(self.shape.layers):
             for name, size in tensors.items():
-                full = f"{self.names.layers}.{index}.{name}"
+                full = f"{self.names.layers_path}.{index}.{name}"
                 is_linear = self.shape.stored is not None and name in linears
                 if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                     self._check(full, size)
 
-    def told(self) -> str | None:
-        """The tensors that nothing has taken, if any matter."""
-        left = [n for n in self.stored if n not in self.taken and not _HARMLESS.search(n)]
+    def warning(self) -> str | None:
+        """A warning about tensors that belong to no layer; None where there are none that
+        matter.
+        """
+        left = [n for n in self.stored if n not in self.known and not _HARMLESS.search(n)]
         if not left:
             return None
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
@@ -107,7 +114,7 @@ class _Weights:
     def _find(self, name: str) -> tuple[str, StoredTensor] | None:
         for spelling in spellings(name, self.names.base):
             if spelling in self.stored:
-                self.taken.add(spelling)
+                self.known.add(spelling)
                 return spelling, self.stored[spelling]
         return None
 
@@ -140,7 +147,9 @@ class _Weights:
         )
 
     def _check_packed(self, module: str, size: tuple[int, ...]) -> bool:
-        """Whether the linear `module`, `[out, in]`, is stored in GPTQ's words; checked if so."""
+        """Whether the linear `module`, `[out, in]`, is stored in GPTQ's format; its tensors are
+        then checked.
+        """
         found = self._find(f"{module}.qweight")
         if found is None:
             return False

@@ -1,4 +1,4 @@
-"""From the chosen assignment to the plan that is written, shown and run."""
+"""Building the plan that is written, shown and run from the assignment that the search chose."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.milp.solvers import DEFAULT_SOLVER
 from planner.optimiser.problem import Assignment, stage_times
 from planner.plan.modelled_times import ModelledTimes, modelled_times
-from planner.plan.plan import (
+from planner.plan.spec import (
     PLAN_VERSION,
     Baseline,
-    Plan,
     PlannedModel,
+    PlanSpec,
     Prediction,
     SolverRecord,
     StagePlan,
@@ -28,7 +28,7 @@ from planner.simulation.simulation import (
     occupied_stages,
     simulate_assignment,
 )
-from quant.scheme import backend_name
+from quant.backends.selection import backend_name
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def build_plan(
     solution: Solution,
     sensitivity_source: str,
     baselines: tuple[Baseline, ...],
-) -> Plan:
+) -> PlanSpec:
     """The plan of `solution`; middle stages without layers drop out."""
     costs = replace(costs, head_on_first=solution.head_on_first)
     cluster, shape = costs.cluster, costs.shape
@@ -69,7 +69,7 @@ def build_plan(
     occupied = occupied_stages(solution.devices, first_layer)
     devices, bounds = occupied.devices, occupied.first_layer
     times = stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
-    return Plan(
+    return PlanSpec(
         version=PLAN_VERSION,
         model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),
         workload=costs.workload,
@@ -97,7 +97,7 @@ def solution_quality(costs: CostModel, solution: Solution) -> float:
 
 
 def simulate_solution(costs: CostModel, solution: Solution) -> Simulated:
-    """Every event of one global batch under `solution`; what `Plan.predicted` sums up."""
+    """Every event of one global batch under `solution`, which `PlanSpec.predicted` sums up."""
     costs = replace(costs, head_on_first=solution.head_on_first)
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
     return simulate_assignment(costs, solution.devices, solution.sizes, first_layer, bitwidth)
@@ -198,7 +198,7 @@ def _provenance(costs: CostModel, device: Device, following: Device) -> str:
 def _modelled(
     costs: CostModel, sizes: MicroBatches, occupied: OccupiedStages, bitwidth: Sequence[int]
 ) -> tuple[ModelledTimes | None, ...]:
-    """What each stage [N] is held to; None where its device is real, or kept to no time."""
+    """Times that each stage [N] keeps to; None where its device is real, or has no time scale."""
     devices, emulate = occupied.devices, costs.cluster.emulate
     if emulate is None or not emulate.time_scale:
         return (None,) * len(devices)

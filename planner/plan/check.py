@@ -1,5 +1,5 @@
-"""A plan held against all that follows from the rest of it: what was edited by hand, damaged, or
-computed by another version's memory model is refused before a device is touched.
+"""Checking a plan against what follows from its own figures: one that was edited by hand, damaged,
+or computed by another version's memory model is refused before a device is touched.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
+    StageEnds,
     StageMemory,
+    StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     stage_memory,
@@ -24,16 +26,17 @@ from planner.model.finding import ModelShape
 from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
 from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
+from quant.backends.selection import backend_name
 from quant.common.errors import InfeasibleError, SpecError
-from quant.scheme import FULL_BITS, backend_name
+from quant.scheme import FULL_BITS
 
-_ROUNDING = 1e-6  # relative; of sums and quotients of seconds
+_ROUNDING = 1e-6  # relative error of sums and quotients of seconds
 
 
 @dataclass(frozen=True)
 class Derived:
-    """A field of a plan, what stands there, what it should be, and what says so."""
+    """A field of a plan: its value there, the value computed, and from what (`why`) it follows."""
 
     field: str
     found: object
@@ -42,14 +45,14 @@ class Derived:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is what it should be; numbers that are no whole ones up to rounding."""
+        """Whether both values are the same; floats up to rounding."""
         if isinstance(self.found, float) and isinstance(self.computed, float):
             return math.isclose(self.found, self.computed, rel_tol=_ROUNDING)
         return self.found == self.computed
 
 
-def check_plan(plan: Plan, shape: ModelShape | None, source: str = "plan") -> None:
-    """Compute again what a plan derives from its workload, micro-batches, devices and layers.
+def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -> None:
+    """Compute again every field that follows from workload, micro-batches, devices and layers.
 
     `shape` is the planned model's; without it bytes are only added up. Raises `SpecError` naming
     `source`, the first field that differs, what stands there, what it should be, and the remedy.
@@ -79,8 +82,8 @@ def _refuse_first(checks: Iterator[Derived], source: str) -> None:
         )
 
 
-def _devices(plan: Plan, source: str) -> Iterator[Derived]:
-    """What follows from a device's type, node and number."""
+def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
+    """Fields that follow from a device's type, node and number."""
     for stage in plan.stages:
         field = f"stages.{stage.index}"
         try:
@@ -104,7 +107,7 @@ def _devices(plan: Plan, source: str) -> Iterator[Derived]:
             yield Derived(f"{field}.memory_limit_bytes", offered, min(offered, most), why)
 
 
-def _device(plan: Plan, stage: StagePlan) -> Device:
+def _device(plan: PlanSpec, stage: StagePlan) -> Device:
     """The stage's device, as far as memory and kernels depend on it."""
     accelerator = find_accelerator(stage.accelerator)
     number = stage.device.rpartition(":")[2]
@@ -121,8 +124,8 @@ def _device(plan: Plan, stage: StagePlan) -> Device:
     )
 
 
-def _bytes(plan: Plan, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
-    """Kernels and memory of a stage.
+def _bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
+    """The kernels and the memory of a stage.
 
     A checkpoint that is quantized already also runs with the plan for its 16-bit original.
     """
@@ -144,7 +147,9 @@ def _kernels(stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[De
     yield Derived(f"stages.{stage.index}.backends", dict(stage.backends), backends, why)
 
 
-def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> Iterator[Derived]:
+def _memory(
+    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape
+) -> Iterator[Derived]:
     """The parts of a stage's bytes, by the planner's memory model."""
     computed = asdict(_stage_memory(plan, stage, device, shape, quantized=True))
     if set(stage.bitwidths) == {FULL_BITS}:
@@ -158,23 +163,12 @@ def _memory(plan: Plan, stage: StagePlan, device: Device, shape: ModelShape) -> 
 
 
 def _stage_memory(
-    plan: Plan, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
+    plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
-    """As the planner fills a stage; `quantized` as in `planner.costs.memory.temporary_bytes`."""
-    last = len(plan.stages) - 1
-    fixed = fixed_stage_memory(
-        shape,
-        plan.workload,
-        plan.micro_batches.prefill,
-        plan.micro_batches.decode,
-        stage.dtype,
-        device,
-        on_first=stage.index == 0,
-        on_last=stage.index == last,
-        quantized=quantized,
-        has_head=stage.index == (0 if plan.head_on_first else last),
-        kv_bits=plan.kv_bits,
-    )
+    """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
+    work = StageWork(shape, plan.workload, plan.micro_batches, stage.dtype, quantized, plan.kv_bits)
+    ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
+    fixed = fixed_stage_memory(work, device, ends)
     kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
     return stage_memory(shape, stage.bitwidths, kv_bytes, device, stage.dtype, fixed)
 
@@ -184,8 +178,8 @@ def _sums(stage: StagePlan) -> Iterator[Derived]:
     yield Derived(field, stage.memory_bytes, stage.memory.total, "its parts")
 
 
-def _prediction(plan: Plan) -> Iterator[Derived]:
-    """Figures of the prediction that follow from its others."""
+def _prediction(plan: PlanSpec) -> Iterator[Derived]:
+    """Figures of the prediction that follow from its other figures."""
     p, workload = plan.predicted, plan.workload
     rate = workload.global_batch * workload.new_tokens / p.latency_s
     yield Derived("predicted.tokens_per_s", p.tokens_per_s, rate, "workload and latency")
@@ -204,8 +198,8 @@ def _prediction(plan: Plan) -> Iterator[Derived]:
     yield Derived("predicted.objective_latency_s", p.objective_latency_s, latency_s, why)
 
 
-def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
-    """The plan's stages as a problem whose times are all fixed."""
+def _problem(plan: PlanSpec, objective: Objective) -> AssignmentProblem:
+    """The optimiser's problem of the plan's stages, whose times are all fixed."""
     batch, sizes, stages = plan.workload.global_batch, plan.micro_batches, plan.stages
     nothing = np.zeros((len(stages), 1))
     return AssignmentProblem(
@@ -228,13 +222,13 @@ def _problem(plan: Plan, objective: Objective) -> AssignmentProblem:
     )
 
 
-def _one_layer_each(plan: Plan) -> tuple[range, list[int]]:
+def _one_layer_each(plan: PlanSpec) -> tuple[range, list[int]]:
     """An assignment of as many layers as there are stages."""
     return range(len(plan.stages) + 1), [0] * len(plan.stages)
 
 
-def _origin(plan: Plan, source: str) -> Iterator[Derived]:
-    """Whether the plan is of the cluster and options that it says it was made from."""
+def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
+    """Fields that follow from the cluster and the options of the plan's origin."""
     if plan.origin is None:
         return
     try:
@@ -261,7 +255,7 @@ def _origin(plan: Plan, source: str) -> Iterator[Derived]:
 
 
 def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) -> Iterator[Derived]:
-    """A stage's device, compute type and bitwidths."""
+    """Fields of a stage that follow from the origin: its device, compute type and bitwidths."""
     device = next(each for each in cluster.devices if each.name == stage.device)
     field, why = f"stages.{stage.index}", "origin.cluster and its options"
     planned = stage.memory_limit_bytes + stage.memory_margin_bytes

@@ -1,9 +1,9 @@
 """The latency model's seconds of one stage for any micro-batch, as a plan carries them to emulated
 devices.
 
-Latency models need not be linear: kernels change their ways with rows, and measured layers depart
-from every formula. So a stage's time is tabulated over requests and length, thinned to the points
-between which it is linear; of the passes of the planned batch every one is exact.
+Latency models need not be linear: kernels choose other algorithms for more rows, and measured
+layers fit no formula. So a stage's time is tabulated over requests and length, thinned to the
+points between which it is linear; every pass of the planned batch is exact.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LengthCurve:
     seconds: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
 
     def __post_init__(self) -> None:
-        """ValueError, which names the field in a plan, unless lengths ascend and match."""
+        """Raise ValueError, which pydantic reports, unless lengths ascend and match."""
         ascending = list(self.lengths) == sorted(set(self.lengths))
         if not ascending or len(self.lengths) != len(self.seconds):
             raise ValueError(
@@ -81,7 +81,7 @@ class ModelledTimes:
     link_s_per_request: _Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """ValueError, which names the field in a plan, unless the requests ascend."""
+        """Raise ValueError, which pydantic reports with the field, unless the requests ascend."""
         for curves in (self.prefill, self.decode):
             sizes = [curve.requests for curve in curves]
             if sizes != sorted(set(sizes)):
@@ -89,7 +89,7 @@ class ModelledTimes:
 
     @classmethod
     def constant(cls, prefill_s: float, decode_s: float) -> ModelledTimes:
-        """The same for every micro-batch of a phase, and no transfers."""
+        """Times that are the same for every micro-batch of a phase, without transfers."""
         prefill, decode = ((LengthCurve(1, (1,), (each,)),) for each in (prefill_s, decode_s))
         return cls(prefill, decode)
 
@@ -119,7 +119,7 @@ class ModelledTimes:
 def modelled_times(
     costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, compute: Compute
 ) -> tuple[ModelledTimes, ...]:
-    """Of every stage [N] of `devices`, which take what `compute` says."""
+    """The times of every stage [N] on `devices`; `compute` gives the seconds of computing."""
     workload = costs.workload
     prompts = range(workload.prompt_length, workload.prompt_length + 1)
     contexts = range(
@@ -148,7 +148,7 @@ def _tables(
 
 
 def _grid(most: int) -> Iterator[int]:
-    """1 to `most`: all small numbers, and of greater ones ever fewer."""
+    """Numbers from 1 to `most`: all small ones, then ever fewer."""
     at = 1
     while at < most:
         yield at
@@ -157,7 +157,7 @@ def _grid(most: int) -> Iterator[int]:
 
 
 def _thinned(requests: int, lengths: Sequence[int], seconds: FloatArray) -> LengthCurve:
-    """The points from which straight lines give all of them (Douglas and Peucker's way)."""
+    """The fewest points between which straight lines give all others (Douglas and Peucker)."""
     at = np.array(lengths, dtype=np.float64)
     kept = {0, len(at) - 1}
     spans = [(0, len(at) - 1)]

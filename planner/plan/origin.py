@@ -1,17 +1,20 @@
-"""What a plan was made from, kept with it so that it can be made again for fewer devices."""
+"""What a plan was made from, kept with it so that it can explain itself after it was loaded, and be
+made again for fewer devices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import field, replace
 from pathlib import Path
 
 import yaml
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from planner.cluster.safe_yaml import parse_yaml
 from planner.cluster.spec import ClusterSpec
-from planner.cluster.yaml_text import parse_yaml
 from planner.options import PlanOptions
 from quant.common.errors import InfeasibleError, SpecError
 
@@ -21,12 +24,14 @@ FILE_OPTIONS = ("omega_file", "profiles")
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class PlanOrigin:
     """`cluster` is the text of its file; `options` name files by absolute path; `lost` are the
-    cluster's devices that were gone when the plan was made.
+    cluster's devices that were gone when the plan was made. `files`: SHA-256 of every file that
+    costs were read from, by absolute path; None where there was none.
     """
 
     cluster: str
     options: PlanOptions
     lost: tuple[str, ...] = ()
+    files: dict[str, str | None] = field(default_factory=dict)
 
     def cluster_spec(self) -> ClusterSpec:
         """What is left of the cluster; raises `InfeasibleError` where that is nothing, `SpecError`
@@ -42,13 +47,21 @@ class PlanOrigin:
             raise InfeasibleError(f"no device of cluster {whole.name} is left")
         return replace(whole, devices=left)
 
+    def changed_files(self) -> Iterator[str]:
+        """Paths of the files that are not what they were when the plan was made."""
+        return (path for path, digest in self.files.items() if _digest(Path(path)) != digest)
+
     def without(self, devices: Collection[str]) -> PlanOrigin:
-        """The same after `devices` are gone too."""
+        """This origin after `devices` are lost too."""
         return replace(self, lost=tuple(dict.fromkeys((*self.lost, *devices))))
 
 
-def origin_of(cluster: ClusterSpec, options: PlanOptions) -> PlanOrigin | None:
-    """The origin of a plan; None for a cluster that no file can say."""
+def origin_of(
+    cluster: ClusterSpec, options: PlanOptions, files: Collection[str | Path] = ()
+) -> PlanOrigin | None:
+    """The origin of a plan whose costs were read from `files`; None for a cluster that no cluster
+    file can describe.
+    """
     try:
         text = cluster.to_yaml()
         same = ClusterSpec.from_dict(yaml.safe_load(text)) == cluster
@@ -57,8 +70,22 @@ def origin_of(cluster: ClusterSpec, options: PlanOptions) -> PlanOrigin | None:
     if not same:
         return None
     omega_file, profiles = _absolute(options.omega_file), _absolute(options.profiles)
-    return PlanOrigin(text, replace(options, omega_file=omega_file, profiles=profiles))
+    digests = {path: _digest(Path(path)) for path in map(_absolute, files) if path is not None}
+    return PlanOrigin(
+        text, replace(options, omega_file=omega_file, profiles=profiles), files=digests
+    )
 
 
 def _absolute(path: str | Path | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _digest(path: Path) -> str | None:
+    """SHA-256 of a file; None where there is none that can be read (a pipe or device is none)."""
+    if not path.is_file():
+        return None
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""A real run as a Chrome trace (Perfetto opens it too), with the simulated batch on tracks of its
+"""The Chrome trace of a real run (Perfetto opens it too), with the simulated batch on tracks of its
 own beside it.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.optimiser.problem import BoolArray, FloatArray, IntArray
-from planner.plan.plan import Plan
 from planner.plan.simulate import APPROXIMATION, is_approximate, simulate_plan, time_scale
+from planner.plan.spec import PlanSpec
 from planner.simulation.trace import MICROSECONDS, named_tracks, simulated_events, write_text
 from quant.common.errors import InputError
 from quant.common.whole_file import names_a_file
@@ -23,7 +23,7 @@ SHOWN_S = 2e-5  # waits and sends that are shorter are in the numbers of their m
 
 @dataclass(frozen=True, eq=False)
 class MeasuredStage:
-    """What a stage did, in order `[M]`; all seconds are of one clock.
+    """The micro-batches that a stage computed, in order `[M]`; all seconds are of one clock.
 
     A micro-batch was computed from `began_s` to `ended_s` and passed on until `sent_s`. `dropped`
     micro-batches came after the last one. `clock_error_s`: how far this stage may be shifted.
@@ -41,7 +41,7 @@ class MeasuredStage:
     clock_error_s: float
 
 
-def run_trace(plan: Plan, stages: Sequence[MeasuredStage | None]) -> str:
+def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
     """JSON in Chrome's trace event format; None stands for a stage that did not answer.
 
     The run's stages are threads of one process and show waits for input, computations and sends;
@@ -63,7 +63,7 @@ def run_trace(plan: Plan, stages: Sequence[MeasuredStage | None]) -> str:
 
 def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
     """Raise InputError where a trace could not be written, or would replace one of the `taken`
-    files: better before a run than after it.
+    files; called before a run, not after it.
     """
     if path.resolve() in [other.resolve() for other in taken]:
         raise InputError(f"the trace would replace {str(path)!r}; give it a file of its own")
@@ -73,12 +73,14 @@ def check_trace_path(path: Path, taken: Sequence[Path] = ()) -> None:
         )
 
 
-def write_run_trace(path: str | Path, plan: Plan, stages: Sequence[MeasuredStage | None]) -> None:
+def write_run_trace(
+    path: str | Path, plan: PlanSpec, stages: Sequence[MeasuredStage | None]
+) -> None:
     """Write `run_trace` to `path`; raises InputError where that is not possible."""
     write_text(Path(path), run_trace(plan, stages))
 
 
-def _notes(plan: Plan, stages: Sequence[MeasuredStage | None]) -> dict[str, object]:
+def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, object]:
     return {
         "simulated": APPROXIMATION if is_approximate(plan) else "the plan's modelled times",
         "stages": [
@@ -96,7 +98,7 @@ def _notes(plan: Plan, stages: Sequence[MeasuredStage | None]) -> dict[str, obje
 
 
 def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[str, object]]:
-    """Of each micro-batch its computation, and wait and send where they can be seen."""
+    """The spans of each micro-batch: computing, and waiting and sending where they can be seen."""
     free_s = zero_s
     numbers = {False: 0, True: 0}
     columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.is_decode, stage.requests)

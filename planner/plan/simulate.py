@@ -1,6 +1,4 @@
-"""One global batch of a plan by the plan's own seconds, which its file holds; a cost model does it
-better, but is only there while planning.
-"""
+"""Simulating one global batch of a plan by the seconds in its file alone, without a cost model."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import numpy as np
 
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
-from planner.plan.plan import Plan, StagePlan
+from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.schedule import Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
 
@@ -18,7 +16,7 @@ APPROXIMATION = (
 )
 
 
-def planned_s(plan: Plan, stage: StagePlan, phase: Phase) -> float:
+def planned_s(plan: PlanSpec, stage: StagePlan, phase: Phase) -> float:
     """Seconds that a full micro-batch should take on `stage` when run; 0 where the plan is not
     followed, on emulated devices without a time scale.
     """
@@ -26,8 +24,8 @@ def planned_s(plan: Plan, stage: StagePlan, phase: Phase) -> float:
     return seconds * plan.time_scale if stage.emulated else seconds
 
 
-def simulate_plan(plan: Plan) -> Simulated:
-    """Simulate the batch of a plan, of one that was loaded too, at the `time_scale` of its run.
+def simulate_plan(plan: PlanSpec) -> Simulated:
+    """Simulate one batch of `plan` at the `time_scale` of its run.
 
     Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
     """
@@ -44,13 +42,13 @@ def simulate_plan(plan: Plan) -> Simulated:
     return simulate(plan.workload, sizes, len(plan.stages), seconds)
 
 
-def is_approximate(plan: Plan) -> bool:
+def is_approximate(plan: PlanSpec) -> bool:
     """Whether some stage's times are those of full micro-batches only."""
     return any(stage.modelled is None for stage in plan.stages)
 
 
 def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, float]:
-    """Computing, and the transfer to the next stage."""
+    """Seconds in which `stage` computes `each`, and in which the result gets to the next stage."""
     is_decode = each.phase == "decode"
     if stage.modelled is not None:
         length = each.context_length if is_decode else each.tokens
@@ -63,9 +61,7 @@ def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, 
     return share * stage.prefill_s, share * stage.prefill_comm_s
 
 
-def time_scale(plan: Plan) -> float:
-    """By how much the plan's seconds are multiplied in a run: 1 but for emulated devices with a
-    time scale.
-    """
+def time_scale(plan: PlanSpec) -> float:
+    """The factor of the plan's seconds in a run: 1 but for emulated devices with a time scale."""
     emulated = all(stage.emulated for stage in plan.stages)
     return plan.time_scale if emulated and plan.time_scale else 1.0

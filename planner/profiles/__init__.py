@@ -1,1 +1,1 @@
-"""Measured times of layers, links and loading, and the fits to them."""
+"""Measured times of layers, links and loading, and latency models fitted to them."""

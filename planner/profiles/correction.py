@@ -1,9 +1,9 @@
-"""How measured layer times depart from the fitted terms, interpolated between the measurements.
+"""Correcting fitted layer times by what was measured near a workload.
 
-Kernels change their ways with the number of rows, and caches with bytes; four or five terms cannot
-say so. What is left of them varies smoothly with the logarithms of batch and length, so that near
-measured workloads it can be foretold (a Gaussian process, as in the design of experiments), and far
-from them the terms stand alone.
+Kernels behave differently at different numbers of rows, and caches at different sizes, which a few
+fitted terms cannot express. The residual varies smoothly with the logarithms of batch and length:
+near measured workloads it is predicted (by a Gaussian process, as in the design of experiments),
+and far from them the terms stand alone.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float64]
 Matrix = npt.NDArray[np.float64]
 
-# Fewer workloads cannot show a departure apart from noise.
+# With fewer workloads a residual cannot be told from noise.
 LEAST_POINTS = 8
-# In natural logarithms: workloads within a factor of 2, 4 and 12 of each other behave alike.
-_REACHES = (0.7, 1.4, 2.5)
-# Variance of the measurements' noise against that of the departure.
+# In natural logarithms: workloads within a factor of 2, 4 or 12 of each other behave alike.
+_LENGTH_SCALES = (0.7, 1.4, 2.5)
+# Variance of the measurements' noise, relative to that of the residual.
 _NOISES = (0.02, 0.1, 0.4, 1.5)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A factor over (batch size, length): `points` [n, 2] in logarithms, `weights` [n]."""
+    """A correction factor by batch size and length: `points` [n, 2] in logarithms, `weights`
+    [n].
+    """
 
     points: Matrix
     weights: Vector
-    reach: float
+    length_scale: float
 
     def factor(self, batch_size: int, length: int) -> float:
-        """What to multiply the fitted time by; 1 far from every point."""
+        """The factor for the fitted time; 1 far from every point."""
         if not len(self.weights):
             return 1.0
-        kernel = _kernel(_logarithms([(batch_size, length)]), self.points, self.reach)
+        kernel = _kernel(_logarithms([(batch_size, length)]), self.points, self.length_scale)
         return float(np.exp(kernel[0] @ self.weights))
 
 
@@ -45,32 +47,32 @@ NO_CORRECTION = Correction(np.empty((0, 2)), np.empty(0), 1.0)
 
 
 def fit_correction(workloads: Sequence[tuple[int, int]], ratios: Vector) -> Correction:
-    """The correction for `ratios` [n] of measured to fitted time at different (batch, length).
+    """Fit a correction to `ratios` [n] of measured to fitted time at different (batch, length).
 
-    Reach and noise are those by which each point is best foretold from the others; where none
-    foretells them better than no correction at all, there is none.
+    Length scale and noise are those with which each point is best predicted from the others. Where
+    no correction predicts them better than none, there is none.
     """
     if len(workloads) < LEAST_POINTS:
         return NO_CORRECTION
-    points, departures = _logarithms(workloads), np.log(ratios)
-    best, least = NO_CORRECTION, float(np.mean(departures**2))
-    for reach in _REACHES:
-        kernel = _kernel(points, points, reach)
+    points, residuals = _logarithms(workloads), np.log(ratios)
+    best, least = NO_CORRECTION, float(np.mean(residuals**2))
+    for length_scale in _LENGTH_SCALES:
+        kernel = _kernel(points, points, length_scale)
         for noise in _NOISES:
             inverse = np.linalg.inv(kernel + noise * np.eye(len(points)))
-            weights = np.asarray(inverse @ departures, dtype=np.float64)
+            weights = np.asarray(inverse @ residuals, dtype=np.float64)
             left_out = float(np.mean((weights / np.diag(inverse)) ** 2))
             if left_out < least:
-                best, least = Correction(points, weights, reach), left_out
+                best, least = Correction(points, weights, length_scale), left_out
     return best
 
 
 def _logarithms(workloads: Sequence[tuple[int, int]]) -> Matrix:
-    """`[n, 2]`; a length of 0, before the first token of an answer, counts as 1."""
+    """The logarithms `[n, 2]`; a length of 0, before the first token of an answer, counts as 1."""
     return np.log(np.maximum(np.array(workloads, dtype=np.float64), 1.0))
 
 
-def _kernel(left: Matrix, right: Matrix, reach: float) -> Matrix:
-    """Likeness `[left, right]` of workloads, 1 where they are equal."""
+def _kernel(left: Matrix, right: Matrix, length_scale: float) -> Matrix:
+    """The similarity `[left, right]` of workloads, 1 where they are equal."""
     squares = ((left[:, None] - right[None]) ** 2).sum(axis=-1)
-    return np.asarray(np.exp(-squares / (2 * reach**2)))
+    return np.asarray(np.exp(-squares / (2 * length_scale**2)))

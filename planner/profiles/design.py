@@ -1,4 +1,4 @@
-"""Which workloads to measure on a device: a few, spread over all that a plan may ask for."""
+"""Choosing the workloads to measure on a device: a few, spread over all that plans may need."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import numpy.typing as npt
 from planner.phases import Phase
 from quant.common.errors import SpecError
 
-# Lengths that are tried between the shortest and the longest: finer than points are ever spread.
+# Lengths that are tried between the shortest and the longest: more than points are measured.
 _LENGTHS = 24
 
 
 @dataclass(frozen=True)
 class LayerWorkload:
-    """`length`: prompt tokens of each request in prefill, tokens that stand before in decode."""
+    """The work of one decoder layer. `length`: prompt tokens of each request in prefill, tokens
+    before the new one in decode.
+    """
 
     phase: Phase
     batch_size: int
@@ -26,13 +28,17 @@ class LayerWorkload:
 
     @property
     def tokens(self) -> int:
-        """Of all requests together: those that enter in prefill, those attended to in decode."""
+        """Tokens of all requests together: those that enter in prefill, those attended to in
+        decode.
+        """
         return self.batch_size * self.length
 
 
 @dataclass(frozen=True)
 class DesignSpace:
-    """What micro-batches may be: requests, tokens of each, and tokens of all of them at most."""
+    """The micro-batches that may occur: requests, tokens of each, and most tokens of all
+    together.
+    """
 
     batch_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     min_length: int = 16
@@ -41,7 +47,7 @@ class DesignSpace:
     decode_tokens: int = 16384
 
     def __post_init__(self) -> None:
-        """Check ranges; SpecError names the option."""
+        """Check the ranges; SpecError names the option."""
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise SpecError(f"batch_sizes are {list(self.batch_sizes)}; give numbers of at least 1")
         if not 1 <= self.min_length <= self.max_length:
@@ -57,11 +63,13 @@ class DesignSpace:
             )
 
     def most_tokens(self, phase: Phase) -> int:
-        """Of all requests together."""
+        """The most tokens of all requests together."""
         return self.prefill_tokens if phase == "prefill" else self.decode_tokens
 
     def holds(self, workload: LayerWorkload) -> bool:
-        """Whether `workload` lies in it, whatever its batch size is between the outer ones."""
+        """Whether `workload` lies in this space, with any batch size between the smallest and
+        largest.
+        """
         return (
             min(self.batch_sizes) <= workload.batch_size <= max(self.batch_sizes)
             and self.min_length <= workload.length <= self.max_length
@@ -70,9 +78,10 @@ class DesignSpace:
 
 
 def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:
-    """`points` workloads (or all, if fewer): the corners, then always what is farthest from those.
+    """Choose `points` workloads (or all, if fewer): the corners, then always the farthest from
+    those chosen.
 
-    Distances are of the logarithms, of batch size against length.
+    Distances are between logarithms of batch size and length.
     """
     candidates = list(_candidates(space, phase))
     where = np.log([[each.batch_size, each.length] for each in candidates])
@@ -85,30 +94,8 @@ def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload
     return tuple(candidates[i] for i in chosen)
 
 
-def random_workloads(
-    space: DesignSpace, phase: Phase, count: int, seed: int
-) -> tuple[LayerWorkload, ...]:
-    """`count` different workloads, evenly drawn from the logarithms of batch size and length."""
-    generator = np.random.default_rng(seed)
-    found: dict[LayerWorkload, None] = {}
-    bounds = np.log(
-        [
-            (min(space.batch_sizes), max(space.batch_sizes) + 0.5),
-            (space.min_length, space.max_length),
-        ]
-    )
-    for _ in range(1000 * count):
-        batch, length = np.exp(generator.uniform(bounds[:, 0], bounds[:, 1]))
-        workload = LayerWorkload(phase, int(batch), int(length))
-        if space.holds(workload):
-            found[workload] = None
-        if len(found) == count:
-            break
-    return tuple(found)
-
-
 def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
-    """Every batch size with lengths in even ratios, the longest allowed among them."""
+    """Yield every batch size with lengths in even ratios up to the longest allowed."""
     for batch in sorted(set(space.batch_sizes)):
         longest = min(space.max_length, space.most_tokens(phase) // batch)
         if longest < space.min_length:
@@ -119,7 +106,9 @@ def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
 
 
 def _corners(where: npt.NDArray[np.float64]) -> Sequence[int]:
-    """The candidates that lie farthest in each diagonal direction, `where` [candidates, 2]."""
+    """The indices of the candidates, at `where` [candidates, 2], that lie farthest in each diagonal
+    direction.
+    """
     directions = ((-1, -1), (1, 1), (-1, 1), (1, -1))
     return [int((where @ np.array(direction)).argmax()) for direction in directions]
 

@@ -1,8 +1,8 @@
-"""Latency from measured layer times: fitted (LLM-PQ section 4.1), or as measured where measured.
+"""Latency models from measured layer times: fitted (LLM-PQ section 4.1), or the measured times.
 
 Beside the paper's terms a fit of prefill has a constant (weights are read, and restored by some
-kernels, once a pass) and bends at some numbers of rows. A layer that was measured itself may depart
-from the terms as a whole (`planner.profiles.correction`).
+kernels, once in each pass) and breakpoints at some numbers of rows. For a layer that was itself
+measured, the fit is corrected (`planner.profiles.correction`).
 
 Names for the paper's symbols: v requests of a micro-batch, s prompt tokens, t + s context tokens.
 """
@@ -23,8 +23,8 @@ from planner.costs.latency import LatencyModel
 from planner.model.finding import ModelShape
 from planner.phases import Phase
 from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction
+from planner.profiles.row_selection import TimeQuery, describe_selections, select_all, select_rows
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
-from planner.profiles.use import Wanted, describe_uses, used_rows, uses
 
 __all__ = [
     "FittedLatency",
@@ -39,13 +39,14 @@ Matrix = npt.NDArray[np.float64]
 Precision = tuple[Device, int, str, Phase]
 
 # Weight of the prior, the datasheet's proportions, against one measured row: it decides only what
-# the rows leave open (one length, or fewer rows than terms), and hardly moves what they determine.
+# the rows do not (one length, or fewer rows than terms), and hardly changes what they determine.
 _PRIOR_WEIGHT = 1e-3
 # Rows from which kernels restore weights instead of multiplying row by row: 24 at 8 bit, 96 at 3
-# and 4 bit on CPUs, 25 on GPUs; and up to which other products are not at their full rate.
+# and 4 bit on CPUs, 25 on GPUs; other products are below their full rate up to these.
 _KERNEL_ROWS = (24, 96)
-# Hidden states that, with what a layer makes of them, fill the caches of a processor: from here on
-# rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of last-level cache).
+# Elements of hidden states that fill, with the intermediate results of a layer, the caches of a
+# processor: with more, rows took a fifth longer (hidden size 1024, 16 and 4 bit, 32 MiB of
+# last-level cache).
 _CACHED_ELEMENTS = 2**20
 # Where the datasheet's times are sampled to find their proportions: batch sizes, tokens.
 _PRIOR_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -55,13 +56,13 @@ _PRIOR_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 def layer_features(
     phase: Phase, layer: LayerTerms, batch_size: int, length: int, tokens_at_once: float = inf
 ) -> Vector:
-    """The terms of one layer's time, each scaled by what it counts: float64 [terms].
+    """Compute the terms of a layer's time, each scaled by what it counts: float64 [terms].
 
-    Prefill on v, s, vs, vs^2 and a constant: hidden states, lengths, products with weights,
-    attention, weights read; on the rows up to those at which kernels change their ways, and on
-    those whose hidden states outgrow caches; all of it in as many passes as `tokens_at_once` asks
-    for. Decode on v, v(t+s), t+s and a constant: products, keys and values read, lengths, weights
-    read.
+    Prefill has terms in v, s, vs, vs^2 and a constant: hidden states, lengths, products with
+    weights, attention, weights read; in the rows up to those at which kernels change their method,
+    and in those whose hidden states do not fit into caches; all of it for as many passes as
+    `tokens_at_once` requires. Decode has terms in v, v(t+s), t+s and a constant: products, keys and
+    values read, lengths, weights read.
     """
     if phase == "decode":
         v, s = float(batch_size), float(length)
@@ -79,7 +80,7 @@ def layer_features(
 
 
 def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
-    """The terms of one pass of prefill."""
+    """Compute the terms of one pass of prefill."""
     v, s = float(batch_size), float(length)
     terms = [
         v * layer.hidden_size,
@@ -95,7 +96,9 @@ def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The time of a layer at one bitwidth and phase: terms, and how measured times depart."""
+    """The time of a layer at one bitwidth and phase: coefficients of its terms, and a
+    correction.
+    """
 
     phase: Phase
     coefficients: Vector
@@ -103,19 +106,19 @@ class LayerFit:
     tokens_at_once: float = inf
 
     def seconds(self, layer: LayerTerms, batch_size: int, length: int) -> float:
-        """Of one pass through `layer`."""
+        """The seconds of one pass through `layer`."""
         terms = layer_features(self.phase, layer, batch_size, length, self.tokens_at_once)
         return float(self.coefficients @ terms) * self.correction.factor(batch_size, length)
 
 
 @dataclass(frozen=True)
 class FittedLatency:
-    """Layer times fitted to `profiles` per device, bitwidth and phase; else those of `fallback`.
+    """Layer times fitted to `profiles` by device, bitwidth and phase; else those of `fallback`.
 
-    Non-negative least squares on relative errors over `layer_features`, so that a profile of one
-    model scales to another; rows of the very shape are used alone where there are any, and then
-    with a correction. What the rows do not determine keeps the proportions of `fallback`, scaled to
-    the rows.
+    The fit is non-negative least squares of relative errors over `layer_features`, so that a
+    profile of one model can be scaled to another. Rows of the very shape are used alone where there
+    are any, and then with a correction. What the rows do not determine keeps the proportions of
+    `fallback`, scaled to the rows.
     """
 
     profiles: tuple[ProfileRow, ...]
@@ -124,13 +127,11 @@ class FittedLatency:
 
     @property
     def shape(self) -> ModelShape:
-        """The model that the times are of."""
         return self.fallback.shape
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
         fit = self._fit(device, bits, dtype, "prefill")
         if fit is None:
             return self.fallback.layer_prefill_s(device, bits, micro_batch, prompt_length, dtype)
@@ -139,48 +140,45 @@ class FittedLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one new token a request."""
         fit = self._fit(device, bits, dtype, "decode")
         if fit is None:
             return self.fallback.layer_decode_s(device, bits, micro_batch, context_length, dtype)
         return fit.seconds(LayerTerms.of(self.shape), micro_batch, context_length)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """As `fallback`: profiles measure layers."""
         return self.fallback.embedding_s(device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As `fallback`: profiles measure layers."""
         return self.fallback.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Which bitwidths and phases were fitted to how many rows, and why others were not."""
+        """Says which bitwidths and phases were fitted to how many rows, and why others were not."""
         return self.described("fitted to", device, dtype, bits)
 
     def described(self, verb: str, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """The same in other words."""
-        found = uses(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
-        return describe_uses(verb, found, self.fallback.provenance(device, dtype, bits))
+        """The provenance, with `verb` in place of "fitted to"."""
+        found = select_all(self.profiles, device, dtype, LayerTerms.of(self.shape), bits)
+        return describe_selections(verb, found, self.fallback.provenance(device, dtype, bits))
 
     def _fit(self, device: Device, bits: int, dtype: str, phase: Phase) -> LayerFit | None:
         key = (device, bits, dtype, phase)
         if key not in self._fits:
             layer = LayerTerms.of(self.shape)
-            used = used_rows(self.profiles, Wanted(device, dtype, layer, bits, phase))
+            used = select_rows(self.profiles, TimeQuery(device, dtype, layer, bits, phase))
             self._fits[key] = None
             if used.rows:
                 prior = _proportions(self.fallback, device, bits, dtype, phase)
                 at_once = _tokens_at_once(device)
                 coefficients = fit_rows(used.rows, phase, prior, at_once)
                 plain = LayerFit(phase, coefficients, NO_CORRECTION, at_once)
-                same = () if used.lack else used.rows
+                same = () if used.problem else used.rows
                 self._fits[key] = replace(plain, correction=_correction(plain, layer, same))
         return self._fits[key]
 
 
 @dataclass(frozen=True)
 class ProfiledLatency:
-    """The median of what was measured for this very layer and workload, else the fit."""
+    """The median of the times measured for this very layer and workload, else the fit."""
 
     fitted: FittedLatency
     _times: dict[Precision, dict[tuple[int, int], float]] = field(
@@ -189,13 +187,11 @@ class ProfiledLatency:
 
     @property
     def shape(self) -> ModelShape:
-        """The model that the times are of."""
         return self.fitted.shape
 
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """One decoder layer over the prompts of a micro-batch."""
         found = self._measured(device, bits, dtype, "prefill", micro_batch, prompt_length)
         if found is not None:
             return found
@@ -204,22 +200,21 @@ class ProfiledLatency:
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """One decoder layer for one new token a request."""
         found = self._measured(device, bits, dtype, "decode", micro_batch, context_length)
         if found is not None:
             return found
         return self.fitted.layer_decode_s(device, bits, micro_batch, context_length, dtype)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """As the fallback: profiles measure layers."""
         return self.fitted.embedding_s(device, tokens, dtype)
 
     def final_s(self, device: Device, rows: int, dtype: str) -> float:
-        """As the fallback: profiles measure layers."""
         return self.fitted.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Which bitwidths and phases were measured in how many rows, and why others were not."""
+        """Says which bitwidths and phases were measured in how many rows, and why others were
+        not.
+        """
         return self.fitted.described("measured in", device, dtype, bits)
 
     def _measured(
@@ -233,13 +228,13 @@ class ProfiledLatency:
     def _medians(self, key: Precision) -> dict[tuple[int, int], float]:
         """Measured seconds of this layer by batch size and length."""
         device, bits, dtype, phase = key
-        wanted = Wanted(device, dtype, LayerTerms.of(self.shape), bits, phase)
-        used = used_rows(self.fitted.profiles, wanted)
-        return {} if used.lack else medians(used.rows)
+        wanted = TimeQuery(device, dtype, LayerTerms.of(self.shape), bits, phase)
+        used = select_rows(self.fitted.profiles, wanted)
+        return {} if used.problem else medians(used.rows)
 
 
 def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
-    """Seconds by batch size and length; rows of the same workload count as one."""
+    """Median seconds by batch size and length; rows of the same workload count as one."""
     times: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         times.setdefault((row.batch_size, row_length(row)), []).append(row.seconds)
@@ -247,16 +242,17 @@ def medians(rows: Iterable[ProfileRow]) -> dict[tuple[int, int], float]:
 
 
 def row_length(row: ProfileRow) -> int:
-    """The length a row is about: of the prompts in prefill, of what stands before in decode."""
+    """The length of a row's workload: of the prompts in prefill, of the context in decode."""
     return row.prompt_length if row.phase == "prefill" else row.context_length
 
 
 def fit_rows(
     rows: Sequence[ProfileRow], phase: Phase, prior: Vector, tokens_at_once: float = inf
 ) -> Vector:
-    """Coefficients [terms] of `layer_features` of least squared relative error, none negative.
+    """Fit coefficients [terms] of `layer_features` with least squared relative error, none
+    negative.
 
-    `prior` [terms]: proportions to keep where the rows leave a direction open.
+    `prior` [terms]: proportions to keep in directions that the rows do not determine.
     """
     seconds = np.array([row.seconds for row in rows])
     features = np.stack(
@@ -276,19 +272,21 @@ def fit_rows(
 
 
 def _tokens_at_once(device: Device) -> float:
-    """Of prefill, as the runtime passes them through the layers of a stage."""
+    """Tokens of prefill that the runtime passes through a layer of a stage at once."""
     return CPU_TOKENS_AT_ONCE if device.accelerator.is_cpu else inf
 
 
 def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) -> Correction:
-    """Of rows of that very `layer`."""
+    """Fit the correction to `rows` of that very `layer`."""
     measured = medians(rows)
     ratios = [seconds / plain.seconds(layer, *workload) for workload, seconds in measured.items()]
     return fit_correction(tuple(measured), np.array(ratios))
 
 
 def _units(relative: Matrix) -> Vector:
-    """Per term what makes up one whole row's time on average; 1 where no row has the term."""
+    """For each term the coefficient that makes up a row's whole time on average; 1 where no row has
+    it.
+    """
     mean = relative.mean(axis=0)
     return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)
 
@@ -296,7 +294,7 @@ def _units(relative: Matrix) -> Vector:
 def _proportions(
     model: LatencyModel, device: Device, bits: int, dtype: str, phase: Phase
 ) -> Vector:
-    """`layer_features` coefficients that come closest to `model`."""
+    """Fit coefficients of `layer_features` to the times of `model`."""
     time = model.layer_prefill_s if phase == "prefill" else model.layer_decode_s
     points = [(batch, length) for batch in _PRIOR_BATCHES for length in _PRIOR_LENGTHS]
     layer = LayerTerms.of(model.shape)

@@ -1,4 +1,4 @@
-"""Measured hops between two stages, as a CSV beside the profile, and the links fitted to them."""
+"""Measured hops between stages, in a CSV file beside the profile, and links fitted to them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from scipy.optimize import nnls
 
 from planner.cluster.accelerators import find_accelerator
 from planner.cluster.links import MeasuredLink, Place, Way
-from planner.profiles.tables import read_table, table_beside, write_table
+from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.common.errors import SpecError
 
 WAYS: tuple[Way, ...] = ("gloo", "ray")
-"""What takes a message from stage to stage; runs prefer the first."""
+"""The transports between stages; runs prefer the first."""
 
 
 def _known(name: str) -> str:
@@ -34,11 +34,11 @@ _Count = Annotated[int, Field(ge=1, le=2**53)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LinkRow:
-    """Median `seconds` of one hop of hidden states of `payload_bytes`, half of a round trip.
+    """A measured hop: median `seconds` for hidden states of `payload_bytes`, half of a round trip.
 
     Packing, unpacking and copies from and to the devices are part of it. `sender` and `receiver`
-    are accelerators; the way back was taken for as long. `spread`: interquartile range over the
-    median of `repetitions`.
+    are accelerators; the way back is assumed to take as long. `spread`: interquartile range over
+    the median of `repetitions`.
     """
 
     sender: _Accelerator
@@ -52,18 +52,18 @@ class LinkRow:
 
     @property
     def link(self) -> tuple[str, str, Place]:
-        """What it was measured on, whichever end sent."""
+        """The link that was measured, whichever end sent."""
         one, other = sorted((self.sender, self.receiver))
         return one, other, self.place
 
 
 def links_path(profile: str | Path) -> Path:
-    """Of the hops measured with the profile of that path."""
+    """The path of the hops that were measured with a profile."""
     return table_beside(profile, "links")
 
 
 def read_links(path: Path) -> tuple[LinkRow, ...]:
-    """Every row; SpecError names file and line of the first bad one."""
+    """Read every row; SpecError names file and line of the first bad one."""
     return read_table(path, LinkRow)
 
 
@@ -73,13 +73,14 @@ def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
 
 
 def links_beside(profile: str | Path) -> tuple[MeasuredLink, ...]:
-    """The links measured with a profile; none where there is no file of them."""
+    """Fit the links that were measured with a profile; none where there is no file of them."""
     path = links_path(profile)
     return fit_links(read_links(path), path.name) if path.exists() else ()
 
 
 def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
-    """Latency and rate of least squared relative error of each link, by the way that runs take.
+    """Fit latency and rate of each link, with least squared relative error, for the transport of
+    runs.
 
     A link that was measured with one payload only has no rate, and is left out.
     """
@@ -96,10 +97,10 @@ def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, 
 
 
 def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
-    """Seconds of a hop without bytes, and a byte's."""
+    """Fit the seconds of a hop without bytes, and those of a byte."""
     seconds = np.array([row.seconds for row in rows])
     payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
-    unit = float(payload.max())  # or its column would dwarf the other
+    unit = float(payload.max())  # so that both columns are of one magnitude
     matrix = np.stack([1 / seconds, payload / unit / seconds], axis=1)
     (latency_s, per_unit_s), _ = nnls(matrix, np.ones(len(rows)))
     return float(latency_s), float(per_unit_s) / unit

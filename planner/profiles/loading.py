@@ -1,4 +1,4 @@
-"""Measured loading of decoder layers, as a CSV beside the profile."""
+"""Measured loading times of decoder layers, in a CSV file beside the profile."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from planner.plan.plan import Plan, StagePlan
-from planner.profiles.tables import read_table, table_beside, write_table
+from planner.plan.spec import PlanSpec, StagePlan
+from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS
 
 Origin = Literal["checkpoint", "cache"]
-"""Where a layer comes from: 16-bit weights that are quantized, or what was packed before."""
+"""The source of a layer: 16-bit weights that are quantized, or the cache of packed layers."""
 
 
 def _bitwidth(bits: int) -> int:
@@ -29,7 +29,7 @@ _Count = Annotated[int, Field(ge=1, le=2**53)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LoadRow:
-    """Median `seconds` in which a layer of `checkpoint_bytes` is loaded; it then holds
+    """A measured load: median `seconds` for a layer of `checkpoint_bytes`, which then holds
     `held_bytes`.
 
     Files were in the system's cache. `threads` is 0 where that is no property of the device.
@@ -49,17 +49,17 @@ class LoadRow:
 
 
 def loading_path(profile: str | Path) -> Path:
-    """Of the loads measured with the profile of that path."""
+    """The path of the loads that were measured with a profile."""
     return table_beside(profile, "loading")
 
 
 def loading_s(
-    rows: Sequence[LoadRow], plan: Plan, layer_bytes: int, origin: Origin
+    rows: Sequence[LoadRow], plan: PlanSpec, layer_bytes: int, origin: Origin
 ) -> float | None:
-    """Seconds until the slowest stage has its layers, which have `layer_bytes` in 16 bits; None
-    where a stage's device or bitwidth was not measured.
+    """Predict the seconds until the slowest stage has loaded its layers, which have `layer_bytes`
+    in 16 bits; None where a stage's device or bitwidth was not measured.
 
-    Layers of another size take in proportion; 16-bit layers always come from the checkpoint. A
+    Times are proportional to the size of a layer; 16-bit layers always come from the checkpoint. A
     disk that is slower than that adds the difference.
     """
     slowest_s = 0.0
@@ -77,7 +77,7 @@ def loading_s(
 def _per_byte_s(
     rows: Sequence[LoadRow], stage: StagePlan, bits: int, origin: Origin
 ) -> float | None:
-    """The median of what was measured on such devices."""
+    """The median seconds per byte that was measured on such devices."""
     found = [
         row.seconds / row.checkpoint_bytes
         for row in rows
@@ -89,7 +89,7 @@ def _per_byte_s(
 
 
 def read_loading(path: Path) -> tuple[LoadRow, ...]:
-    """Every row; SpecError names file and line of the first bad one."""
+    """Read every row; SpecError names file and line of the first bad one."""
     return read_table(path, LoadRow)
 
 

@@ -1,10 +1,8 @@
-"""Measured times of one decoder layer as versioned CSV, one row a measurement."""
+"""The rows of a profile: measured times of a decoder layer, in a CSV file."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -13,8 +11,8 @@ from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
 from planner.phases import Phase
-from quant.common.errors import InputError, SpecError
-from quant.common.whole_file import write_whole
+from planner.profiles.csv_table import Line, read_lines, write_lines
+from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 REQUIRED_COLUMNS = (
@@ -43,12 +41,12 @@ OPTIONAL_COLUMNS = (
 
 
 _MOST_DIGITS = 15
-"""Of a whole number: all of them are exact as floating point numbers."""
+"""Most digits of a whole number: such numbers are exact in floating point."""
 
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """The sizes of a layer that its time scales with, in elements."""
+    """The sizes of a layer, in elements, with which its time scales."""
 
     hidden_size: int
     linear_parameters: int
@@ -57,7 +55,7 @@ class LayerTerms:
 
     @classmethod
     def of(cls, shape: ModelShape) -> LayerTerms:
-        """Those of one decoder layer of `shape`."""
+        """The sizes of a decoder layer of `shape`."""
         return cls(
             shape.hidden_size, shape.layer_linear_parameters, shape.query_width, shape.kv_width
         )
@@ -65,12 +63,13 @@ class LayerTerms:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One measured layer time.
+    """A measured layer time.
 
-    `prompt_length` tokens a request enter (1 in decode), `context_length` stood before them; the
+    `prompt_length` tokens of each request enter (1 in decode) after `context_length` others; the
     batch counts requests. `backend`, `dtype` and `threads` are None where the file does not say,
-    and then hold for any. `layer` are the sizes of the model measured, `source` names the file.
-    `spread` is the interquartile range over `seconds`, the median of `repetitions`; None: unknown.
+    and then match any. `layer` has the sizes of the model that was measured, `source` names the
+    file. `spread` is the interquartile range over `seconds`, the median of `repetitions`; None:
+    unknown.
     """
 
     device: str
@@ -93,26 +92,20 @@ class ProfileRow:
 
     @staticmethod
     def timed_dtype(device: Device, dtype: str) -> str:
-        """The compute type of the accelerator whose time is meant, also where a CPU emulates it."""
+        """The compute type of the accelerator that is timed, also where a CPU emulates it."""
         return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
 
 
 def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
-    """Every row of a profile CSV; SpecError names file and line of the first bad one.
+    """Read every row of a profile; SpecError names file and line of the first bad one.
 
-    `torn_end` forgives a last row that somebody's writing was cut off in.
+    With `torn_end` a last row that was cut off while it was written is left out.
     """
     path = Path(path)
+    lines = read_lines(path, lambda found: _check_columns(found, path))
+    rows = [_row(line, path.name) for line in lines[:-1]]
     try:
-        with path.open(newline="", encoding="utf-8") as stream:
-            reader = csv.DictReader(stream)
-            _check_columns(reader.fieldnames or (), path)
-            lines = [_Line(values, path, reader.line_num) for values in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"profile {path} cannot be read: {error}") from error
-    rows = [line.row() for line in lines[:-1]]
-    try:
-        rows += [line.row() for line in lines[-1:]]
+        rows += [_row(line, path.name) for line in lines[-1:]]
     except SpecError:
         if not torn_end:
             raise
@@ -120,23 +113,13 @@ def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow,
 
 
 def write_profiles(path: str | Path, rows: Iterable[ProfileRow]) -> None:
-    """Write rows so that `read_profiles` gives them back: aside first, so that none is ever torn.
-
-    InputError where the file cannot be written.
-    """
-    path = Path(path)
-    stream = io.StringIO(newline="")
-    writer = csv.DictWriter(stream, (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS))
-    writer.writeheader()
-    writer.writerows(map(_values, rows))
-    try:
-        write_whole(path, stream.getvalue())
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    """Write rows so that `read_profiles` gives them back; InputError where that is not possible."""
+    columns = (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS)
+    write_lines(Path(path), columns, ([_values(row)[name] for name in columns] for row in rows))
 
 
 def _values(row: ProfileRow) -> dict[str, object]:
-    """A row by the names of its columns."""
+    """The values of a row by column."""
     return {
         "device": row.device,
         "model": row.model,
@@ -160,7 +143,7 @@ def _values(row: ProfileRow) -> dict[str, object]:
     }
 
 
-def _check_columns(found: Iterable[str], path: Path) -> None:
+def _check_columns(found: Sequence[str], path: Path) -> None:
     missing = [name for name in REQUIRED_COLUMNS if name not in found]
     if missing:
         raise SpecError(f"{path}:1: profile lacks the columns {', '.join(missing)}")
@@ -170,39 +153,39 @@ def _check_columns(found: Iterable[str], path: Path) -> None:
         raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
 
 
+def _row(line: Line, source: str) -> ProfileRow:
+    """Read the row in `line` of the file `source`; SpecError names the field that is wrong."""
+    fields = _Fields(line.fields(), line.place)
+    return ProfileRow(
+        device=fields.device(),
+        model=fields.text("model") or "",
+        layer=fields.layer(),
+        intermediate_size=fields.integer("h2"),
+        phase=fields.phase(),
+        bits=fields.bits(),
+        batch_size=fields.integer("batch_size"),
+        prompt_length=fields.integer("prompt_length"),
+        context_length=fields.integer("context_length", least=0),
+        seconds=fields.milliseconds() / 1e3,
+        backend=fields.text("backend"),
+        backend_version=fields.text("backend_version"),
+        dtype=fields.dtype(),
+        threads=fields.integer("threads") if fields.text("threads") else None,
+        spread=fields.real("spread", least=0.0) if fields.text("spread") else None,
+        repetitions=fields.integer("repetitions") if fields.text("repetitions") else None,
+        source=source,
+    )
+
+
 @dataclass(frozen=True)
-class _Line:
-    """One row as text, and where it stands."""
+class _Fields:
+    """The fields of one row as text; a method for each kind of value checks it."""
 
-    values: dict[str, str | None]
-    path: Path
-    number: int
-
-    def row(self) -> ProfileRow:
-        if None in self.values or None in self.values.values():
-            raise self.error("has not as many fields as the header")
-        return ProfileRow(
-            device=self.device(),
-            model=self.text("model") or "",
-            layer=self.layer(),
-            intermediate_size=self.integer("h2"),
-            phase=self.phase(),
-            bits=self.bits(),
-            batch_size=self.integer("batch_size"),
-            prompt_length=self.integer("prompt_length"),
-            context_length=self.integer("context_length", least=0),
-            seconds=self.milliseconds() / 1e3,
-            backend=self.text("backend"),
-            backend_version=self.text("backend_version"),
-            dtype=self.dtype(),
-            threads=self.integer("threads") if self.text("threads") else None,
-            spread=self.real("spread", least=0.0) if self.text("spread") else None,
-            repetitions=self.integer("repetitions") if self.text("repetitions") else None,
-            source=self.path.name,
-        )
+    values: dict[str, str]
+    place: str
 
     def error(self, problem: str) -> SpecError:
-        return SpecError(f"{self.path}:{self.number}: profile row {problem}")
+        return SpecError(f"{self.place}: profile row {problem}")
 
     def text(self, name: str) -> str | None:
         return (self.values.get(name) or "").strip() or None
@@ -245,7 +228,7 @@ class _Line:
 
     def milliseconds(self) -> float:
         value = self.real("ms_per_layer")
-        if value / 1e3 <= 0:  # the smallest of numbers are no seconds any more
+        if value / 1e3 <= 0:  # the smallest numbers underflow in seconds
             raise self.error(
                 f"has ms_per_layer {self.text('ms_per_layer')}; a positive number belongs there"
             )
@@ -263,7 +246,7 @@ class _Line:
         return value
 
     def layer(self) -> LayerTerms:
-        """Sizes not given are those of a layer without grouped heads or a gated MLP."""
+        """Read the sizes; those not given are of a layer without grouped heads or a gated MLP."""
         hidden, wide = self.integer("h1"), self.integer("h2")
         given = {
             name: self.integer(name) if self.text(name) else default

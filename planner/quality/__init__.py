@@ -1,1 +1,1 @@
-"""What bitwidths cost in quality: sensitivities, omega files, and perplexity."""
+"""The loss of quality by bitwidth: sensitivities, omega files, and perplexity."""

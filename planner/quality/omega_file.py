@@ -1,4 +1,4 @@
-"""Omega files as they lie on disk: our JSON, and the plain arrays that others write.
+"""Reading omega files: llmpq's own JSON, and the plain arrays that others write.
 
 Three forms are read: `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}`, with what
 `llmpq-indicator` adds to it; a bare array [L][K], as JSON or `.npy`; and `{layer: {bits: value}}`.
@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from tokenize import TokenError  # of a header that numpy takes for one of Python 2
+from tokenize import TokenError  # raised for a header that numpy takes for one of Python 2
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,17 @@ _PICKLE_MAGIC = b"\x80"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_NAMES = (".pkl", ".pickle", ".pt", ".pth", ".npz")
 _NO_ARRAY = (ValueError, TypeError, OverflowError, EOFError, SyntaxError, TokenError)
-"""What numpy raises for headers that it cannot read, or of arrays that cannot be."""
+"""Errors that numpy raises for headers that it cannot read, or of impossible arrays."""
 
-_MOST_DIGITS = 2  # of a bitwidth
+_MOST_DIGITS = 2
+"""Most digits of a bitwidth."""
+
 _MOST_BYTES = 1 << 26
-"""64 MiB: sensitivities of ten thousand layers and as many measured points take less than 10."""
+"""Largest file, 64 MiB: ten thousand layers and as many measured points take less than 10 MiB."""
 
 
 def read_content(path: Path) -> Any:
-    """What the file holds: JSON values, or an array of numbers; SpecError if it is neither."""
+    """Read a file: JSON values, or an array of numbers; SpecError if it is neither."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise SpecError(
@@ -56,7 +58,7 @@ def read_content(path: Path) -> Any:
 
 
 def _read_npy(path: Path) -> npt.NDArray[Any]:
-    """Mapped, so that a header that promises too much allocates nothing."""
+    """Read an array, mapped, so that a header with a wrong size allocates nothing."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (*_NO_ARRAY, OSError) as error:
@@ -79,25 +81,30 @@ def _refusal(path: Path) -> str:
 
 
 def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
-    """A bare array's columns `[layers, K]` of ascending `bitwidths`; SpecError for another shape.
+    """Take the columns `[layers, K]` of ascending `bitwidths` of a bare array; SpecError for
+    another shape.
 
-    As many columns as bitwidths are these; four are those of 3, 4, 8 and 16 bit, in this order or
-    in the prototype's, whose bitwidths are sorted as text: 16, 3, 4, 8. Which one it is shows, as a
-    layer loses nothing or next to nothing at 16 bit.
+    As many columns as bitwidths are taken as these; four are those of 3, 4, 8 and 16 bit, in this
+    order or in that of the prototype, which sorts bitwidths as text: 16, 3, 4, 8. The order shows
+    in the values, as a layer loses next to nothing at 16 bit.
     """
     matrix = as_matrix(rows, path)
     columns: Sequence[int] = bitwidths
     if matrix.ndim == 2 and matrix.shape[1] == len(BITWIDTHS):
         columns = BITWIDTHS
         by_text = sorted(BITWIDTHS, key=str)
-        if not falls(matrix) and falls(matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]):
+        if not is_falling(matrix) and is_falling(
+            matrix[:, [by_text.index(bits) for bits in BITWIDTHS]]
+        ):
             columns = by_text
     check_shape(matrix, path, (layers, len(columns)))
     return matrix[:, [columns.index(bits) for bits in bitwidths]]
 
 
 def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
-    """Bitwidths and matrix of `{layer: {bits: value}}`; SpecError for layers or bits that lack."""
+    """Read bitwidths and matrix of `{layer: {bits: value}}`; SpecError for missing layers or
+    bits.
+    """
     wanted = [str(layer) for layer in range(layers)]
     if sorted(content) != sorted(wanted):
         raise SpecError(
@@ -116,12 +123,12 @@ def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[in
 
 
 def _is_bitwidth(key: str) -> bool:
-    """Whether it is a number, and not of so many digits that Python refuses it."""
+    """Whether `key` is a number of at most two digits."""
     return key.isdecimal() and len(key) <= _MOST_DIGITS
 
 
 def as_matrix(rows: object, path: Path) -> Matrix:
-    """The numbers as float64; SpecError where they are none."""
+    """Convert numbers to float64; SpecError where they are none."""
     try:
         return np.array(rows, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -129,7 +136,7 @@ def as_matrix(rows: object, path: Path) -> Matrix:
 
 
 def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
-    """Whether the matrix is layers by bitwidths of finite sensitivities; raises SpecError."""
+    """Raise SpecError where the matrix is not layers by bitwidths of finite sensitivities."""
     if matrix.shape != expected:
         raise SpecError(
             f"omega file {path} holds an array {list(matrix.shape)}; {expected[0]} layers by "
@@ -143,13 +150,13 @@ def check_shape(matrix: Matrix, path: Path, expected: tuple[int, int]) -> None:
         )
 
 
-def falls(matrix: Matrix) -> bool:
-    """Whether no layer loses more at a later column."""
+def is_falling(matrix: Matrix) -> bool:
+    """Whether no layer loses more in a later column."""
     return bool((np.diff(matrix, axis=1) <= 0).all())
 
 
-def check_falls(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
-    """SpecError where a layer loses more at a higher bitwidth."""
+def check_falling(matrix: Matrix, path: Path, bitwidths: Sequence[int]) -> None:
+    """Raise SpecError where a layer loses more at a higher bitwidth."""
     for column, (low, high) in enumerate(pairwise(bitwidths)):
         rising = np.flatnonzero(matrix[:, column + 1] > matrix[:, column])
         if rising.size:

@@ -1,11 +1,10 @@
-"""What a summed sensitivity costs in perplexity, from a few measured points.
+"""Predicting the perplexity of a plan from its summed sensitivity, by a few measured points.
 
-Noise that is small moves the loss in proportion to its variance, and sensitivities are such
-variances up to what the indicator gets wrong: perplexity above 16 bit is fitted as a power of the
-summed sensitivity, by least squares of logarithms over the points that lie above their error. The
-bound for a promised increase is conservative: from the curve moved up by the prediction interval,
-and at least until no measured point lies above it, and never beyond the largest sensitivity
-measured.
+Small noise raises the loss in proportion to its variance, and sensitivities are such variances up
+to the indicator's error. So perplexity above that at 16 bit is fitted as a power of the summed
+sensitivity, by least squares of logarithms over the points that lie above their error. The bound
+for a promised increase is conservative: the curve is raised by the prediction interval, and at
+least until no measured point lies above it, and never used beyond the largest sensitivity measured.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from planner.plan.plan import PerplexityForecast
+from planner.plan.spec import PerplexityForecast
 from planner.quality.sensitivity import Omega, WeighedPoint
 from quant.common.errors import SpecError
 
 CONFIDENCE = 0.95
-"""One-sided: one plan in twenty may cost more than the upper end says."""
+"""One-sided confidence: one plan in twenty may cost more than the upper end says."""
 
 LEAST_POINTS = 3
 _STANDARD_ERRORS = 2.0
-"""An increase of less than two of its standard errors has no logarithm worth fitting."""
+"""Least increase, in its standard errors, of a point that is fitted."""
 
 _EXPONENTS = (0.5, 2.0)
-"""Around 1, the exponent of small noise: few points close together shall not bend the curve."""
+"""Range of the exponent around 1, that of small noise, as few points close together say little."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class PerplexityFit:
-    """increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way, and below
-    `envelope` times it at every measured point.
+    """The fit increase = `coefficient` * omega ^ `exponent`, within a factor `spread` either way,
+    and below `envelope` times it at every measured point.
 
     `baseline`: perplexity at 16 bit; `largest_omega`: the largest sensitivity measured.
     """
@@ -58,12 +57,14 @@ class PerplexityFit:
     points: int
 
     def forecast(self, omega: float) -> Forecast:
-        """The increase at a summed sensitivity."""
+        """Predict the increase at a summed sensitivity."""
         increase = self.coefficient * omega**self.exponent
         return Forecast(increase, increase / self.spread, increase * self._upper)
 
     def omega_within(self, max_increase: float) -> float:
-        """The largest summed sensitivity whose increase stays, by the upper end, within that."""
+        """The largest summed sensitivity whose predicted increase stays, by the upper end, within
+        `max_increase`.
+        """
         ratio = max_increase / (self.coefficient * self._upper)
         return float(min(ratio ** (1 / self.exponent), self.largest_omega))
 
@@ -73,8 +74,8 @@ class PerplexityFit:
 
 
 def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit:
-    """The curve through `points`, of which one is at 16 bit, and at least three others lie above it
-    by more than their error.
+    """Fit a curve through `points`, of which one is at 16 bit, and at least three others lie above
+    it by more than their error.
 
     Raises `SpecError` naming `source` where they do not.
     """
@@ -117,7 +118,7 @@ def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit
 
 
 def omega_bound(omega: Omega, max_increase: float) -> float:
-    """The summed sensitivity that keeps the increase of perplexity within `max_increase`.
+    """Find the summed sensitivity that keeps the increase of perplexity within `max_increase`.
 
     Raises `SpecError` where too little was measured to say.
     """
@@ -127,7 +128,9 @@ def omega_bound(omega: Omega, max_increase: float) -> float:
 def perplexity_forecast(
     omega: Omega, summed: float, max_increase: float | None
 ) -> PerplexityForecast | None:
-    """What a plan of this summed sensitivity should cost; None where too little was measured."""
+    """Predict the perplexity of a plan of this summed sensitivity; None where too little was
+    measured.
+    """
     try:
         fit = fit_perplexity(omega.points, omega.source)
     except SpecError:

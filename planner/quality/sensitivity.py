@@ -1,4 +1,4 @@
-"""How much quality each layer loses at each bitwidth: from an omega file, else from sizes."""
+"""The sensitivity of each layer at each bitwidth: from an omega file, else from sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.quality.omega_file import (
     Matrix,
     as_matrix,
     bare_array,
-    check_falls,
+    check_falling,
     check_shape,
     nested,
     read_content,
@@ -26,18 +26,23 @@ from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
 from quant.scheme import FULL_BITS
 
-REFERENCE_BITS = 4  # all layers at this bitwidth sum to 1
+REFERENCE_BITS = 4
+"""Default sensitivities of all layers at this bitwidth sum to 1."""
+
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
-_TOLD = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
-"""Provenance that plans repeat."""
-_MOST = sys.float_info.max  # JSON's integers have no end
-_LONGEST = 40  # characters of one item of provenance, which anyone may have written
+_REPEATED_ENTRIES = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
+"""Entries of the provenance that plans repeat."""
+_MOST = sys.float_info.max
+"""Largest number, as integers of JSON may have any size."""
+
+_LONGEST = 40
+"""Most characters of one entry of the provenance, which anyone may have written."""
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """Perplexity of the model with `bitwidths`, one a layer.
+    """The measured perplexity of the model with `bitwidths`, one for each layer.
 
     `error`: standard error of its distance to the perplexity at 16 bit on the same text.
     """
@@ -49,7 +54,7 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class WeighedPoint:
-    """A measured point by its summed sensitivity."""
+    """A measured perplexity by its summed sensitivity."""
 
     omega: float
     perplexity: float
@@ -58,7 +63,7 @@ class WeighedPoint:
 
 @dataclass(frozen=True)
 class Omega:
-    """Sensitivities `matrix` [L, K] of the bitwidths asked for, where they come from, and measured
+    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and measured
     perplexities, if any.
     """
 
@@ -69,7 +74,7 @@ class Omega:
 
 @dataclass(frozen=True)
 class OmegaContent:
-    """What an omega file of ours holds; `matrix` [L, K], K ascending `bits`."""
+    """The content of llmpq's own omega files; `matrix` [L, K], K ascending `bits`."""
 
     bits: tuple[int, ...]
     model_fingerprint: str
@@ -78,7 +83,7 @@ class OmegaContent:
     points: tuple[MeasuredPoint, ...] = ()
 
     def summed(self, bitwidths: Sequence[int]) -> float:
-        """Sensitivity of the whole model with `bitwidths`, one a layer."""
+        """The sensitivity of the whole model with `bitwidths`, one for each layer."""
         columns = [self.bits.index(bits) for bits in bitwidths]
         return math.fsum(self.matrix[range(len(columns)), columns])
 
@@ -91,22 +96,19 @@ class OmegaContent:
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Sensitivity [L, K] without measurement: noise grows with the squared step, (2^b - 1)^-2.
+    """Estimate sensitivities [L, K] without measurement: noise grows with the squared step, (2^b -
+    1)^-2.
 
-    None at 16 bit; `bitwidths` [K] ascending. Normalised so that all layers at 4 bit sum to 1.
+    They are 0 at 16 bit; `bitwidths` [K] ascend. They are normalised so that all layers at 4 bit
+    sum to 1.
     """
     noise = np.array([0.0 if bits == FULL_BITS else _noise(bits) for bits in bitwidths])
     row = noise / (_noise(REFERENCE_BITS) * shape.layers)
     return np.tile(row, (shape.layers, 1))
 
 
-def load_sensitivity(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """The matrix of `load_omega`."""
-    return load_omega(path, shape, bitwidths).matrix
-
-
 def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) -> Omega:
-    """Measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
+    """Read measured sensitivities (omega, LLM-PQ section 4.2) of `shape` at ascending `bitwidths`.
 
     `planner.quality.omega_file` has the forms of file that are read. SpecError for a pickle,
     another model's file, a wrong shape, a bitwidth that is missing, and entries that are negative,
@@ -116,7 +118,7 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
     content = read_content(path)
     if not isinstance(content, Mapping):
         matrix = bare_array(content, path, shape.layers, bitwidths)
-        check_falls(matrix, path, bitwidths)
+        check_falling(matrix, path, bitwidths)
         return Omega(matrix, str(path))
     if content and all(key.isdecimal() for key in content):
         bits, full = nested(content, path, shape.layers)
@@ -130,17 +132,10 @@ def load_omega(path: str | Path, shape: ModelShape, bitwidths: Sequence[int]) ->
             f"omega file {path} has no column for {', '.join(missing)} bits; has {bits}"
         )
     chosen = full[:, [bits.index(wanted) for wanted in bitwidths]]
-    check_falls(chosen, path, bitwidths)
+    check_falling(chosen, path, bitwidths)
     measured = OmegaContent(tuple(bits), shape.fingerprint(), full)
     points = tuple(_points(content.get("points", []), path, measured))
-    return Omega(chosen, f"{path}{_told(content.get('provenance'))}", points)
-
-
-def save_sensitivity(
-    path: str | Path, matrix: Matrix, bitwidths: Sequence[int], model_fingerprint: str
-) -> None:
-    """Write `matrix` [L, K] so that `load_sensitivity` takes it."""
-    save_omega(path, OmegaContent(tuple(bitwidths), model_fingerprint, matrix))
+    return Omega(chosen, f"{path}{_provenance_text(content.get('provenance'))}", points)
 
 
 def save_omega(path: str | Path, content: OmegaContent) -> None:
@@ -160,7 +155,7 @@ def _noise(bits: int) -> float:
 
 
 def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[list[Any], Matrix]:
-    """Bits and matrix of the keyed form, if it belongs to `shape`."""
+    """Read bits and matrix of the keyed form; SpecError where it belongs to another shape."""
     missing = [key for key in _KEYS if key not in content]
     if missing:
         raise SpecError(
@@ -179,7 +174,7 @@ def _named(content: Mapping[str, Any], path: Path, shape: ModelShape) -> tuple[l
 
 
 def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[WeighedPoint]:
-    """The measured points by their sensitivity; SpecError for one that cannot be used."""
+    """Yield the measured points by their sensitivity; SpecError for one that cannot be used."""
     if not isinstance(items, list):
         raise SpecError(f"omega file {path}: points is no list of measured perplexities")
     layers = len(measured.matrix)
@@ -202,12 +197,12 @@ def _points(items: object, path: Path, measured: OmegaContent) -> Iterator[Weigh
         yield WeighedPoint(measured.summed(bits), float(numbers[0]), float(numbers[1]))
 
 
-def _told(provenance: object) -> str:
-    """What a plan repeats of the provenance, in brackets."""
+def _provenance_text(provenance: object) -> str:
+    """The provenance that plans repeat, in brackets."""
     given = provenance if isinstance(provenance, Mapping) else {}
     items = [
         f"{key.replace('_', ' ')} {given[key]}" if key.startswith("calibration") else given[key]
-        for key in _TOLD
+        for key in _REPEATED_ENTRIES
         if isinstance(given.get(key), str | int | float)
     ]
     texts = ("".join(filter(str.isprintable, str(item)))[:_LONGEST] for item in items)

@@ -19,7 +19,7 @@ from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes,
 from planner.optimiser.quality_tables import QualityTables
 from planner.optimiser.solve_options import SolveOptions
 from planner.plan.builder import Solution
-from planner.plan.plan import Baseline
+from planner.plan.spec import Baseline
 from planner.search.fitting import (
     Fits,
     SizedProblem,

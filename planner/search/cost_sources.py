@@ -4,15 +4,18 @@ sizes.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from planner.cluster.spec import ClusterSpec
-from planner.costs.kv_latency import EightBitCacheLatency
+from planner.costs.eight_bit_kv import EightBitCacheLatency
 from planner.costs.latency import LatencyModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
 from planner.options import PlanOptions, kv_bits_of
 from planner.profiles.fit import FittedLatency, ProfiledLatency
+from planner.profiles.links import links_path
+from planner.profiles.row_selection import refuse_estimates
 from planner.profiles.rows import LayerTerms, read_profiles
-from planner.profiles.use import refuse_estimates
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from quant.scheme import FULL_BITS
 
@@ -42,3 +45,10 @@ def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
     if options.omega_file is None:
         return Omega(default_sensitivity(shape, options.bits), DEFAULT_SOURCE)
     return load_omega(options.omega_file, shape, options.bits)
+
+
+def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:
+    """All files that costs are read from where they exist."""
+    profiles = [] if options.profiles is None else [options.profiles, links_path(options.profiles)]
+    omega = [] if options.omega_file is None else [options.omega_file]
+    return tuple(Path(path) for path in (*profiles, *omega))

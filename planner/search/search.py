@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from planner.cluster.device import Device
@@ -32,13 +32,13 @@ from planner.optimiser.solve_options import SolveOptions
 from planner.options import AUTO, PlanOptions
 from planner.plan.builder import Solution, build_plan, simulate_solution, solution_quality
 from planner.plan.origin import origin_of
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.links import links_beside
 from planner.quality.perplexity_fit import omega_bound, perplexity_forecast
 from planner.quality.sensitivity import Omega
 from planner.search.baselines import RUNNABLE, baseline_fits, baseline_solution, baselines
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.cost_sources import latency_model_of, omega_of
+from planner.search.cost_sources import files_of_costs, latency_model_of, omega_of
 from planner.search.fitting import fitting_sets, misfit
 from planner.search.orders.enumeration import distinct_sets, look_of_set
 from planner.search.pareto import Point, fastest_within, finest_within
@@ -183,18 +183,39 @@ def find_plan(
     workload: Workload,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
-) -> Plan:
+) -> PlanSpec:
     """The best plan for `shape` (found at `source`) on `cluster`.
 
     Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
     """
+    return find_priced_plan(cluster, shape, source, workload, options, clock).plan
+
+
+@dataclass(frozen=True, eq=False)
+class PricedPlan:
+    """A plan and the cost model that it was found with, which explains and simulates it."""
+
+    plan: PlanSpec
+    costs: CostModel
+
+
+def find_priced_plan(
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    source: str,
+    workload: Workload,
+    options: PlanOptions,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PricedPlan:
+    """As `find_plan`, with the costs."""
     request = PlanningRequest(cluster, shape, workload, options)
     with naming_remedies(request, REMEDY_PLANNER):
-        plan = _find(request, source, clock)
-    return replace(plan, origin=origin_of(cluster, options))
+        found = _find(request, source, clock)
+    origin = origin_of(cluster, options, files_of_costs(options))
+    return replace(found, plan=replace(found.plan, origin=origin))
 
 
-def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> Plan:
+def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:
     """The plan, without its origin; what is refused is refused without remedies."""
     options = request.options
     if options.kv_bits == AUTO:
@@ -207,7 +228,7 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
     solution = replace(solution, seconds=clock() - began)
     plan = build_plan(chosen, source, solution, omega.source, baselines(costs))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
-    return replace(plan, perplexity=forecast)
+    return PricedPlan(replace(plan, perplexity=forecast), costs)
 
 
 def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:

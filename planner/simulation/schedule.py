@@ -1,7 +1,7 @@
 """The order of passes of one global batch under the runtime's static schedule.
 
-The first stage's actor runs it (`actors.schedule.static.QueueScheduler`) for the requests that fill
-the slots first: prefill micro-batches in slot order, then decode micro-batches, each of which
+The first stage's actor runs it (`actors.schedule.static`) for the requests that fill the slots
+first: prefill micro-batches in slot order, then decode micro-batches, each of which
 starts when all of its requests have their first token and takes its next step when the last one
 came back (LLM-PQ section 4.3). As it waits for the oldest micro-batch under way and never looks
 which of them is done, its decisions do not depend on time, and the order can be written down before
@@ -17,7 +17,7 @@ from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.workload import Workload
 
-UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.pipeline lets be under way, per stage
+UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.driver lets be under way, per stage
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a kernel backend offers, and what the backends share."""
+"""The interface of kernel backends, and code that several of them use."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from torch.nn import functional
 
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
+from quant.gpu_upload import moved_blocks
 from quant.scheme import LinearShape
-from quant.staging import moved_blocks
 
 _CPU_DECODED_WEIGHTS = 1 << 19
-"""2 MB of float32: fewer are no closer to the core (512 KB takes 1.3 times as long, for calls)."""
+"""Weights decoded at once on a CPU: 2 MB of float32. 512 KB would take 1.3 times as long, for the
+calls."""
 
 _GPU_DECODED_WEIGHTS = 1 << 24
-"""64 MB of float32 keep a GPU busy."""
+"""Weights decoded at once on a GPU: 64 MB of float32 keep it busy."""
 
 _MANY_TOKENS = 8
 _PRODUCT_ROWS = 256
-"""For so many tokens products of so few rows run slower than decoding into a cache gains."""
+"""From this number of tokens on, products of fewer rows than this are slow: more time is lost than
+decoding into the core's cache gains."""
 
 
 class PackedWeight(Protocol):
-    """One weight `[out, in]` as a backend holds it; its rules are in `quant.scheme`."""
+    """One weight `[out, in]` as a backend holds it; `quant.backends.table` has its sizes and
+    devices.
+    """
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
@@ -36,7 +40,9 @@ class PackedWeight(Protocol):
 
     @staticmethod
     def represent(weight: torch.Tensor) -> torch.Tensor:
-        """The float32 weight `[out, in]` that the backend makes of `weight`, on its device."""
+        """Round `weight` as the backend does: the float32 weight `[out, in]` that it then
+        multiplies with.
+        """
         ...
 
     @property
@@ -49,8 +55,8 @@ class PackedWeight(Protocol):
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors to keep in a file, of which `from_state` makes this weight again; numbers are
-        int64 without dimensions.
+        """Tensors to store in a file, from which `from_state` restores this weight; numbers are
+        int64 tensors without dimensions.
         """
         ...
 
@@ -58,12 +64,12 @@ class PackedWeight(Protocol):
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
-        """The weight of `shape` for activations of `dtype`; tensors are kept where they are."""
+        """Restore a weight of `shape` for activations of `dtype`; tensors stay on their device."""
         ...
 
 
 class CanonicalPacked(ABC):
-    """A backend that packs the canonical form at its own `bits`: quantizing is not its business."""
+    """A backend that packs weights in canonical form, which are quantized to its `bits` before."""
 
     bits: ClassVar[int]
 
@@ -74,16 +80,14 @@ class CanonicalPacked(ABC):
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
         return cls.from_canonical(quantize(weight, cls.bits, device))
 
     @classmethod
     def represent(cls, weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         return dequantize(quantize(weight, cls.bits))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See `PackedWeight`; for dataclasses of tensors and numbers."""
+        """The fields of the backend, a dataclass of tensors and numbers, by name."""
         held = {field.name: getattr(self, field.name) for field in _fields(self)}
         return {
             name: torch.tensor(value) if isinstance(value, int) else value
@@ -94,21 +98,21 @@ class CanonicalPacked(ABC):
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
-        """See `PackedWeight`."""
         numbers = {field.name for field in _fields(cls) if field.type in (int, "int")}
         return cls(**{n: int(value) if n in numbers else value for n, value in state.items()})
 
 
 def _fields(packed: Any) -> Any:
-    """The fields of a backend, each of which is a dataclass."""
+    """The fields of a backend class or object, each of which is a dataclass."""
     return fields(packed)
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of its own, no view of a checkpoint file, whose float values are all finite.
+    """Copy `tensor`, which may be a view of a checkpoint file, and check that its values are
+    finite.
 
-    Copied in blocks of rows, each cast on `device`: a copy of the whole to a GPU would be cast in
-    host memory first. CheckpointError for NaN, and for values that are infinite in `dtype`.
+    The copy goes in blocks of rows, each cast on `device`: a copy of the whole to a GPU would be
+    cast in host memory first. CheckpointError for NaN, and for values that are infinite in `dtype`.
     """
     out = torch.empty(tensor.shape, dtype=dtype, device=device)
     source, target = torch.atleast_1d(tensor), torch.atleast_1d(out)
@@ -125,13 +129,15 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Without a temporary: NaN and infinity pass through the extremes."""
+    """Whether all `values` are finite, without a temporary: NaN and infinity show in the
+    extremes.
+    """
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def tensor_bytes(*tensors: torch.Tensor) -> int:
-    """Bytes of the tensors' storages."""
+    """Sum of the bytes of the tensors' storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -141,10 +147,10 @@ def linear_by_blocks(
     decode_rows: Callable[[slice], torch.Tensor],
     row_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x` `[..., in]` times a weight of `rows` rows that is decoded a few rows at a time.
+    """Multiply `x` `[..., in]` with a weight of `rows` rows that is decoded a few rows at a time.
 
-    `decode_rows` gives the weight `[block, in]` of a half-open range of rows, of at most
-    `decoded_rows(x)`; it may use the same memory each time. `row_scale` `[rows]` multiplies sums.
+    `decode_rows` gives the weight `[block, in]` of a half-open range of at most `decoded_rows(x)`
+    rows; it may use the same memory each time. Sums are multiplied by `row_scale` `[rows]`.
     """
     compute = _compute_type(x)
     tokens = x.reshape(-1, x.shape[-1]).to(compute)
@@ -164,7 +170,9 @@ def linear_by_blocks(
 def _filled(
     weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
 ) -> torch.Tensor:
-    """`weight` `[rows, in]` with the rows from `first` on in it, or what they are decoded to."""
+    """Decode the rows from `first` on into `weight` `[rows, in]`, or return them where that is no
+    copy.
+    """
     rows = len(weight)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
@@ -176,15 +184,15 @@ def _filled(
 
 
 def decoded_rows(x: torch.Tensor) -> int:
-    """Rows that `linear_by_blocks` asks for at once, given its `x` `[..., in]`."""
+    """Number of rows that `linear_by_blocks` decodes at once for `x` `[..., in]`."""
     weights = _CPU_DECODED_WEIGHTS if x.device.type == "cpu" else _GPU_DECODED_WEIGHTS
     return max(1, weights // max(1, x.shape[-1]))
 
 
 class DecodeMemory:
-    """What `linear_by_blocks` decodes to, again and again: mapping fresh pages would cost more.
+    """Memory that `linear_by_blocks` decodes to again and again: fresh pages would take longer.
 
-    `codes` uint8 and `values` float32, `[decoded_rows(x), in]` or `[rows, in]`, whichever is less.
+    `codes` uint8 and `values` float32 are `[decoded_rows(x), in]`, or `[rows, in]` if that is less.
     """
 
     def __init__(self, x: torch.Tensor, rows: int) -> None:
@@ -194,6 +202,6 @@ class DecodeMemory:
 
 
 def _compute_type(x: torch.Tensor) -> torch.dtype:
-    """CPUs without float16 arithmetic multiply matrices far faster in float32."""
+    """The type to multiply in: CPUs without float16 arithmetic are far faster in float32."""
     half_on_cpu = x.device.type == "cpu" and x.dtype == torch.float16
     return torch.float32 if half_on_cpu else x.dtype

@@ -10,8 +10,9 @@ from typing import Any, Self
 import torch
 
 from quant.backends.base import copy_of, tensor_bytes
+from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
-from quant.scheme import NF4_BLOCK, LinearShape
+from quant.scheme import LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
 """Activations above it are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
@@ -29,14 +30,15 @@ def _bitsandbytes() -> Any:
 
 @dataclass(frozen=True)
 class BnbNf4:
-    """`packed` `[out * in / 2, 1]` uint8 in blocks of 64; `quantized`: their maxima, the table."""
+    """`packed`: uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: their maxima, and the
+    table.
+    """
 
     packed: torch.Tensor
     quantized: Any
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
         values = copy_of(weight, dtype, device)
         packed, quantized = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
@@ -45,7 +47,6 @@ class BnbNf4:
 
     @staticmethod
     def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         packed = BnbNf4.from_weight(weight, torch.float32, weight.device)
         restored: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
             packed.packed, packed.quantized
@@ -53,7 +54,6 @@ class BnbNf4:
         return restored
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See `PackedWeight`."""
         return {
             "packed": self.packed,
             "maxima": self.quantized.absmax,
@@ -64,7 +64,6 @@ class BnbNf4:
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
-        """See `PackedWeight`."""
         quantized = _bitsandbytes().functional.QuantState(
             absmax=state["maxima"],
             shape=torch.Size((shape.out_features, shape.in_features)),
@@ -77,11 +76,9 @@ class BnbNf4:
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
 
@@ -95,35 +92,29 @@ class BnbInt8:
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """See `PackedWeight`."""
         values = copy_of(weight, torch.float16, device)
         codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
         return cls(codes, maxima)
 
     @staticmethod
     def represent(weight: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         packed = BnbInt8.from_weight(weight, torch.float16, weight.device)
         return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See `PackedWeight`."""
         return {"codes": self.codes, "maxima": self.maxima}
 
     @classmethod
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
-        """See `PackedWeight`."""
         return cls(state["codes"], state["maxima"])
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.codes, self.maxima)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         bitsandbytes = _bitsandbytes()
         state = bitsandbytes.MatmulLtState(CB=self.codes, SCB=self.maxima)
         state.has_fp16_weights = False

@@ -1,45 +1,33 @@
-"""The table of backends, and the self-test that each passes before its first use on a machine."""
+"""The kernel classes of all backends, and the self-test before their first use on a machine."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from importlib import import_module
 
 import torch
 
 from quant.backends.base import PackedWeight
-from quant.backends.bnb import BnbInt8, BnbNf4
-from quant.backends.cpu.int3pack import Int3Pack
-from quant.backends.cpu.int4pack import Int4Pack
-from quant.backends.cpu.int8pack import Int8Pack
-from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
-from quant.backends.cuda.packed import Cuda3Bit, Cuda4Bit, Cuda8Bit
-from quant.backends.portable.torch_3bit import Torch3Bit
-from quant.backends.portable.torch_4bit import Torch4Bit
-from quant.backends.portable.torch_8bit import Torch8Bit
-from quant.scheme import fallback_rule
+from quant.backends.selection import fallback_rule
+from quant.backends.table import KERNEL_RULES
 
-BACKENDS: dict[str, type[PackedWeight]] = {
-    "int3pack": Int3Pack,
-    "int4pack": Int4Pack,
-    "onednn_w8a8": OneDnnW8A8,
-    "int8pack": Int8Pack,
-    "bnb_nf4": BnbNf4,
-    "bnb_int8": BnbInt8,
-    "cuda_3bit": Cuda3Bit,
-    "cuda_4bit": Cuda4Bit,
-    "cuda_8bit": Cuda8Bit,
-    "torch_3bit": Torch3Bit,
-    "torch_4bit": Torch4Bit,
-    "torch_8bit": Torch8Bit,
-}
-"""Backend by the name of its `quant.scheme.KernelRule`; `plain` has none, it is `nn.Linear`."""
+
+def _kernel_class(path: str) -> type[PackedWeight]:
+    """The class at `path`, `module.Class` below `quant.backends`."""
+    module, _, name = path.rpartition(".")
+    found: type[PackedWeight] = getattr(import_module(f"quant.backends.{module}"), name)
+    return found
+
+
+BACKENDS = {rule.name: _kernel_class(rule.kernel) for rule in KERNEL_RULES if rule.kernel}
+"""The kernel class of each backend by its name; `plain` has none, it is `nn.Linear`."""
 
 _TEST_SHAPE = (192, 256)
 _TEST_TOKENS = (1, 3, 7, 33, 130)
 _TOLERANCE = 0.03
-"""Relative error (Frobenius norm) of a product. Rounding activations to 8 bit costs 0.009 on normal
-values, bfloat16 0.004; a kernel that misreads a scale, a zero or a code is beyond 0.1."""
+"""Largest relative error (Frobenius norm) of a product. Rounding activations to 8 bit costs 0.009
+on normal values, bfloat16 0.004; a kernel that misreads a scale, a zero or a code is beyond 0.1."""
 
 
 @functools.cache
@@ -48,7 +36,7 @@ def usable_backend(
 ) -> type[PackedWeight]:
     """The backend of that name or, with a warning, the pure torch one if it fails its self-test.
 
-    Tested once per process, compute type and device. DeviceError if it needs a missing package.
+    It is tested once per process, compute type and device. DeviceError if a package is missing.
     """
     backend = BACKENDS[name]
     fallback = fallback_rule(bits).name
@@ -65,7 +53,9 @@ def usable_backend(
 
 
 def self_test(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> str | None:
-    """What is wrong with a backend here, against dequantize-and-matmul; None if all is well."""
+    """Compare a backend with dequantize-and-matmul; describes what is wrong, None if all is
+    well.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE, generator=generator)
     try:

@@ -1,1 +1,1 @@
-"""Packed decoder layers kept on disk for the next start of a stage; `settings` is without torch."""
+"""The cache of packed decoder layers on disk, for the next start of a stage."""

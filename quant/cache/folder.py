@@ -1,11 +1,12 @@
-"""A folder of packed decoder layers, one safetensors file each, shared by all stages of a node.
+"""The cache: a folder of packed decoder layers, one safetensors file each, for all stages of a
+node.
 
-A stage that starts again finds its layers as it left them and neither reads nor quantizes weights.
-What is in a file is told by its key (`quant.cache.layer`), whose hash is in the name and whose
-text is inside. Files appear whole, under a name that nobody had, or not at all. Those that a live
-stage uses or writes carry its shared lock and stay; of the others the least recently used go where
-room is needed, and unfinished ones in any case. Files of other names are no business of the cache.
-Whatever is wrong with the folder, a stage loads without it and says so once.
+A stage that starts again finds its packed layers and neither reads nor quantizes weights. The
+content of a file is identified by its key (`quant.cache.layer`): a hash of the key is in the name,
+its text is inside. Files are written atomically. Those that a live stage uses or writes carry its
+shared lock and stay; of the others the least recently used are deleted where room is needed, and
+unfinished ones in any case. The cache leaves files of other names alone. Whatever is wrong with the
+folder, a stage loads without it and warns once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quant.checkpoint.tensor_header import DamagedFileError, Header, read_header
 _LOCK_FILE = ".lock"
 _SUFFIX = ".safetensors"
 _LAYER_NAME = re.compile(r"[A-Za-z0-9._-]*-[0-9a-f]{32}\.safetensors")
-"""Names of `CacheKey`; weights of others have the same suffix."""
+"""Names of files of a `CacheKey`; other weights may have the same suffix."""
 
 _PART_PREFIX = ".llmpq-shard-"
 _PART_SUFFIX = ".part"
@@ -46,21 +47,21 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a cached layer is: `label` for people, `text` for everything that it depends on."""
+    """The identity of a cached layer: `label` is for people, `text` says all that it depends on."""
 
     label: str
     text: str
 
     @property
     def file_name(self) -> str:
-        """Label and hash, in characters that every file system takes."""
+        """The label and a hash, in characters that every file system takes."""
         label = re.sub(r"[^A-Za-z0-9._-]", "_", self.label).strip(".")[:80]
         return f"{label}-{hashlib.sha256(self.text.encode()).hexdigest()[:32]}{_SUFFIX}"
 
 
 @dataclass(frozen=True)
 class CachedTensors:
-    """The tensors of one file, each read when it is asked for; `notes` is what was stored along."""
+    """The tensors of one file, which are read one by one; `notes` were stored with them."""
 
     file: BinaryIO
     header: Header
@@ -68,7 +69,7 @@ class CachedTensors:
 
     @property
     def notes(self) -> Mapping[str, str]:
-        """The file's own metadata."""
+        """The metadata of the file."""
         return self.header.metadata
 
     @property
@@ -77,7 +78,7 @@ class CachedTensors:
         return frozenset(self.header.places)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in memory of its own; DamagedFileError if it is missing or damaged."""
+        """Read a tensor into memory of its own; DamagedFileError if it is missing or damaged."""
         if name not in self.header.places:
             raise DamagedFileError(f"it lacks {name}")
         return read_tensor(self.file, self.header.places[name], self.crc32[name])
@@ -85,7 +86,7 @@ class CachedTensors:
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A layer to be written: `tensors` makes them one after the other, at most `nbytes` in all."""
+    """A layer to write: `tensors` yields its tensors by name, of at most `nbytes` in all."""
 
     key: CacheKey
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -94,11 +95,11 @@ class NewEntry:
 
 
 class ShardCache:
-    """The cache in `folder`, made when it is first written to.
+    """The cache in `folder`, which is created by the first write.
 
-    `limit_bytes`: of all files in it; None for the default. As a context manager it writes in a
-    thread of its own, and on leaving waits for what is left to write; else at once. `ahead`: the
-    reader that brings its files into memory, if there is one.
+    `limit_bytes` limits all its files together; None takes the default. As a context manager it
+    writes in a thread of its own and waits for it on leaving; otherwise `store` writes before it
+    returns. `ahead` is the reader that brings its files into memory, if there is one.
     """
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -113,7 +114,7 @@ class ShardCache:
         self._pending: list[Future[str | None]] = []
 
     def __enter__(self) -> ShardCache:
-        """Write in the background from here on."""
+        """Write in the background from now on."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="shard-cache")
         return self
 
@@ -123,7 +124,7 @@ class ShardCache:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish writing; after an error only what is being written."""
+        """Finish writing; after an error only the layer that is being written."""
         assert self._writer is not None, "left without having been entered"
         self._writer.shutdown(wait=True, cancel_futures=kind is not None)
         self._writer = self.ahead = None
@@ -131,13 +132,13 @@ class ShardCache:
         self._pending = []
 
     def path_of(self, key: CacheKey) -> Path:
-        """Where the layer of that key is, if it is there."""
+        """The path at which the layer of that key is stored, if it is."""
         return self.folder / key.file_name
 
     def restore(self, key: CacheKey, build: Callable[[CachedTensors], Built]) -> Built | None:
-        """What `build` makes of the layer's tensors; None if it is not there.
+        """Read a layer and pass its tensors to `build`; None if it is not in the cache.
 
-        A damaged file is taken away, with one warning.
+        A damaged file is removed, with one warning.
         """
         path = self.path_of(key)
         try:
@@ -150,7 +151,7 @@ class ShardCache:
         with contextlib.ExitStack() as opened:
             opened.callback(file.close)
             if not _lock_shared(file):
-                return None  # it is being taken away
+                return None  # it is being removed
             try:
                 if self.ahead is not None:
                     self.ahead.wait_for(file_range(path))
@@ -167,13 +168,15 @@ class ShardCache:
         return built
 
     def store(self, entry: NewEntry) -> None:
-        """Write a layer, whose tensors must not change until this cache is left."""
+        """Write a layer, whose tensors must not change until the cache is left as a context
+        manager.
+        """
         if not self._is_writable:
             return
         if self._writer is None:
             self._complain(self._write(entry))
             return
-        # No bound on what waits: it is the stage's own weights, which stay in memory anyway.
+        # The queue has no limit: its tensors are the stage's weights, which stay in memory anyway.
         self._pending.append(self._writer.submit(self._write, entry))
         self._report(future for future in self._pending if future.done())
         self._pending = [future for future in self._pending if not future.done()]
@@ -187,7 +190,7 @@ class ShardCache:
             self._warn("write", complaint)
 
     def _warn(self, kind: str, problem: str) -> None:
-        """One warning of each kind: a folder that fails once fails for every layer."""
+        """Warn once for each kind of problem: a folder that fails once fails for every layer."""
         if kind in self._warned:
             return
         self._warned.add(kind)
@@ -195,7 +198,7 @@ class ShardCache:
         warnings.warn(f"packed-shard cache: {problem}; {remedy}", RuntimeWarning, stacklevel=4)
 
     def _write(self, entry: NewEntry) -> str | None:
-        """Write one layer; what went wrong, after which nothing more is written."""
+        """Write one layer; returns what went wrong, after which nothing more is written."""
         if not self._is_writable:
             return None
         path = self.path_of(entry.key)
@@ -212,7 +215,7 @@ class ShardCache:
         return None
 
     def _write_file(self, path: Path, entry: NewEntry) -> bool:
-        """Whether there was room; the file is complete when it gets its name."""
+        """Write the file and rename it when it is complete; returns whether there was room."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as unfinished:
             with self._locked():
@@ -221,15 +224,15 @@ class ShardCache:
                     return False
                 descriptor, name = tempfile.mkstemp(_PART_SUFFIX, _PART_PREFIX, self.folder)
                 file = unfinished.enter_context(os.fdopen(descriptor, "w+b"))
-                unfinished.callback(os.unlink, name)  # before its lock is free
+                unfinished.callback(os.unlink, name)  # before its lock is released
                 _lock_shared(file)
-                file.truncate(size)  # so that other writers count it
+                file.truncate(size)  # so that other writers count its bytes
             writer = TensorWriter(file)
             for tensor_name, tensor in entry.tensors():
                 writer.add(tensor_name, tensor)
             writer.finish({**entry.notes, "key": entry.key.text})
             with self._locked():
-                if path.exists():  # another writer was faster: both have the same to say
+                if path.exists():  # another writer was faster, with the same content
                     self._hold(path, path.open("rb"))
                     return True
                 os.rename(name, path)
@@ -238,7 +241,7 @@ class ShardCache:
         return True
 
     def _hold(self, path: Path, file: BinaryIO) -> None:
-        """Note the use, and keep the file open: its lock tells others that it is in use."""
+        """Mark the file as used now and keep it open: its lock tells others that it is in use."""
         _lock_shared(file)
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(file.fileno())
@@ -249,41 +252,43 @@ class ShardCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time looks for room or gives a file its name."""
+        """Hold the folder's lock, so that one writer at a time makes room or renames a file."""
         with (self.folder / _LOCK_FILE).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Delete the least recently used files nobody uses, if that makes room for `size` bytes."""
+        """Delete the least recently used of the unused files, if that makes room for `size`
+        bytes.
+        """
         self._sweep()
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
         with contextlib.ExitStack() as locks:
-            doomed = []
+            unneeded = []
             for path, found in sorted(files.items(), key=lambda each: each[1].st_mtime_ns):
                 if excess > 0 and not _is_part(path.name) and _is_unused(path, locks):
-                    doomed.append(path)
+                    unneeded.append(path)
                     excess -= found.st_size
             if excess > 0:
                 return False
-            for path in doomed:
+            for path in unneeded:
                 path.unlink(missing_ok=True)
         return True
 
     def _sweep(self) -> None:
-        """Delete what killed writers left: unfinished files that nobody locks."""
+        """Delete unfinished files of writers that were killed: nobody locks them."""
         for path in self._files():
             with contextlib.ExitStack() as locks:
                 if _is_part(path.name) and _is_unused(path, locks):
                     path.unlink(missing_ok=True)
 
     def _files(self) -> dict[Path, os.stat_result]:
-        """What counts towards the limit: layers, also those being written."""
+        """The files that count towards the limit: layers, also those that are being written."""
         files = {}
         for item in os.scandir(self.folder):
             if _is_part(item.name) or _LAYER_NAME.fullmatch(item.name):
-                with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     files[Path(item.path)] = item.stat(follow_symlinks=False)
         return files
 
@@ -295,7 +300,7 @@ class ShardCache:
 
 
 def open_cache(settings: CacheSettings) -> ShardCache | None:
-    """The cache of these settings; None where it is switched off."""
+    """Open the cache of these settings; None where it is switched off."""
     return ShardCache(settings.path, settings.limit_bytes) if settings.enabled else None
 
 
@@ -305,7 +310,7 @@ def _close_all(files: Mapping[Path, BinaryIO]) -> None:
 
 
 def file_range(path: Path) -> FileRange:
-    """All of a file."""
+    """The whole file as a range."""
     return FileRange(path, 0, path.stat().st_size)
 
 
@@ -317,12 +322,14 @@ def _checked(file: BinaryIO, key: CacheKey) -> CachedTensors:
 
 
 def _lock_shared(file: BinaryIO) -> bool:
-    """False if the file is being taken away; True also where files cannot be locked."""
+    """Lock a file for reading; False if it is being removed, True also where locks are not
+    supported.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks on this file system: nothing is in use as far as others can tell
+    except OSError:  # no locks on this file system: nobody knows of a use
         return True
     return True
 
@@ -332,9 +339,9 @@ def _is_part(name: str) -> bool:
 
 
 def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether a file can be taken away; it then cannot be used until `locks` are left."""
+    """Whether a file can be removed; nobody can use it then until `locks` are released."""
     try:
-        file = locks.enter_context(path.open("r+b"))  # NFS asks for that where a lock is exclusive
+        file = locks.enter_context(path.open("r+b"))  # NFS needs write access for an exclusive lock
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # in use, or not ours
         return False
@@ -342,7 +349,7 @@ def _is_unused(path: Path, locks: contextlib.ExitStack) -> bool:
 
 
 def _remove(path: Path, file: BinaryIO) -> None:
-    """Take away the file that was opened, not one that another writer put in its place."""
+    """Remove the file that was opened, but not one that another writer put in its place."""
     with contextlib.suppress(OSError):
         if os.stat(path).st_ino == os.fstat(file.fileno()).st_ino:
             path.unlink()

@@ -1,4 +1,4 @@
-"""A quantized decoder layer as the tensors of a file, and what it depends on.
+"""A quantized decoder layer as the tensors of a cached file, and the key of all it depends on.
 
 The packed weights are kept as their backends hold them, so that nothing is computed when they come
 back. That layout is the machine's: it is part of the key, with the versions of everything that has
@@ -25,51 +25,39 @@ from torch import nn
 
 from quant.backends.base import PackedWeight
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_header import DamagedFileError
-from quant.linear import QuantizedLinear, dtype_name
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape, Processor, layer_rule
+from quant.linear import LayerForm, QuantizedLinear
+from quant.scheme import LinearShape
 
 _LIBRARIES = ("torch", "bitsandbytes")
-"""Those that lay out or round packed weights."""
+"""Libraries that decide on the layout or the rounding of packed weights."""
 
 _SOURCES = (".py", ".cu")
 _RULES = {BACKENDS[rule.name].__name__: rule for rule in KERNEL_RULES if rule.name in BACKENDS}
-"""By the class of the backend, which is what a file names."""
+"""Rules by the name of the backend's class, which stands in the file."""
 
 _LINEARS = "linears"
 _PART = ":"
-"""Between the name of a linear and that of a part of its packed weight, in a file."""
+"""Separates the name of a linear and that of a part of its packed weight in a file."""
 
 _NOTES_BYTES = 4096
-"""At most, of what is kept of a linear beside what it holds: group sizes, oneDNN's layout (772)."""
+"""Largest size of what is stored of a linear beside its bytes: group sizes, oneDNN's layout
+(772)."""
 
 _TEST_SHAPE = LinearShape(in_features=256, out_features=192)
 _TEST_TOKENS = 5
 _TOLERANCE = 1e-3
-"""Relative difference of products that should be the same, but for the order of their sums."""
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """How a layer is made: its linears with `bits`, norms and biases in `dtype`.
-
-    `backend` names a kernel backend, None the preferred one; `rounding` a way of `quant.rounding`.
-    """
-
-    bits: int
-    processor: Processor
-    dtype: torch.dtype
-    device: torch.device
-    backend: str | None = None
-    rounding: str = "nearest"
+"""Largest relative difference of products that differ only in the order of their sums."""
 
 
 def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: LayerForm) -> CacheKey:
-    """The key of the layer that `module`, on the meta device, becomes.
+    """The key of the layer that `module`, on the meta device, will become in `form`.
 
-    `fingerprint`: of its part of the checkpoint. The source code of this package stands for what
-    it does to a weight: no version number has to be remembered. Errors as in `quantize_linear`.
+    `fingerprint` is that of its part of the checkpoint. The source code of this package stands for
+    what it does to a weight, so that no version number has to be kept. Errors as in
+    `quantize_linear`.
     """
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     depends_on = {
@@ -91,9 +79,9 @@ def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: Layer
 
 
 def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
-    """The filled layer as what the cache writes; None if a backend cannot be kept.
+    """Make an entry for the cache of a filled layer; None if weights of a backend cannot be stored.
 
-    `nbytes`: what the layer holds.
+    `nbytes` are the bytes that the layer holds.
     """
     linears = {
         n: child for n, child in module.named_modules() if isinstance(child, QuantizedLinear)
@@ -103,7 +91,7 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
         return None
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, linear in linears.items():  # one at a time: oneDNN's are copied for the file
+        for name, linear in linears.items():  # one at a time, as oneDNN's are copied
             for part, tensor in linear.packed.state().items():
                 yield f"{name}{_PART}{part}", tensor
         yield from _unpacked(module)
@@ -115,9 +103,9 @@ def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) ->
 
 @functools.cache
 def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a weight of `backend` is the same after it has been kept; if not, with a warning.
+    """Whether a weight of `backend` is the same after it was stored and restored; warns if not.
 
-    Tried once per process on a small one: libraries may change what they hold, or take.
+    It is tried once per process on a small weight, as libraries may change their layouts.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE.out_features, _TEST_SHAPE.in_features, generator=generator)
@@ -144,14 +132,14 @@ def comes_back(backend: type[PackedWeight], dtype: torch.dtype, device: torch.de
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """The parts of a layer in memory of their own, on its device."""
+    """The parts of a layer that was read from the cache, on its device."""
 
     linears: Mapping[str, QuantizedLinear]
     tensors: Mapping[str, torch.Tensor]
 
 
 def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> CachedLayer:
-    """The parts for `module`, which is not changed; DamagedFileError if they are not all there."""
+    """Read the parts for `module`, which is not changed; DamagedFileError if one is missing."""
     try:
         names: dict[str, str] = dict(json.loads(cached.notes[_LINEARS]))
         places = {name: (module.get_submodule(name), _RULES[own]) for name, own in names.items()}
@@ -164,7 +152,7 @@ def read_layer(module: nn.Module, cached: CachedTensors, form: LayerForm) -> Cac
     if tensors.keys() != expected.keys():
         raise DamagedFileError(f"it lacks or should not have {min(tensors.keys() ^ expected)}")
     for name, tensor in expected.items():
-        casts = tensor.is_meta and tensor.is_floating_point()  # as when it is loaded
+        casts = tensor.is_meta and tensor.is_floating_point()  # as in loading
         wanted = (tensor.shape, form.dtype if casts else tensor.dtype)
         if (tensors[name].shape, tensors[name].dtype) != wanted:
             raise DamagedFileError(f"{name} is not {list(tensor.shape)} of {wanted[1]}")
@@ -185,7 +173,7 @@ def fill_from(module: nn.Module, layer: CachedLayer) -> None:
 def _read_linear(
     meta: nn.Module, name: str, rule: KernelRule, cached: CachedTensors, form: LayerForm
 ) -> QuantizedLinear:
-    """The linear in place of `meta`; its bias is still that of `meta`."""
+    """Read the linear that replaces `meta`; its bias is still that of `meta`."""
     if not isinstance(meta, nn.Linear):
         raise DamagedFileError(f"{name} is no linear layer")
     shape = LinearShape(meta.in_features, meta.out_features)
@@ -198,7 +186,7 @@ def _read_linear(
         packed = BACKENDS[rule.name].from_state(placed, shape, form.dtype)
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         if _is_out_of_memory(error):
-            raise  # no fault of the file
+            raise  # the file is not at fault
         raise DamagedFileError(f"{name}: {type(error).__name__}: {error}") from error
     linear = QuantizedLinear(packed, shape, None, form.dtype, rule)
     linear.bias = meta.bias
@@ -206,32 +194,29 @@ def _read_linear(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """For memory of the host torch has no error of its own."""
+    """Whether memory is short; for host memory torch has no error of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _backends(module: nn.Module, form: LayerForm) -> dict[str, str]:
-    """Class of the backend that takes each linear on this machine."""
+    """Class of the backend that takes each linear on this machine, by the linear's name."""
     chosen = {}
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear):
             shape = LinearShape(child.in_features, child.out_features)
-            rule = layer_rule(
-                form.processor, form.bits, shape, dtype_name(form.dtype), form.backend
-            )
-            backend = usable_backend(rule.name, form.bits, form.dtype, form.device)
+            backend = usable_backend(form.rule_of(shape).name, form.bits, form.dtype, form.device)
             chosen[name] = backend.__name__
     return chosen
 
 
 def _unpacked(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything but packed weights: norms, biases and the like."""
+    """All tensors but packed weights: norms, biases and the like."""
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
 @functools.cache
 def _code_fingerprint() -> str:
-    """Of every source file of this package."""
+    """Digest of every source file of this package."""
     digest = sha256()
     for path, content in sorted(_sources(resources.files("quant"), "")):
         digest.update(f"{path} {len(content)} ".encode() + content)
@@ -248,7 +233,7 @@ def _sources(folder: Traversable, path: str) -> Iterator[tuple[str, bytes]]:
 
 @functools.cache
 def _cpu_flags() -> str:
-    """Everything that decides on a layout of packed weights in libraries that choose by CPU."""
+    """Digest of the CPU's flags, by which libraries choose the layout of packed weights."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8", "replace").splitlines() if info.is_file() else []
     flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
@@ -267,6 +252,6 @@ def _library_versions() -> dict[str, str]:
 
 
 def put_submodule(module: nn.Module, name: str, child: nn.Module) -> None:
-    """Replace the submodule of that dotted name."""
+    """Replace the submodule with the dotted `name`."""
     parent, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(parent), attribute, child)

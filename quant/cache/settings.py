@@ -1,4 +1,4 @@
-"""Where stages keep their packed layers for the next start, without torch."""
+"""Settings of the cache of packed layers, without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from quant.common.errors import SpecError
 
 DEFAULT_LIMIT_BYTES = 100 << 30
-"""Several 70B models at 4 bit; half of the free space where that is less."""
+"""The default limit: several 70B models at 4 bit. Half of the free space is taken where that is
+less."""
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """`folder`: None for the user's own on each node; `limit_gib`: None for the default.
+    """Settings of the cache: `folder` is None for the user's own on each node, `limit_gib` None for
+    the default limit.
 
     Raises `SpecError` for a limit that is no positive number.
     """
@@ -25,7 +27,6 @@ class CacheSettings:
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        """Check the limit."""
         if self.limit_gib is not None and not 0 < self.limit_gib < math.inf:
             raise SpecError(
                 f"the cache limit is {self.limit_gib:g} GiB; give a positive number, or switch the "
@@ -34,20 +35,20 @@ class CacheSettings:
 
     @property
     def path(self) -> Path:
-        """The folder on this node; SpecError where it is in a home that nobody has."""
+        """The folder on this node; SpecError where it lies in the home of an unknown user."""
         return default_folder() if self.folder is None else _expanded(self.folder)
 
     @property
     def limit_bytes(self) -> int | None:
-        """The limit; None for the default one."""
+        """The limit in bytes; None for the default."""
         return None if self.limit_gib is None else int(self.limit_gib * (1 << 30))
 
 
 def cache_settings(
     folder: str | Path | None, limit_gib: float | None, no_cache: bool
 ) -> CacheSettings:
-    """Settings as users give them: a folder is that of the machine where it is given, made absolute
-    for the others. Raises `SpecError` as `CacheSettings`, and for a user who is unknown.
+    """Make settings of what a user gave. The folder is made absolute on this machine, for the
+    others too. SpecError as in `CacheSettings`, and for an unknown user in the folder's path.
     """
     absolute = None if folder is None else str(_expanded(folder).absolute())
     return CacheSettings(absolute, limit_gib, not no_cache)

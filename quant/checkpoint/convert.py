@@ -1,6 +1,6 @@
 """Turning PyTorch `.bin` checkpoints into safetensors, one shard in memory at a time.
 
-The target appears only when it is complete: it is written aside, in the same folder, and renamed.
+The target appears only when it is complete: it is written beside it, and then renamed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from quant.checkpoint.model_folder import copy_settings, new_folder, overlap, write_index
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE, read_index
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 _BIN_FILE = "pytorch_model.bin"
 _BIN_INDEX = "pytorch_model.bin.index.json"
@@ -25,7 +25,7 @@ _BIN_INDEX = "pytorch_model.bin.index.json"
 
 @dataclass(frozen=True)
 class ConvertSummary:
-    """What `convert` wrote: `tensors` of `tensor_bytes` in `shards` files, into `target`.
+    """The result of `convert`: `tensors` of `tensor_bytes` in `shards` files, in `target`.
 
     `aliases` are (left out, kept) pairs of tensors that share memory, such as a head tied to the
     embedding; `copied` are the configuration and tokenizer files.
@@ -52,10 +52,9 @@ def convert(source: Path, target: Path) -> ConvertSummary:
     """Write the `.bin` checkpoint in folder `source` as safetensors into the new folder `target`.
 
     Tensors that share memory are written once, with the names left out in the file's metadata,
-    unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, if
-    `source` has no `.bin` weights or configuration, or if a file is missing, damaged, or holds
-    anything but tensors, or if `target` is in `source` or cannot be written; nothing of it is left
-    then.
+    unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, lies
+    in `source` or cannot be written, if `source` has no `.bin` weights or configuration, or if a
+    file is missing, damaged, or holds anything but tensors; nothing is left behind then.
     """
     try:
         if target.exists():
@@ -85,7 +84,7 @@ def convert(source: Path, target: Path) -> ConvertSummary:
 
 
 def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> list[_Shard]:
-    """Every weight file as a shard in `target`, with an index where there are several."""
+    """Write every weight file as a shard in `target`, with an index where there are several."""
     shards = [
         _convert_file(source / file, target / _shard_name(number, len(files)), tied)
         for number, file in enumerate(files, start=1)
@@ -96,7 +95,7 @@ def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> 
 
 
 def _bin_files(source: Path) -> list[str]:
-    """The weight files of `source`, each checked to exist."""
+    """The weight files of `source`; CheckpointError where one does not exist."""
     if not source.is_dir():
         raise CheckpointError(
             f"there is no folder {source}; give the one that holds the .bin files"
@@ -123,7 +122,7 @@ def _ties_embeddings(source: Path) -> bool:
     path = source / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{source} has no config.json, without which nothing can load it")
-    values = read_settings(path, "download it again", CheckpointError)
+    values = read_json_object(path, "download it again", CheckpointError)
     return bool(values.get("tie_word_embeddings", True))
 
 
@@ -152,7 +151,7 @@ def _convert_file(source: Path, target: Path, tied: bool) -> _Shard:
 
 
 def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in `path`, mapped where its format allows; only tensors are accepted."""
+    """Load the state dict in `path`, mapped where its format allows; only tensors are accepted."""
     try:
         mappable = zipfile.is_zipfile(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
@@ -174,7 +173,7 @@ def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _aliases(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Each later name of a tensor that occupies the very memory of an earlier one."""
+    """The names of tensors that occupy the memory of an earlier one, each with the earlier name."""
     first_name: dict[tuple[object, ...], str] = {}
     aliases = {}
     for name, tensor in tensors.items():

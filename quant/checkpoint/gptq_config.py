@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says of its quantization; GPTQ formats are read, without torch.
+"""Reading how a checkpoint is quantized from its configuration, for GPTQ formats; without torch.
 
 GPTQModel writes it into `config.json` (`quantization_config`), auto-gptq into a file of its own,
 `quantize_config.json`.
@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from quant.common.errors import SpecError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 CONFIG_FILE = "config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
 CONFIG_KEY = "quantization_config"
 
 STORED_BITS = (3, 4, 8)
-"""Bitwidths of GPTQ checkpoints that there are kernels for."""
+"""Bitwidths of GPTQ checkpoints for which there are kernels."""
 
 WHOLE_ROW = -1
 """GPTQ's group size for one scale per output row."""
 
 _FORMATS = {"gptq": 1, "gptq_v2": 0}
-"""What is missing from the stored zeros: the first format stores them less one."""
+"""Formats, with what has to be added to their zeros: the first one stores them less one."""
 
 _REMEDY = (
     "give the original 16-bit checkpoint, or one in GPTQ format, such as llmpq-quantize makes of it"
@@ -36,10 +36,10 @@ _REMEDY = (
 class GptqConfig:
     """How the linears of a GPTQ checkpoint are stored.
 
-    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed` says that rules of
-    its own give some modules other bits, or leave them in 16. `desc_act`: columns were quantized in
-    an order of their own, so that the columns of a group may lie apart. `zero_offset` is to be
-    added to stored zeros.
+    `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed`: rules in the
+    configuration give some modules other bits, or leave them in 16. `desc_act`: columns were
+    quantized in an order of their own, so that the columns of a group may lie apart. `zero_offset`
+    has to be added to stored zeros.
     """
 
     bits: int
@@ -50,9 +50,9 @@ class GptqConfig:
 
 
 def read_gptq_config(folder: Path) -> GptqConfig | None:
-    """The quantization of the checkpoint in `folder`, None where it holds plain weights.
+    """Read the quantization of the checkpoint in `folder`; None where it holds plain weights.
 
-    SpecError for one that is not GPTQ, or of a kind that cannot be read, and for a damaged file.
+    SpecError for another method than GPTQ, a format that cannot be read, and a damaged file.
     """
     values = _read_json(folder / CONFIG_FILE).get(CONFIG_KEY)
     own_file = folder / GPTQ_CONFIG_FILE
@@ -62,7 +62,9 @@ def read_gptq_config(folder: Path) -> GptqConfig | None:
 
 
 def parse_gptq_config(values: Any, place: str) -> GptqConfig:
-    """The entries of a `quantization_config` of the checkpoint at `place`; errors as above."""
+    """Check the entries of a `quantization_config`; `place` names the file. Errors as in
+    `read_gptq_config`.
+    """
     if not isinstance(values, Mapping):
         raise SpecError(f"{place}: {CONFIG_KEY} is {values!r:.40}; it must be an object")
     method = str(values.get("quant_method", "unnamed")).lower()
@@ -100,7 +102,7 @@ def parse_gptq_config(values: Any, place: str) -> GptqConfig:
 
 
 def _is_mixed(rules: Any, bits: int, place: str) -> bool:
-    """Whether rules by module name leave out modules or give them other bits than `bits`."""
+    """Whether rules by module name leave modules out or give them other bits than `bits`."""
     if not rules:
         return False
     if not isinstance(rules, Mapping):
@@ -117,4 +119,4 @@ def _bits_of(change: Any, default: int) -> Any:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    return read_settings(path, "download it again", SpecError) if path.exists() else {}
+    return read_json_object(path, "download it again", SpecError) if path.exists() else {}

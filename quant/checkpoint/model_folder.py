@@ -1,4 +1,4 @@
-"""Writing a folder of weights: it appears only when it is complete, written aside until then."""
+"""Writing a folder of weights atomically: it appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 
 @contextmanager
 def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
-    """A folder to fill; it becomes `target`, with the parents that lack, when it is complete.
+    """Yield a folder to fill; on leaving it becomes `target`, with parents that are missing.
 
-    Made in the nearest parent that exists, so that renaming one folder is all there is to do. With
-    `replace` a folder `target` that exists gives way then, and comes back if that fails.
+    It is made in the nearest parent that exists, so that one rename is enough. With `replace` an
+    existing folder `target` is replaced, and restored if that fails.
     """
-    target = Path(os.path.realpath(target))  # of a loop of links, renaming complains
+    target = Path(os.path.realpath(target))  # a loop of links fails in renaming
     base = next(parent for parent in target.parents if parent.exists())
     aside = Path(tempfile.mkdtemp(prefix=".llmpq-new-", dir=base))
     try:
@@ -56,7 +56,7 @@ def overlap(source: Path, target: Path) -> bool:
 
 
 def copy_settings(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy configuration, tokenizer and licence files; their names."""
+    """Copy configuration, tokenizer and licence files; returns their names."""
     copied = []
     for path in sorted(source.iterdir()):
         wanted = path.suffix in _COPIED_SUFFIXES or path.name.upper().startswith("LICENSE")

@@ -1,21 +1,21 @@
-"""Where a model lies: a folder, or the hub's snapshot of an id; without torch."""
+"""Finding the folder of a model: a local one, or the hub's snapshot of an id; without torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from quant.common.errors import CheckpointError, LlmpqError
-from quant.common.foreign_words import path_reason
+from quant.common.library_errors import path_reason
 
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""Weights, configuration and tokenizer; a hub repository often holds the weights thrice."""
+"""Files of weights, configuration and tokenizer; hub repositories often hold the weights thrice."""
 
 
 def local_path(
     reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
 ) -> Path | None:
-    """The folder or file that `reference` names on this machine, `~` written out; None where there
-    is none. `refuse` with `remedy` for a name that cannot be looked at.
+    """The folder or file that `reference` names on this machine, with `~` expanded; None where
+    there is none. Raises `refuse` with `remedy` for a path that cannot be looked at.
     """
     try:
         path = Path(reference).expanduser()
@@ -25,9 +25,9 @@ def local_path(
 
 
 def resolve(path: str | Path, weights: bool = True) -> Path:
-    """The local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
+    """Find the local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
 
-    Without `weights` a hub id brings only configuration and tokenizer.
+    Without `weights`, only configuration and tokenizer of a hub id are downloaded.
 
     CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
     """

@@ -16,20 +16,21 @@ from pathlib import Path
 from types import TracebackType
 
 READ_AHEAD_BYTES = 256 << 20
-"""Ahead of the tensor in use: more than any linear of a 30B model, and little beside its layers."""
+"""Bytes read ahead of the tensor in use: more than any linear of a 30B model, and little beside its
+layers."""
 
 _CHUNK_BYTES = 4 << 20
-"""Read at once: large enough for a disk's full speed, soon done when the reader is to stop."""
+"""Bytes read at once: enough for a disk's full speed, and soon done when the reader has to stop."""
 
 ReadInto = Callable[[int, Sequence[memoryview], int], int]
 """`os.preadv(descriptor, buffers, offset)`."""
 
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-"""Linux: an error instead of waiting for a disk."""
+"""Flag of Linux: an error instead of waiting for a disk."""
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Whether first, middle and last byte of a range of a file can be had without waiting.
+    """Whether first, middle and last byte of a range of a file can be read without waiting.
 
     False where the system cannot tell.
     """
@@ -43,7 +44,7 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes `start` to `stop`, half-open, of a file."""
+    """The bytes `start` to `stop`, half-open, of a file."""
 
     path: Path
     start: int
@@ -53,8 +54,8 @@ class FileRange:
 class ReadAhead:
     """Context manager around the use of `ranges`; on leaving it the reading thread is gone.
 
-    `wait_for` is called before a range is used. At most `window_bytes` behind the end of the last
-    range waited for have then been read.
+    `wait_for` has to be called before a range is used. The thread reads at most `window_bytes`
+    beyond the end of the last range that was waited for.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ReadAhead:
         self._thread = threading.Thread(target=self._read_all, name="read-ahead", daemon=True)
 
     def __enter__(self) -> ReadAhead:
-        """Begin to read."""
+        """Start to read."""
         self._thread.start()
         return self
 
@@ -91,14 +92,14 @@ class ReadAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop reading, whatever is left."""
+        """Stop reading."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
 
     def wait_for(self, wanted: FileRange) -> None:
-        """Return once `wanted` has been read; at once if it is none of the ranges.
+        """Wait until `wanted` has been read; return at once if it is none of the ranges.
 
         OSError where it could not be read.
         """
@@ -119,23 +120,23 @@ class ReadAhead:
                 try:
                     if not self._read(file_range, position, buffer):
                         return
-                except OSError as error:  # for whoever waits for this range
+                except OSError as error:  # raised where this range is waited for
                     self._errors[file_range] = error
                 position = self._end_of[file_range]
                 with self._changed:
                     self._finished.add(file_range)
                     self._changed.notify_all()
         finally:
-            with self._changed:  # nobody waits for a reader that is gone
+            with self._changed:  # so that nobody waits for a thread that has ended
                 self._stopping = True
                 self._changed.notify_all()
 
     def _read(self, file_range: FileRange, position: int, buffer: memoryview) -> bool:
-        """Read one range, whose first byte is number `position` of all; False when told to stop."""
+        """Read one range, whose first byte is number `position` of all; False if told to stop."""
         descriptor = os.open(file_range.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if self._is_there(descriptor, file_range.start, file_range.stop):
-                return True  # copying it would only take memory bandwidth from what is computed
+                return True  # reading it would only use memory bandwidth
             offset = file_range.start
             while offset < file_range.stop:
                 ahead = position + offset - file_range.start
@@ -151,7 +152,7 @@ class ReadAhead:
         return True
 
     def _may_read(self, position: int) -> bool:
-        """Wait until the byte of that number lies within the window; False when told to stop."""
+        """Wait until byte number `position` lies within the window; False if told to stop."""
         with self._changed:
             self._changed.wait_for(lambda: position < self._allowed or self._stopping)
             return not self._stopping

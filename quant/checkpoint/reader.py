@@ -1,8 +1,8 @@
 """Reading the weights of a model one tensor at a time from safetensors files.
 
-Files are mapped, not read: a tensor is a view of the file until someone copies it, so that a stage
-never holds more of a checkpoint in memory than what it keeps. `reading_ahead` has another thread
-bring the tensors that are needed next into the system's cache.
+Files are mapped, not read: a tensor is a view of the file until it is copied, so that a stage never
+holds more of a checkpoint in memory than what it keeps. With `reading_ahead` another thread brings
+the tensors that are needed next into the system's cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quant.common.file_identity import FileIdentity
 
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
-"""What says how the stored tensors are to be read."""
+"""Files that say how the stored tensors have to be read."""
 
 
 class Checkpoint:
@@ -59,12 +59,14 @@ class Checkpoint:
         return sorted(self._file_of)
 
     def check_files(self) -> None:
-        """Open every file's header; CheckpointError names one that is missing, cut or damaged."""
+        """Open the header of every file; CheckpointError names one that is missing, cut or
+        damaged.
+        """
         for file in dict.fromkeys(self._file_of.values()):
             self._open(file)
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor `name` as a view of its file; copy it to keep it, and do not write to it.
+        """Map the tensor `name` as a view of its file; copy it to keep it, and do not write to it.
 
         CheckpointError if it is missing or its file is missing or damaged.
         """
@@ -78,14 +80,14 @@ class Checkpoint:
         return tensor
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Shape of the tensor `name`, from its file's header; errors as in `read`."""
+        """The shape of the tensor `name`, from its file's header; errors as in `read`."""
         try:
             return tuple(self._handle(name).get_slice(name).get_shape())
         except SafetensorError as error:
             raise unreadable(self.folder / self._file_of[name], error) from error
 
     def range_of(self, name: str) -> FileRange:
-        """Where the tensor `name` lies; errors as in `read`."""
+        """The file and bytes of the tensor `name`; errors as in `read`."""
         self._handle(name)
         file = self._file_of[name]
         if file not in self._places:
@@ -102,9 +104,9 @@ class Checkpoint:
     def reading_ahead(
         self, ranges: Sequence[FileRange], window_bytes: int = READ_AHEAD_BYTES
     ) -> Iterator[ReadAhead]:
-        """Inside, `ranges` are brought into memory in that order, `window_bytes` before their use.
+        """Bring `ranges` into memory in that order, `window_bytes` ahead, inside this context.
 
-        They may be of other files too. `read` waits for its tensor; what was read does not change.
+        The ranges may be of other files too. `read` waits for its tensor.
         """
         with ReadAhead(ranges, window_bytes) as ahead:
             self._ahead = ahead
@@ -114,18 +116,20 @@ class Checkpoint:
                 self._ahead = None
 
     def names_below(self, name_prefix: str) -> list[str]:
-        """Stored names of the tensors of the module `name_prefix`, sorted; as `find` tries them."""
+        """The stored names of the tensors of the module `name_prefix`, sorted, in any spelling of
+        `find`.
+        """
         base, _, rest = name_prefix.partition(".")
         prefixes = (f"{name_prefix}.", f"{rest}.", f"{base}.{name_prefix}.")
         return sorted(name for name in self._file_of if name.startswith(prefixes))
 
     def fingerprint(self, name_prefix: str) -> str:
-        """What tells the tensors below `name_prefix` from any others, without reading them.
+        """A digest that differs for other tensors below `name_prefix`, made without reading them.
 
-        Names, and the files that hold them as they were when they were opened: path, inode, size,
-        and the times of the last change to content and to anything, the latter of which no program
-        can set. Returns when that change is a clock tick ago, so that a later one shows. With them
-        goes what says how tensors are to be read. CheckpointError if a file is missing.
+        It depends on the names, on the files that hold them (path, inode, size, and the times of
+        the last change to the content and to anything, the latter of which no program can set), and
+        on the files that say how tensors are read. It waits until the last change is a clock tick
+        ago, so that a later one is noticed. CheckpointError if a file is missing.
         """
         file_of = {name: self._file_of[name] for name in self.names_below(name_prefix)}
         files = {file: self._identity(file) for file in sorted(set(file_of.values()))}
@@ -137,15 +141,15 @@ class Checkpoint:
         return hashlib.sha256(json.dumps([file_of, identities, content]).encode()).hexdigest()
 
     def is_unchanged(self, name_prefix: str) -> bool:
-        """Whether the files with tensors below `name_prefix` are still those of `fingerprint`."""
+        """Whether the files with tensors below `name_prefix` did not change since `fingerprint`."""
         files = {self._file_of[name] for name in self.names_below(name_prefix)}
         try:
             return all(FileIdentity.of(self.folder / f) == self._identity(f) for f in files)
-        except OSError:  # gone, or no longer ours to see
+        except OSError:  # removed, or no longer readable
             return False
 
     def find(self, name: str, prefix: str = "") -> str:
-        """The name under which a tensor is stored.
+        """Find the name under which a tensor is stored.
 
         Tries `prefix.name`, `name`, and `name` without `prefix`: checkpoints are saved with or
         without the base model's prefix (OPT's lack `model.`, BLOOM's `transformer.`).
@@ -161,12 +165,13 @@ class Checkpoint:
         )
 
     def has(self, name: str, prefix: str = "") -> bool:
-        """Whether `find` would find a tensor."""
         return any(candidate in self._file_of for candidate in spellings(name, prefix))
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
-        """How quantized linears are stored, None for plain weights; SpecError if not readable."""
+        """How quantized linears are stored; None for plain weights, SpecError for unknown
+        formats.
+        """
         return read_gptq_config(self.folder)
 
     def _handle(self, name: str) -> Any:
@@ -201,7 +206,7 @@ class Checkpoint:
         return self._identities[file]
 
     def _list_tensors(self) -> dict[str, str]:
-        """File of each tensor."""
+        """The file of each tensor."""
         if (self.folder / INDEX_FILE).is_file():
             return read_index(self.folder / INDEX_FILE)
         if (self.folder / SINGLE_FILE).is_file():

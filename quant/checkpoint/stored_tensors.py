@@ -1,4 +1,4 @@
-"""Which tensors a folder of safetensors files holds, from its index and headers, without torch."""
+"""Listing the tensors in a folder of safetensors files by index and headers, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quant.common.errors import CheckpointError
-from quant.common.settings_file import read_settings
+from quant.common.json_file import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,8 +19,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's file, safetensors' name of its type, and shape; the latter two are None where the
-    file is not here.
+    """A tensor's file, its type as safetensors names it, and its shape; type and shape are None
+    where the file is not on this machine.
     """
 
     file: str
@@ -29,10 +29,10 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of `folder` by name; none where it holds neither file nor index of safetensors.
+    """List the tensors of `folder` by name; none where it has neither safetensors file nor index.
 
-    CheckpointError names a file that is missing, cut or damaged. The shards of a snapshot in the
-    hub's cache may be missing: they are brought when they are needed.
+    CheckpointError names a file that is missing, cut or damaged. Shards of a snapshot in the hub's
+    cache may be missing: they are downloaded when they are needed.
     """
     if (folder / INDEX_FILE).is_file():
         file_of = read_index(folder / INDEX_FILE)
@@ -48,7 +48,7 @@ def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
 def _placed(
     folder: Path, name: str, file: str, in_file: Mapping[str, StoredTensor] | None
 ) -> StoredTensor:
-    """The tensor `name` of the index, among those of its file, or None where that comes later."""
+    """The tensor `name` of the index. `in_file`: the tensors of its file; None: it comes later."""
     if in_file is None:
         return StoredTensor(file, None, None)
     if name not in in_file:
@@ -60,8 +60,8 @@ def _placed(
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """File name of each tensor, from an index of shards; CheckpointError if it is malformed."""
-    values = read_settings(path, "download it again", CheckpointError, "index of shards")
+    """Read the file name of each tensor from an index of shards; CheckpointError if malformed."""
+    values = read_json_object(path, "download it again", CheckpointError, "index of shards")
     weight_map = values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} lists no tensors in its weight_map; download it again")
@@ -75,8 +75,8 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def spellings(name: str, prefix: str) -> list[str]:
-    """Names under which the tensor `name` may be stored, in order: checkpoints are saved with or
-    without the base model's `prefix` (OPT's lack `model.`, BLOOM's `transformer.`).
+    """Names under which the tensor `name` may be stored, in order of preference: checkpoints are
+    saved with or without the base model's `prefix` (OPT's lack `model.`, BLOOM's `transformer.`).
     """
     if not prefix:
         return [name]
@@ -84,7 +84,7 @@ def spellings(name: str, prefix: str) -> list[str]:
 
 
 def shard_path(folder: Path, file: str) -> Path:
-    """Where a file of weights lies; CheckpointError where it does not."""
+    """The path of a file of weights; CheckpointError where it does not exist."""
     path = folder / file
     if not os.path.isfile(path):  # not Path.is_file, which raises where a name is too long
         raise CheckpointError(
@@ -94,7 +94,7 @@ def shard_path(folder: Path, file: str) -> Path:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """An error: the file at `path` cannot be used; its size is told."""
+    """Make an error: the file at `path`, of that size, cannot be used."""
     size = path.stat().st_size if path.is_file() else 0
     return CheckpointError(
         f"{path} ({size} bytes) is truncated or damaged: {error}; download it again"
@@ -102,7 +102,7 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _comes_later(folder: Path, file: str) -> bool:
-    """Whether `file` is missing where that means nothing: in the hub's cache."""
+    """Whether `file` is missing from the hub's cache, and so will be downloaded."""
     in_cache = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
     return in_cache and not os.path.isfile(folder / file)
 

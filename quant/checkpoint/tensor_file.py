@@ -1,7 +1,7 @@
-"""Safetensors files by byte range: where each tensor lies, and writing one tensor after the other.
+"""Reading and writing safetensors files tensor by tensor, with checksums.
 
 `safetensors` itself maps whole files and saves only what is in memory all at once. Here a header
-tells byte ranges (for reading ahead), tensors are read straight into their own memory, and a file
+says byte ranges (for reading ahead), tensors are read directly into their own memory, and a file
 grows tensor by tensor: its header, whose size is not known before, is put in front at the end.
 """
 
@@ -25,8 +25,8 @@ from quant.checkpoint.tensor_header import (
 )
 
 _RESERVED_BYTES = 1 << 16
-"""Room for the header of a written file, padded with spaces as the format allows: a decoder layer
-has about 50 tensors of at most 200 characters each."""
+"""Bytes reserved for the header of a written file, which is padded with spaces as the format
+allows: a decoder layer has about 50 tensors of at most 200 characters each."""
 
 _HEADER_CRC32 = "header_crc32"
 
@@ -46,7 +46,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
-    """The tensor at `place` in memory of its own, on the CPU.
+    """Read the tensor at `place` into memory of its own, on the CPU.
 
     DamagedFileError if the bytes are missing, do not make up that shape or have another checksum.
     """
@@ -54,7 +54,7 @@ def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
         raise DamagedFileError(f"a tensor claims type {place.dtype} and shape {place.shape}")
     dtype = _DTYPES[place.dtype]
     elements = 1
-    for size in place.shape:  # no product of torch's: it would allocate whatever is claimed
+    for size in place.shape:  # computed before torch allocates what the header claims
         elements *= size
     if elements * dtype.itemsize != place.stop - place.start:
         raise DamagedFileError(
@@ -95,7 +95,7 @@ class TensorWriter:
         self._crc32[name] = zlib.crc32(view)
 
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Put the header in front, with `metadata` and the checksums, and the file on disk."""
+        """Write the header in front, with `metadata` and checksums, and flush the file to disk."""
         notes = {**metadata, "crc32": json.dumps(self._crc32)}
         notes[_HEADER_CRC32] = str(_header_crc32(Header(self._places, notes)))
         entries = {
@@ -118,14 +118,14 @@ class TensorWriter:
 
 
 def reserved_bytes(data_bytes: int) -> int:
-    """Size of a file that holds tensors of `data_bytes` in all."""
+    """Size of a file with tensors of `data_bytes` in all."""
     return _RESERVED_BYTES + data_bytes
 
 
 def checksums(header: Header) -> dict[str, int]:
-    """CRC-32 of every tensor of a file of `TensorWriter`.
+    """The CRC-32 of every tensor in a file that `TensorWriter` wrote.
 
-    DamagedFileError if one is missing, or if the header has another than it says.
+    DamagedFileError if one is missing, or if that of the header is wrong.
     """
     try:
         found = json.loads(header.metadata["crc32"])
@@ -139,13 +139,13 @@ def checksums(header: Header) -> dict[str, int]:
 
 
 def _header_crc32(header: Header) -> int:
-    """Of everything that a header says but this number: types and shapes, places, notes."""
+    """The CRC-32 of all that a header says but this number: types, shapes, places and notes."""
     places = {name: asdict(place) for name, place in header.places.items()}
     notes = {name: note for name, note in header.metadata.items() if name != _HEADER_CRC32}
     return zlib.crc32(json.dumps([places, notes], sort_keys=True).encode())
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, without a copy."""
+    """View the memory of a contiguous tensor on the CPU, without a copy."""
     array: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(array)

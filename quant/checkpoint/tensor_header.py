@@ -10,20 +10,20 @@ from typing import Any, BinaryIO
 
 LENGTH_BYTES = 8
 _HEADER_BYTES_MAX = 100_000_000
-"""What the `safetensors` library itself refuses to go beyond."""
+"""The largest header that the `safetensors` library accepts."""
 
 
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What parsing JSON of any content raises, and taking from it what should be there."""
+"""Errors of parsing JSON of any content, and of taking out of it what should be there."""
 
 
 class DamagedFileError(Exception):
-    """A file that is no safetensors file, is cut short, or holds other bytes than were written."""
+    """The file is no safetensors file, is cut short, or holds other bytes than were written."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor in a file: safetensors' name of its type, shape, half-open range of bytes."""
+    """One tensor in a file: its type as safetensors names it, shape, half-open range of bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,14 +33,16 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class Header:
-    """The places of all tensors in a file, by name, and the file's own notes."""
+    """The places of all tensors in a file, by name, and the file's metadata."""
 
     places: Mapping[str, TensorPlace]
     metadata: Mapping[str, str]
 
 
 def read_header(file: BinaryIO) -> Header:
-    """The header of an open safetensors file; DamagedFileError if it is none or ends too early."""
+    """Read the header of an open file; DamagedFileError if it is malformed or the file too
+    short.
+    """
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")

@@ -1,1 +1,1 @@
-"""What all packages share: errors, printable text, whole files, JSON settings."""
+"""Shared by all packages: errors and their texts, atomic writes, checks of files, units."""

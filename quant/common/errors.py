@@ -1,17 +1,17 @@
-"""The errors a user can cause or mend; command lines make one message and exit code 2 of them."""
+"""The errors that a user can cause or correct; a command prints one message and exits with 2."""
 
-from quant.common.foreign_words import without_foreign_advice
-from quant.common.printable import printable
+from quant.common.library_errors import without_library_advice
+from quant.common.safe_text import printable
 
 MESSAGE_CHARACTERS = 1500
-"""At most: messages quote what others wrote."""
+"""Longest message: messages quote text from files and other libraries."""
 
 
 class LlmpqError(Exception):
-    """Something the user can mend: the message names the problem, the number and the remedy."""
+    """An error that a user can correct: the message names problem, number and remedy."""
 
     def __str__(self) -> str:
-        return printable(without_foreign_advice(super().__str__()), MESSAGE_CHARACTERS)
+        return printable(without_library_advice(super().__str__()), MESSAGE_CHARACTERS)
 
 
 class SpecError(LlmpqError):
@@ -23,7 +23,7 @@ class InfeasibleError(LlmpqError):
 
 
 class DoesNotFitError(InfeasibleError):
-    """Memory is short for every plan that was allowed."""
+    """No plan fits because memory is short for every plan that was allowed."""
 
 
 class BoundNotMetError(InfeasibleError):
@@ -55,18 +55,20 @@ class DeviceError(LlmpqError):
 
 
 class StageLostError(Exception):
-    """A stage's process died while it was needed: no mistake of the user's, and the run is over."""
+    """A stage's process died while it was needed. It is no mistake of the user, and the run is
+    over.
+    """
 
 
 class HeadLostError(Exception):
-    """A process of the Ray that this process started has ended: no mistake of the user's, and since
-    a local Ray does not come back, the run is over.
+    """A process of the local Ray that this process started has ended. It is no mistake of the user;
+    a local Ray does not come back, so the run is over.
     """
 
 
 class DeviceLostError(StageLostError):
-    """Devices are gone and did not come back in time: `stages` of the plan have none, `devices` are
-    their names. What is left may still hold the model with another plan.
+    """Devices are gone and did not come back in time: `stages` of the plan have no device,
+    `devices` are the names of those lost. The others may still hold the model with another plan.
     """
 
     def __init__(self, message: str, stages: tuple[int, ...], devices: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What the file system says of a file, by which a later change shows without reading it."""
+"""Recognising a changed file by what the file system says of it, without reading it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from time import sleep, time
 
 _CLOCK_TICK_S = 0.02
-"""Changes of a file within one tick of the kernel's clock get the same time: 10 ms at most."""
+"""Changes of a file within one tick of the kernel's clock, at most 10 ms, get the same time."""
 
 _COARSE_TICK_S = 2.0
-"""The same where a file system stores whole seconds, or two."""
+"""The tick of file systems that store times in whole seconds, or every other second."""
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file as long as nobody changes it; `changed_ns` is a time that no program can set."""
+    """A file in one state: equal as long as nobody changes it. No program can set `changed_ns`."""
 
     path: str
     inode: int
@@ -33,13 +33,15 @@ class FileIdentity:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last change is a clock tick ago, so that a later one shows."""
+        """Whether the last change is at least a clock tick ago, so that a later one gets another
+        time.
+        """
         return self._unsettled_s() <= 0
 
     def settle(self) -> None:
-        """Wait until the last change is a clock tick ago: milliseconds, right after it.
+        """Wait until the last change is a clock tick ago, which takes milliseconds.
 
-        Of a time that lies ahead of this machine's clock, no longer than a tick.
+        If the file's time lies ahead of this machine's clock, wait for one tick.
         """
         sleep(min(self._tick_s, max(0.0, self._unsettled_s())))
 

@@ -1,4 +1,4 @@
-"""Writing a text file that is there whole or not at all."""
+"""Writing a text file atomically: it is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def names_a_file(path: Path) -> bool:
-    """Whether `path` can be a file: no folder itself, in one that exists, of a possible name."""
+    """Whether a file can be written at `path`: no folder, in a folder that exists, with a valid
+    name.
+    """
     try:
         return bool(path.name) and not path.is_dir() and path.parent.is_dir()
     except OSError:  # too long a name, no access
@@ -17,10 +19,11 @@ def names_a_file(path: Path) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` aside, in the same folder, and give the file its name once it is complete.
+    """Write `text` to a temporary file in the same folder, and rename it once it is complete.
 
-    Nobody can guess the name aside or have put a file or link there; access is the user's umask.
-    OSError where it cannot be written, ValueError for a path that cannot be; nothing is left then.
+    The temporary name is random and must be new, so that nobody can have put a file or link there.
+    Permissions follow the user's umask. Raises OSError where the file cannot be written and
+    ValueError for an impossible path; nothing is left behind then.
     """
     if not path.name:
         raise ValueError("no file name; name a file")

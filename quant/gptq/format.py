@@ -1,4 +1,4 @@
-"""Weights in the checkpoint format of GPTQ: GPTQModel's, and auto-gptq's before it.
+"""The checkpoint format of GPTQ weights: that of GPTQModel, and of auto-gptq before it.
 
 A module `name` of `in` x `out` features is stored as
 
@@ -30,12 +30,12 @@ from quant.scheme import group_size
 _WORD = 32
 _WORD_MASK = (1 << _WORD) - 1
 _FIRST_PART, _SECOND_PART = 21, 11
-"""3-bit codes that begin below bit 63 of 96, and those that begin at it: both parts fit an int64"""
+"""3-bit codes that start below bit 63 of 96, and those from there on: both parts fit an int64."""
 
 
 @dataclass(frozen=True)
 class GptqWeight:
-    """A weight `[out, in]` as the format means it: `(code - zero) * scale`.
+    """A weight `[out, in]` in the terms of the format: `(code - zero) * scale`.
 
     `codes` uint8 `[out, in]`; `scale` float `[out, groups]`; `zero` uint8 `[out, groups]`;
     `group_of_column` int32 `[in]`.
@@ -48,7 +48,7 @@ class GptqWeight:
     bits: int
 
     def dequantize(self) -> torch.Tensor:
-        """The float32 weight `[out, in]` that the codes stand for."""
+        """Restore the float32 weight `[out, in]` that the codes stand for."""
         out = torch.empty(self.codes.shape)
         rows, columns = self.codes.shape
         for block in row_blocks(rows, columns, out.device):
@@ -56,7 +56,7 @@ class GptqWeight:
         return out
 
     def rows(self, block: slice) -> torch.Tensor:
-        """Some rows of `dequantize`."""
+        """Restore some rows."""
         columns = self.group_of_column.long()
         centred = self.codes[block].float().sub_(self.zero[block].float()[:, columns])
         return centred.mul_(self.scale[block].float()[:, columns])
@@ -64,17 +64,19 @@ class GptqWeight:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A canonical weight whose columns are those of `input_order` int32 `[in]`, None: in order."""
+    """A canonical weight whose columns belong to the inputs `input_order` int32 `[in]`; None: in
+    order.
+    """
 
     canonical: CanonicalWeight
     input_order: torch.Tensor | None
 
 
 def read_gptq(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> GptqWeight:
-    """The weight `[out, in]` of `shape` of `module`, on the host.
+    """Read the weight of `module`, of `shape` `[out, in]`, to the host.
 
-    The stored shapes say its bits and groups. CheckpointError, naming the tensor, for shapes that
-    do not fit together and for scales that are not finite.
+    Its bits and groups follow from the stored shapes. CheckpointError, naming the tensor, for
+    shapes that do not fit together and for scales that are not finite.
     """
     assert checkpoint.gptq is not None, "read where a GPTQ configuration is"
     prefix = module.partition(".")[0]
@@ -103,7 +105,7 @@ def read_gptq(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> Gp
 
 
 def to_canonical(weight: GptqWeight) -> StoredWeight:
-    """The canonical form, exact at 3 and 4 bit; 8 bit is quantized once more, symmetric per row.
+    """Convert to the canonical form: exact at 3 and 4 bit, quantized again per row at 8 bit.
 
     CheckpointError for groups that do not share the columns evenly.
     """
@@ -133,7 +135,7 @@ def to_canonical(weight: GptqWeight) -> StoredWeight:
 
 
 def _symmetric_rows(weight: GptqWeight) -> CanonicalWeight:
-    """8-bit codes of rows of one scale; a few rows at a time, as they are independent."""
+    """Quantize to 8 bit with one scale per row, a few rows at a time."""
     rows, columns = weight.codes.shape
     codes = torch.empty(rows, columns, dtype=torch.int8)
     scale = torch.empty(rows, 1)
@@ -144,9 +146,10 @@ def _symmetric_rows(weight: GptqWeight) -> CanonicalWeight:
 
 
 def _parts_of_group(group: int, columns: int) -> int:
-    """Parts of the usual size that a larger group is held as, each with the same scale and zero.
+    """Number of parts of the usual size into which a larger group is split, with equal scale and
+    zero.
 
-    Kernels that take 128 columns to a group but not whole rows run then, in the planned bytes.
+    Kernels that take groups of 128 columns but not whole rows can run then, in the planned bytes.
     """
     usual = group_size(columns)
     return group // usual if group > usual and group % usual == 0 else 1
@@ -154,16 +157,16 @@ def _parts_of_group(group: int, columns: int) -> int:
 
 def fills_words(rows: int, columns: int, bits: int) -> bool:
     """Whether the codes of `columns` inputs and the zeros of `rows` outputs fill whole words, as
-    GPTQModel's kernels ask.
+    the kernels of GPTQModel require.
     """
     period = _WORD if bits == 3 else _WORD // bits
     return rows % period == 0 and columns % period == 0
 
 
 def gptq_tensors(weight: GptqWeight, zero_offset: int) -> dict[str, torch.Tensor]:
-    """The tensors of a module by the last part of their name; `zero_offset` as in `GptqConfig`.
+    """The tensors of a module, by the last part of their name; `zero_offset` as in `GptqConfig`.
 
-    For a weight of which `fills_words` holds.
+    `weight` has to fulfil `fills_words`.
     """
     rows, columns = weight.codes.shape
     assert fills_words(rows, columns, weight.bits), "checked before anything is computed"
@@ -180,7 +183,7 @@ def gptq_tensors(weight: GptqWeight, zero_offset: int) -> dict[str, torch.Tensor
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes `[rows, n]` as int32 words `[rows, n * bits / 32]`; n fills whole words."""
+    """Pack codes `[rows, n]` to int32 words `[rows, n * bits / 32]`; n has to fill whole words."""
     rows = codes.shape[0]
     if bits != 3:
         shifts = torch.arange(0, _WORD, bits)
@@ -195,7 +198,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Codes uint8 `[rows, count]` of int32 words `[rows, ceil(count * bits / 32)]`."""
+    """Unpack codes uint8 `[rows, count]` from int32 words `[rows, ceil(count * bits / 32)]`."""
     words, rows = words.contiguous(), words.shape[0]
     if bits != 3:
         shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
@@ -211,7 +214,7 @@ def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _stored_bits(qweight: torch.Tensor, columns: int, rows: int, place: str) -> int:
-    """The bitwidth that makes the words those of `columns` inputs."""
+    """The bitwidth at which `columns` inputs take this number of words."""
     for bits in STORED_BITS:
         words = -(-columns * bits // _WORD)
         if qweight.dtype == torch.int32 and tuple(qweight.shape) == (words, rows):
@@ -237,7 +240,7 @@ def _stored_groups(scales: torch.Tensor, shape: tuple[int, int], place: str) -> 
 
 
 def _stored_zeros(qzeros: torch.Tensor, bits: int, rows: int, offset: int) -> torch.Tensor:
-    """Zeros uint8 `[out, groups]`.
+    """Unpack zeros uint8 `[out, groups]`.
 
     The offset is added as GPTQModel adds it: at 4 and 8 bit to whole words, which undoes what its
     writer's subtraction borrowed, at 3 bit to each zero.
@@ -253,7 +256,9 @@ def _stored_zeros(qzeros: torch.Tensor, bits: int, rows: int, offset: int) -> to
 
 
 def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: int) -> torch.Tensor:
-    """int32 `[in]`; without an index, as auto-gptq may leave it out, groups lie side by side."""
+    """The group of each input, int32 `[in]`; without an index, which auto-gptq may leave out, the
+    groups follow each other.
+    """
     name = f"{stem}.g_idx"
     if not checkpoint.has(name):
         return torch.arange(columns, dtype=torch.int32) // max(1, -(-columns // groups))

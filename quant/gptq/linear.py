@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import PlanMismatchError
 from quant.gptq.format import read_gptq, to_canonical
-from quant.linear import linear_of_codes
-from quant.scheme import Processor
-
-_FULL_BITS = 16
+from quant.linear import LayerForm, linear_of_codes
+from quant.scheme import FULL_BITS
 
 
 def gptq_linear(
-    checkpoint: Checkpoint,
-    module: str,
-    shape: tuple[int, int],
-    bits: int,
-    processor: Processor,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
+    checkpoint: Checkpoint, module: str, shape: tuple[int, int], form: LayerForm
 ) -> nn.Module | None:
-    """The linear `module` of `shape` `[out, in]`, without bias; None where plain weights are stored
-    and planned.
+    """Load the linear `module` of `shape` `[out, in]`, without bias; None where plain weights are
+    stored and planned.
 
-    PlanMismatchError where the stored bits are not the planned `bits`; CheckpointError and
+    PlanMismatchError where the stored bits are not the planned ones; CheckpointError and
     DeviceError as in `quant.linear.linear_of_codes`.
     """
     if not checkpoint.has(f"{module}.qweight", prefix=module.partition(".")[0]):
-        if bits != _FULL_BITS:
-            raise _mismatch(checkpoint, module, _FULL_BITS, bits)
+        if form.bits != FULL_BITS:
+            raise _mismatch(checkpoint, module, FULL_BITS, form.bits)
         return None
     stored = read_gptq(checkpoint, module, shape)
-    if stored.bits != bits:
-        raise _mismatch(checkpoint, module, stored.bits, bits)
+    if stored.bits != form.bits:
+        raise _mismatch(checkpoint, module, stored.bits, form.bits)
     weight = to_canonical(stored)
-    return linear_of_codes(weight.canonical, weight.input_order, processor, dtype, device, backend)
+    return linear_of_codes(weight.canonical, weight.input_order, form)
 
 
 def _mismatch(

@@ -29,19 +29,21 @@ DAMPING = 0.01
 _MORE_DAMPING = 10.0
 _MOST_DAMPING = 1.0
 _BLOCK = 128
-"""Columns of one block, as in Frantar et al.; every group size but whole odd rows divides it."""
+"""Columns of one block, as in Frantar et al.; all group sizes divide it, but not all whole rows."""
 
 _CLIP_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 _SEARCHED_BITS = 4
-"""Beyond, steps are so fine that cutting off a weight costs more than it gains."""
+"""The highest bitwidth with searched ranges: steps of higher ones are so fine that clipping a
+weight costs more than it gains."""
 
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """`symmetric`: the zero is the middle code, as some kernels ask (Marlin). `act_order`: columns
-    with the largest inputs are rounded first, under scales fixed beforehand, so that columns stay
-    where they are and kernels notice nothing; else in their order, each group's scale chosen when
-    it is reached. `damping`: share of the mean diagonal added to it.
+    """Options of GPTQ. `symmetric`: the zero is the middle code, as some kernels require (Marlin).
+    `act_order`: columns with the largest inputs are rounded first, under scales that are fixed
+    before, so that columns stay in their places and kernels are not affected; else columns are
+    rounded in their order, and each group's scale is chosen when it is reached. `damping`: share of
+    the mean diagonal added to it.
     """
 
     symmetric: bool = False
@@ -49,7 +51,6 @@ class GptqOptions:
     damping: float = DAMPING
 
     def __post_init__(self) -> None:
-        """Check the damping; SpecError names it."""
         if not 0 < self.damping <= _MOST_DAMPING:
             raise SpecError(f"damping is {self.damping}; it must be above 0 and at most 1")
 
@@ -57,9 +58,10 @@ class GptqOptions:
 def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GptqWeight:
     """Round `weight` `[out, in]` for inputs whose X^T X is `gram` `[in, in]`, on their device.
 
-    Groups are the usual ones (`quant.scheme.group_size`). Memory: three times `gram`, and the
-    weight in float32. SpecError for other bitwidths than 3, 4 and 8, and where `gram` cannot be
-    inverted; CheckpointError for weights that are not finite or too large for float16 scales.
+    Groups are the usual ones (`quant.scheme.group_size`). It takes three times the memory of
+    `gram`, and the weight in float32. SpecError for other bitwidths than 3, 4 and 8, and where
+    `gram` cannot be inverted; CheckpointError for weights that are not finite or too large for
+    float16 scales.
     """
     if bits not in CANONICAL_BITS:
         raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
@@ -85,9 +87,9 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptio
 
 
 class _Grid:
-    """Scales (float32, of float16 values) and zeros `[groups, out]` as they are chosen.
+    """Scales (float32, of float16 values) and zeros `[groups, out]`, chosen group by group.
 
-    `importance` `[in]`: the weight of each column in the error that a choice leaves.
+    `importance` `[in]`: the weight of each column in the error that is minimised.
     """
 
     def __init__(
@@ -102,12 +104,12 @@ class _Grid:
         self._symmetric = symmetric
 
     def choose_all(self, values: torch.Tensor) -> None:
-        """For the weight `values` `[in, out]` as it is."""
+        """Choose scales and zeros of all groups for the weight `values` `[in, out]`."""
         for first in range(0, len(values), self.group):
             self.choose(first, values[first : first + self.group])
 
     def choose(self, first: int, values: torch.Tensor) -> None:
-        """For the group of columns from `first` on, `values` `[group, out]`."""
+        """Choose those of the group of columns from `first` on, `values` `[group, out]`."""
         low, high = values.amin(0).clamp_(max=0), values.amax(0).clamp_(min=0)
         if not bool(torch.isfinite(high - low).all()):
             raise CheckpointError("it holds NaN or infinite values; the checkpoint is damaged")
@@ -126,7 +128,7 @@ class _Grid:
     def _parameters(
         self, low: torch.Tensor, high: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero `[out]` whose codes reach from `low` to `high`, zero between them."""
+        """Scale and zero `[out]` whose codes reach from `low` to `high`, with zero between them."""
         largest = (1 << self.bits) - 1
         if self._symmetric:
             high = torch.maximum(low.neg(), high)
@@ -145,7 +147,9 @@ class _Grid:
 def _round_columns(
     values: torch.Tensor, factor: torch.Tensor, grid: _Grid, order: torch.Tensor
 ) -> torch.Tensor:
-    """Codes uint8 `[in, out]` of `values` `[in, out]`, which are overwritten; both in `order`."""
+    """Round `values` `[in, out]`, which are overwritten, to codes uint8 `[in, out]`; both in
+    `order`.
+    """
     columns, rows = values.shape
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
     groups = (order // grid.group).tolist()
@@ -175,7 +179,7 @@ def _codes(
 
 
 def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped `gram`, which is overwritten.
+    """Compute the upper Cholesky factor of the inverse of the damped `gram`, which is overwritten.
 
     Inputs that were always zero get a diagonal of their own: their columns are rounded alone. The
     damping grows where float32 finds the matrix not positive definite.

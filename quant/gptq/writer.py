@@ -1,8 +1,8 @@
 """Writing a checkpoint of mixed bitwidths in the format of GPTQModel, layer by layer.
 
-One safetensors file for each decoder layer and one for the rest, so that only a layer is held.
-Modules of other bits than most, and those left in 16, are told in the configuration's `dynamic`
-rules: a pattern that a module's name must match, the first one that does decides.
+There is one safetensors file for each decoder layer and one for the rest, so that only one layer is
+held in memory. Modules with other bits than most, and those left in 16, are listed in the
+configuration's `dynamic` rules: patterns of module names, of which the first match decides.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import SpecError
 from quant.gptq.format import GptqWeight, fills_words, gptq_tensors
 from quant.gptq.rounding import GptqOptions
-from quant.scheme import GROUP_SIZES, group_size
-
-_FULL_BITS = 16
+from quant.scheme import FULL_BITS, GROUP_SIZES, group_size
 
 
 @dataclass(frozen=True)
 class GptqLayout:
-    """What the decoder layers of a checkpoint become.
+    """What the decoder layers of a checkpoint are quantized to.
 
     `layers_name`: full name of their list; `bitwidths`: of each; `linears`: `[out, in]` of each
     linear by its name within a layer; `head_names`: those that the LM head may be stored under.
@@ -45,8 +43,10 @@ class GptqLayout:
     head_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        """SpecError where there is nothing to quantize, or the format cannot hold a linear."""
-        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != _FULL_BITS]
+        """Raise SpecError where there is nothing to quantize, or the format cannot hold a
+        linear.
+        """
+        below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != FULL_BITS]
         if not below:
             raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
         for index, bits in below:
@@ -60,13 +60,13 @@ class GptqLayout:
 
     def configuration(self, options: GptqOptions) -> dict[str, Any]:
         """The `quantization_config` of `config.json`."""
-        usual_bits = Counter(b for b in self.bitwidths if b != _FULL_BITS).most_common(1)[0][0]
+        usual_bits = Counter(b for b in self.bitwidths if b != FULL_BITS).most_common(1)[0][0]
         groups = {name: _format_group(shape[1]) for name, shape in self.linears.items()}
         usual_group = Counter(groups.values()).most_common(1)[0][0]
         rules: dict[str, dict[str, int]] = {}
         for index, bits in enumerate(self.bitwidths):
             layer = re.escape(f"{self.layers_name}.{index}.")
-            if bits == _FULL_BITS:
+            if bits == FULL_BITS:
                 rules[f"-:{layer}.*"] = {}
                 continue
             other_bits = {} if bits == usual_bits else {"bits": bits}
@@ -109,7 +109,9 @@ class GptqWriter:
         self._file_of: dict[str, str] = {}
 
     def write_layer(self, index: int, weights: Mapping[str, GptqWeight]) -> None:
-        """Layer `index`: quantized `weights` by their linear's name in it, the rest as it is."""
+        """Write layer `index`: quantized `weights` by their linear's name in it, the rest
+        unchanged.
+        """
         prefix = f"{self._layout.layers_name}.{index}."
         kept: dict[str, torch.Tensor] = {}
         for stored in self._checkpoint.names_below(prefix.removesuffix(".")):
@@ -123,7 +125,7 @@ class GptqWriter:
         self._save(kept, index + 1)
 
     def finish(self) -> None:
-        """Embedding, final norm and head, the index and the configuration."""
+        """Write embedding, final norm and head, the index and the configuration."""
         layers = f"{self._layout.layers_name}."
         names = {stored: self._full_name(stored) for stored in self._checkpoint.names()}
         rest = {full: stored for stored, full in names.items() if not full.startswith(layers)}
@@ -136,7 +138,7 @@ class GptqWriter:
         _write_json(self._target / GPTQ_CONFIG_FILE, quantization)
 
     def _full_name(self, stored: str) -> str:
-        """With the base model's prefix, which some checkpoints are saved without."""
+        """The full name of a tensor, with the base model's prefix, which some checkpoints lack."""
         base = self._layout.layers_name.partition(".")[0]
         if stored.startswith(tuple(f"{known}." for known in (base, *self._layout.head_names))):
             return stored
@@ -146,7 +148,7 @@ class GptqWriter:
         last = len(self._layout.bitwidths)
         file = f"model-{number + 1:05d}-of-{last + 1:05d}.safetensors"
         save_file(tensors, self._target / file, metadata={"format": "pt"})
-        # safetensors makes files that their owner alone can read; stages may run as others.
+        # safetensors makes files that only their owner can read; stages may run as other users.
         shutil.copymode(self._target / CONFIG_FILE, self._target / file)
         self._file_of |= dict.fromkeys(tensors, file)
         self.total_bytes += sum(tensor.nbytes for tensor in tensors.values())

@@ -3,7 +3,7 @@
 While a layer loads, anonymous host memory holds what is packed already plus one linear's codes (two
 where the cache writes 8-bit layers) and a few megabytes: tensors are read as views of mapped files
 and neither cast nor copied whole. Inside `loading`, three things go on at once: the disk is read
-ahead of use, tensors are quantized (and moved to a GPU, `quant.staging`), and finished layers are
+ahead of use, tensors are quantized (and moved to a GPU, `quant.gpu_upload`), finished layers are
 written to the cache.
 """
 
@@ -23,7 +23,6 @@ from quant.backends.base import copy_of
 from quant.cache.folder import CachedTensors, CacheKey, ShardCache, file_range
 from quant.cache.layer import (
     CachedLayer,
-    LayerForm,
     fill_from,
     layer_key,
     new_entry,
@@ -34,46 +33,31 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
-from quant.linear import QuantizedLinear, quantize_linear
-from quant.loading.prepacked import PrepackedLinear
-from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, Processor
+from quant.linear import LayerForm, QuantizedLinear, quantize_linear
+from quant.loading.onednn_linear import PrepackedLinear
+from quant.scheme import FULL_BITS
 
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """A decoder layer to be loaded: `module` on the meta device, its full name, and how."""
+    """A decoder layer to load: `module` on the meta device, and the form that it will have.
+
+    `name_prefix` is its full name, such as `model.layers.3`.
+    """
 
     module: nn.Module
     name_prefix: str
     form: LayerForm
 
 
-def load_layer(
-    module: nn.Module,
-    checkpoint: Checkpoint,
-    name_prefix: str,
-    bits: int,
-    processor: Processor,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
-    cache: ShardCache | None = None,
-) -> None:
-    """Fill a decoder layer, built on the meta device, and quantize its linears to `bits`.
+def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
+    """Fill a decoder layer, built on the meta device, and quantize its linears.
 
-    `name_prefix` is the layer's full name, such as `model.layers.3`; checkpoints saved without its
-    first part are read too. Every `nn.Linear` is replaced (`quant.linear.quantize_linear`); norms
-    and biases are held in `dtype`. A layer that `cache` has is taken from there, another is put
-    there unless nothing has to be quantized for it. CheckpointError names a tensor that is missing,
-    of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
+    Checkpoints saved without the first part of the layer's name are read too. Every `nn.Linear` is
+    replaced (`quant.linear.quantize_linear`). A layer that `cache` has is taken from there, another
+    is put there unless nothing has to be quantized for it. CheckpointError names a tensor that is
+    missing, of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
     """
-    form = LayerForm(bits, processor, dtype, device, backend)
-    load_layer_as(LayerLoad(module, name_prefix, form), checkpoint, cache)
-
-
-def load_layer_as(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
-    """`load_layer`, of a layer that was described before."""
     if cache is not None and _is_quantized_here(load, checkpoint):
         _load_with_cache(load, checkpoint, cache)
     else:
@@ -89,10 +73,11 @@ def loading(
     cache: ShardCache | None = None,
     read_ahead_bytes: int = READ_AHEAD_BYTES,
 ) -> Iterator[None]:
-    """Around `load_layer` for each of `layers` in turn, and `load_tensors` for what else there is.
+    """Read ahead and write the cache in the background, around `load_layer` for each of `layers` in
+    turn and `load_tensors` for all others.
 
-    `others`: full names of the latter's tensors. Files are read up to `read_ahead_bytes` ahead (0:
-    not at all), and the cache writes in the background; both are done with on leaving.
+    `others`: full names of those other tensors. Files are read up to `read_ahead_bytes` ahead (0:
+    not at all). Both reading and writing are finished on leaving.
     """
     with ExitStack() as stack:
         if cache is not None:
@@ -107,7 +92,7 @@ def loading(
 
 
 def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
-    """What the cache would only copy is not put there: 16-bit layers, and stored codes."""
+    """Whether a layer is worth caching: 16-bit layers and stored codes would only be copied."""
     return load.form.bits != FULL_BITS and checkpoint.gptq is None
 
 
@@ -127,11 +112,11 @@ def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache)
 
 
 def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
-    """From the checkpoint."""
+    """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
     for name, linear in _linears(module):
         filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint)
-        filled.bias = linear.bias  # on meta still: `load_tensors` fills it
+        filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
 
@@ -139,22 +124,20 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
 def _stored_linear(
     full_name: str, linear: nn.Linear, form: LayerForm, checkpoint: Checkpoint
 ) -> nn.Module:
-    """The linear for `linear` (on meta) without its bias, of codes or of a weight to be rounded."""
-    how = (form.processor, form.dtype, form.device, form.backend)
+    """Load the linear for `linear` (on meta) without its bias, of codes or of a weight to round."""
     if checkpoint.gptq is not None:
         shape = (linear.out_features, linear.in_features)
         with _named(f"{full_name}.qweight", checkpoint):
-            filled = gptq_linear(checkpoint, full_name, shape, form.bits, *how)
+            filled = gptq_linear(checkpoint, full_name, shape, form)
         if filled is not None:
             return filled
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
     with _named(f"{full_name}.weight", checkpoint):
-        rounding = Rounding.of_tensor(form.rounding, full_name)
-        return quantize_linear(weight, None, form.bits, *how, rounding)
+        return quantize_linear(weight, None, form, full_name)
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
-    """From the cache; whether it was there. The module is changed only then."""
+    """Fill a layer from the cache; returns whether it was there. Else the module is not changed."""
 
     def build(cached: CachedTensors) -> CachedLayer:
         return read_layer(load.module, cached, load.form)
@@ -168,7 +151,7 @@ def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
 def _ranges_of_layer(
     load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
 ) -> list[FileRange]:
-    """What `load_layer` will read, in its order."""
+    """The ranges that `load_layer` will read, in its order."""
     if cache is not None and _is_quantized_here(load, checkpoint):
         path = cache.path_of(_key(load, checkpoint))
         if path.is_file():
@@ -181,7 +164,7 @@ def _ranges_of_layer(
 
 
 def _ranges(full_names: Sequence[str], checkpoint: Checkpoint) -> list[FileRange]:
-    """Of those that the checkpoint has under such a name; the others are for loading to miss."""
+    """The ranges of those tensors that the checkpoint has; loading will report the others."""
     found = ((name, name.partition(".")[0]) for name in full_names)
     stored = (checkpoint.find(*each) for each in found if checkpoint.has(*each))
     return [checkpoint.range_of(name) for name in stored]
@@ -211,7 +194,9 @@ def load_tensors(
 
 
 def module_nbytes(module: nn.Module) -> int:
-    """Bytes that `module` holds: parameters, buffers and packed weights, shared storage once."""
+    """Bytes that `module` holds: parameters, buffers and packed weights; shared storage counts
+    once.
+    """
     packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
     tensors = itertools.chain(module.parameters(), module.buffers())
     storages = {
@@ -225,7 +210,7 @@ def module_nbytes(module: nn.Module) -> int:
 
 @contextmanager
 def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
-    """Puts tensor and folder before what is wrong with its values."""
+    """Add the tensor's name and the folder to errors about its values."""
     try:
         yield
     except CheckpointError as error:
@@ -262,7 +247,7 @@ def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read(checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor) -> torch.Tensor:
-    """The tensor for `wanted` (on meta), which may be stored without its name's first part."""
+    """Read the tensor for `wanted` (on meta), which may be stored without its name's first part."""
     stored_name = checkpoint.find(full_name, prefix=full_name.partition(".")[0])
     stored_shape = checkpoint.shape_of(stored_name)
     if stored_shape != tuple(wanted.shape):

@@ -1,1 +1,1 @@
-"""What quantization costs a decoder layer, by its inputs and weights; `form` is without torch."""
+"""Measuring how much a decoder layer loses by quantization, from its inputs and weights."""

@@ -1,6 +1,6 @@
 """X X^T of a linear's inputs, its largest eigenvalue, and the squared error of rounding a weight.
 
-What the Hessian-based indicator of LLM-PQ section 4.2 is made of: the Hessian of ||W X - Q(W) X||^2
+They make up the Hessian-based indicator of LLM-PQ section 4.2: the Hessian of ||W X - Q(W) X||^2
 with respect to a row of W is H = 2 X X^T.
 """
 
@@ -15,13 +15,13 @@ from quant.canonical import dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
 
 _TOLERANCE = 1e-3
-"""Of the residual: eigenvalues came out within 1e-5 of the exact ones, 1e-2 leaves 4e-3."""
+"""Tolerance of the residual: eigenvalues were within 1e-5 of the exact ones; 1e-2 leaves 4e-3."""
 
 _MOST_ITERATIONS = 200
 
 
 class Gram:
-    """The running sum X X^T `[size, size]` in float32 over all inputs added.
+    """The sum X X^T `[size, size]` in float32 over all inputs that were added.
 
     On a CPU one triangle alone is computed, by the BLAS routine for it: a quarter of the time of
     torch's general product (measured on an AMD EPYC with AVX-512, one thread).
@@ -59,11 +59,12 @@ class Gram:
 
 
 def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
-    """Largest eigenvalue of a symmetric positive semidefinite `matrix` `[n, n]`, from below.
+    """Compute the largest eigenvalue of a symmetric positive semidefinite `matrix` `[n, n]`, from
+    below.
 
-    Power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub and Van
-    Loan, section 10.1), until the residual is within `tolerance` of the value; the value's own
-    error is of its square. The start is seeded.
+    Uses power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub
+    and Van Loan, section 10.1), until the residual is within `tolerance` of the value; the error of
+    the value is of the order of its square. The start is seeded.
     """
     size, generator = len(matrix), torch.Generator().manual_seed(0)
     if not bool(matrix.diagonal().any()):
@@ -79,7 +80,7 @@ def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
         vector = torch.mv(matrix, basis[step])
         diagonal.append(float(vector @ basis[step]))
         known = basis[: step + 1]
-        for _ in range(2):  # once leaves float32 rounding that grows from step to step
+        for _ in range(2):  # once would leave rounding errors that grow
             vector -= torch.mv(known.T, torch.mv(known, vector))
         last = len(diagonal) - 1
         values, vectors = eigh_tridiagonal(diagonal, beside, select="i", select_range=(last, last))
@@ -91,7 +92,8 @@ def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
 
 
 def squared_rounding_error(weight: Tensor, bits: int) -> float:
-    """||Q(W) - W||^2 of `weight` `[out, in]` for the canonical quantizer; errors as `quantize`.
+    """Compute ||Q(W) - W||^2 of `weight` `[out, in]` for the canonical quantizer; errors as
+    `quantize`.
 
     Works through blocks of rows, so that temporaries stay in a CPU core's cache.
     """

@@ -1,4 +1,4 @@
-"""How much a decoder layer loses by quantization: the indicators of LLM-PQ sections 4.2 and 6.5.
+"""The indicators of how much a decoder layer loses by quantization (LLM-PQ sections 4.2, 6.5).
 
 Variance indicator (Theorem 1, Proposition 2), for layer i at b bits, summed over its linears o:
 
@@ -34,15 +34,16 @@ from torch import Tensor
 
 from quant.common.errors import CheckpointError
 from quant.scheme import FULL_BITS
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import Gram, squared_rounding_error
+from quant.sensitivity.variance_form import VarianceForm
 
 _BLOCK_VALUES = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Values summed at once in float32: 256 KB stay in a CPU core's second-level cache, and so few lose
-some 1e-5 of their sum; a GPU waits for the host once a block."""
+"""Number of values summed at once in float32: 256 KB stay in a CPU core's second-level cache, and
+so few lose some 1e-5 of their sum; a GPU waits for the host once for each block."""
 
 _CANCELLED = 1e-3
-"""Share of the squares' sum below which the variance is taken around the mean, in another pass."""
+"""Share of the sum of squares below which the variance is computed around the mean, in a second
+pass."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -50,7 +51,7 @@ Matrix = npt.NDArray[np.float64]
 class RunningMoments:
     """Mean and variance of all values added, in float64 over blocks summed in float32.
 
-    Blocks are merged as in Chan, Golub and LeVeque (1979), so that a large mean cancels nothing.
+    Blocks are merged as in Chan, Golub and LeVeque (1979), so that a large mean cancels no digits.
     """
 
     def __init__(self) -> None:
@@ -60,11 +61,11 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """Over the population: the squares divided by the count. 0 without values."""
+        """The variance over the population; 0 without values."""
         return self._squares / self.count if self.count else 0.0
 
     def add(self, values: Tensor) -> None:
-        """Take in `values`, of any shape and float type; CheckpointError if one is not finite."""
+        """Add `values`, of any shape and float type; CheckpointError if one is not finite."""
         at_once = _BLOCK_VALUES.get(values.device.type, _BLOCK_VALUES["cuda"])
         for block in values.reshape(-1).split(at_once):
             self._merge(block.numel(), *_mean_and_squares(block.float()))
@@ -77,7 +78,7 @@ class RunningMoments:
 
 
 def _mean_and_squares(block: Tensor) -> tuple[float, float]:
-    """Mean, and summed squared deviations from it, of a float32 vector that is not empty."""
+    """Compute the mean of a float32 vector that is not empty, and the summed squared deviations."""
     count, total, raw = block.numel(), float(block.sum()), float(torch.dot(block, block))
     mean = total / count
     if not np.isfinite(raw):
@@ -94,9 +95,9 @@ def _mean_and_squares(block: Tensor) -> tuple[float, float]:
 
 
 def weight_noises(form: VarianceForm, weight: Tensor, bitwidths: Sequence[int]) -> list[float]:
-    """D_W * S_W(b)^2 of `weight` `[out, in]` at each bitwidth, or its sum over the groups.
+    """Compute D_W * S_W(b)^2 of `weight` `[out, in]` at each bitwidth, or its sum over the groups.
 
-    The weights are looked at once for each size of group. CheckpointError if they are not finite.
+    The weights are read once for each size of group. CheckpointError if they are not finite.
     """
     squared_spans: dict[int, float] = {}
     noises = []
@@ -109,7 +110,7 @@ def weight_noises(form: VarianceForm, weight: Tensor, bitwidths: Sequence[int]) 
 
 
 def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
-    """Squared span of each group times its weights, summed."""
+    """Sum over the groups of the squared span times the number of weights."""
     if group == weight.numel():
         low, high = torch.aminmax(weight)
     else:
@@ -124,36 +125,36 @@ def _squared_spans(weight: Tensor, group: int, scheme: str) -> float:
 
 
 class LayerStatistics(Protocol):
-    """What an indicator gathers while a text passes through one decoder layer.
+    """Statistics that an indicator gathers while a text passes through one decoder layer.
 
     Linears that share an input (query, key and value) share its statistics: `source` is the name
     of the first of them.
     """
 
     def observe(self, source: str, inputs: Tensor) -> None:
-        """Take in `inputs` `[..., in]` of the linears of this source."""
+        """Add `inputs` `[..., in]` of the linears of this source."""
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """The layer's indicator at each bitwidth; `weights` `[out, in]` and sources by linear."""
+        """Compute the layer's indicator at each bitwidth; `weights` `[out, in]` and sources by
+        linear.
+        """
 
 
 class VarianceStatistics:
-    """Moments of every input, for Proposition 2."""
+    """Mean and variance of every input, for Proposition 2."""
 
     def __init__(self, form: VarianceForm = VarianceForm()) -> None:  # noqa: B008  (frozen)
         self._form = form
         self._inputs: dict[str, RunningMoments] = {}
 
     def observe(self, source: str, inputs: Tensor) -> None:
-        """See `LayerStatistics`."""
         self._inputs.setdefault(source, RunningMoments()).add(inputs)
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """See `LayerStatistics`."""
         total = np.zeros(len(bitwidths))
         for name, weight in weights.items():
             inputs = self._inputs[source_of[name]]
@@ -169,13 +170,11 @@ class HessianStatistics:
         self._grams: dict[str, Gram] = {}
 
     def observe(self, source: str, inputs: Tensor) -> None:
-        """See `LayerStatistics`."""
         self._grams.setdefault(source, Gram(inputs.shape[-1], inputs.device)).add(inputs)
 
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """See `LayerStatistics`."""
         curvature = {
             source: 2 * self._grams[source].top_eigenvalue()
             for source in dict.fromkeys(source_of[name] for name in weights)
@@ -195,9 +194,10 @@ Indicator = Callable[[], LayerStatistics]
 
 
 def random_indicator(layers: int, bitwidths: Sequence[int], seed: int) -> Matrix:
-    """Uniform draws `[layers, K]` that fall with rising bitwidth within a layer (section 6.5).
+    """Draw uniform numbers `[layers, K]` that fall with rising bitwidth within a layer (section
+    6.5).
 
-    Nothing at 16 bit, as with the other indicators.
+    They are 0 at 16 bit, as with the other indicators.
     """
     draws = np.random.default_rng(seed).uniform(size=(layers, len(bitwidths)))
     falling = np.empty_like(draws)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.transport.links import Links
-from actors.transport.meeting import Board, LocalBoard, Meeting
+from actors.transport.gloo_links import Links
+from actors.transport.rendezvous import LocalBoard, Rendezvous
 
 HOST = "192.0.2.7"  # of no machine (RFC 5737): ends on one node do not listen there
 
 
-def meet(ends: int, board: Board | None = None, meeting: Meeting | None = None) -> list[Links]:
-    meeting = meeting or Meeting((HOST,) * ends, 20.0)
-    board = board or LocalBoard(ends)
+def meet(ends: int, rendezvous: Rendezvous | None = None) -> list[Links]:
+    rendezvous = rendezvous or Rendezvous((HOST,) * ends, 20.0)
+    board = LocalBoard(ends)
     with ThreadPoolExecutor(ends) as pool:
-        return list(pool.map(lambda index: Links(meeting, index, board), range(ends)))
+        return list(pool.map(lambda index: Links(rendezvous, index, board), range(ends)))

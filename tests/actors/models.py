@@ -21,11 +21,12 @@ from transformers import (
 )
 
 from actors.messages import Request, Sampling
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from quant.scheme import Processor
+from tests.actors.local_pipeline import LocalPipeline, drive
 
 LAYERS = 5
 VOCABULARY = 199
@@ -142,7 +143,7 @@ def generate(
         Request(str(i), *row) for i, row in enumerate(zip(prompts, counts, each, strict=True))
     ]
     results: dict[str, list[int]] = {}
-    scheduler = QueueScheduler(stages[0].spec.slots, prefill, decode, len(stages))
+    scheduler = StaticScheduler(QueueSizes(stages[0].spec.slots, prefill, decode), len(stages))
     scheduler.add(requests, last=True)
     for finished in drive(scheduler, LocalPipeline(stages)):
         results |= {f.custom_id: list(f.token_ids) for f in finished}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from llmpq import Cluster, Plan, Workload
+from llmpq.remote.token import make_token
 from tests.actors.models import CONFIGS, save_tiny
+from tests.llmpq.forked_workers import forked_workers
 
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
@@ -60,11 +65,44 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quant.common.file_identity.sleep", lambda seconds: None)
 
 
+@pytest.fixture(scope="session")
+def worker_environment() -> Iterator[dict[str, str]]:
+    """Ray's `runtime_env` for workers that start fast."""
+    with TemporaryDirectory(prefix="llmpq-") as name, forked_workers(Path(name)) as environment:
+        yield environment
+
+
+@pytest.fixture
+def process_environment(worker_environment: dict[str, str]) -> dict[str, str]:
+    """Variables for a process that starts a Ray, whose workers then start fast."""
+    job = json.dumps({"runtime_env": worker_environment})
+    return os.environ | {"OMP_NUM_THREADS": "1", "RAY_JOB_CONFIG_JSON_ENV_VAR": job}
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """Address of a Ray node of two CPUs that serves all tests of this process.
+
+    It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
+    """
+    from ray._private.authentication import authentication_token_setup
+    from ray.cluster_utils import Cluster as RayCluster
+
+    make_token()
+    authentication_token_setup.enable_token_auth_by_default()
+
+    cluster = RayCluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
+    yield cluster.address
+    cluster.shutdown()
+
+
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """A Ray of this test module's own."""
+def local_ray(ray_address: str, worker_environment: dict[str, str]) -> Iterator[None]:
+    """A joined Ray, for tests that neither end it nor look at its processes."""
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
+    ray.init(address=ray_address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()

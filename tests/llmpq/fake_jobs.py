@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 from actors.messages import Sampling
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.output import JobOutput, OutputOptions
-from llmpq.jobs.records.files import Files
+from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.records.disk import Disk
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
@@ -37,14 +38,14 @@ class Crash(BaseException):
     """The process has been killed, or the power is off."""
 
 
-class QuickFiles(Files):
+class QuickDisk(Disk):
     """Without waiting for the disk."""
 
     def fsync(self, descriptor: int) -> None:
         """Nothing."""
 
 
-class FaultyFiles(QuickFiles):
+class FaultyDisk(QuickDisk):
     """Fails at call number `fail_at`: dies in the middle of it (`torn`: half is written, or nothing
     is done) or after it, or finds the disk full. Who dies loses what was not brought to the disk.
     """
@@ -89,7 +90,7 @@ class FaultyFiles(QuickFiles):
 
     def open_new(self, path: Path) -> int:
         def perform() -> int:
-            descriptor = Files.open_new(self, path)
+            descriptor = Disk.open_new(self, path)
             self._paths[descriptor] = path
             self._unsynced.add(path)
             return descriptor
@@ -100,8 +101,8 @@ class FaultyFiles(QuickFiles):
         half = memoryview(data)[: max(1, len(data) // 2)]
         return int(
             self._call(
-                lambda: Files.write(self, descriptor, data),
-                lambda: Files.write(self, descriptor, half),
+                lambda: Disk.write(self, descriptor, data),
+                lambda: Disk.write(self, descriptor, half),
             )
         )
 
@@ -112,13 +113,13 @@ class FaultyFiles(QuickFiles):
         try:
             self._call(lambda: None)
         finally:
-            Files.close(self, descriptor)
+            Disk.close(self, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         def perform() -> None:
             before = target.read_bytes() if target.exists() else None
             self._undo.append((target.parent, source, target, before))
-            Files.rename(self, source, target)
+            Disk.rename(self, source, target)
             if source in self._unsynced:
                 self._unsynced.add(target)
 
@@ -128,12 +129,12 @@ class FaultyFiles(QuickFiles):
         def perform() -> None:
             if path.exists():
                 self._undo.append((path.parent, None, path, path.read_bytes()))
-            Files.unlink(self, path)
+            Disk.unlink(self, path)
 
         self._call(perform)
 
     def make_folder(self, path: Path) -> None:
-        self._call(lambda: Files.make_folder(self, path))
+        self._call(lambda: Disk.make_folder(self, path))
 
     def sync_folder(self, folder: Path) -> None:
         def perform() -> None:
@@ -158,13 +159,13 @@ def run_job(
     source: Path,
     target: str | Path,
     options: OutputOptions = SMALL_SHARDS,
-    files: Files | None = None,
+    disk: Disk | None = None,
     job_options: JobOptions | None = None,
     identity: JobIdentity = IDENTITY,
     limit: int | None = None,
 ) -> Tally:
     """Run a job to its end, or until `limit` rows are written."""
-    output = JobOutput(target, options, (source,), files or QuickFiles())
+    output = JobOutput(target, options, (source,), disk or QuickDisk())
     found = JobInput.find([source])
     with output:
         done = finished_tally(found, output, identity, job_options or JobOptions())

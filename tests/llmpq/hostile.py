@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.plan.plan import Plan as PlanData
+from planner.plan.spec import PlanSpec
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
 HOSTILE_TEXTS = ("<script>alert(1)</script>", "\"onload='x'", "[bold red]x[/]", "a&b;\x1b[31mred")
 
 
-def with_texts(plan: PlanData, text: str) -> PlanData:
+def with_texts(plan: PlanSpec, text: str) -> PlanSpec:
     """The plan with `text` wherever people may write what they like."""
     stages = tuple(
         replace(each, device=f"{text}{each.index}", accelerator=text, node=text, provenance=text)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from quant.cache.folder import CacheKey, ShardCache
-from quant.cache.layer import LayerForm, fill_from, layer_key, new_entry, read_layer
+from quant.cache.layer import fill_from, layer_key, new_entry, read_layer
 from quant.checkpoint.tensor_file import _HEADER_CRC32, _header_crc32
 from quant.checkpoint.tensor_header import DamagedFileError, Header, _place
-from quant.linear import quantize_linear
+from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 from tests.properties.mutation import mutate_framed
@@ -71,9 +71,7 @@ def packed_layer() -> PackedLayer:
     key = layer_key(meta, "m.layers.0", "fingerprint", FORM)
     for name in ("a", "b"):
         weight = getattr(layer, name).weight.detach()
-        linear = quantize_linear(
-            weight, None, FORM.bits, FORM.processor, FORM.dtype, FORM.device, FORM.backend
-        )
+        linear = quantize_linear(weight, None, FORM)
         linear.bias = getattr(layer, name).bias
         setattr(layer, name, linear)
     layer.requires_grad_(False)

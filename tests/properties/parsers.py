@@ -22,9 +22,9 @@ from rich.console import Console
 
 from actors.messages import Sampling
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, eos_token_ids
-from llmpq.jobs.output.finished import identity
+from llmpq.jobs.output.result_rows import result_identity
 from llmpq.jobs.records.manifest import Manifest
-from llmpq.quality.text import read_documents
+from llmpq.quality.text_windows import read_documents
 from llmpq.report import report_page
 from llmpq.rows.ids import FINGERPRINT_HEX, digest
 from llmpq.rows.row import BadRow, merge_sampling, row_from_line
@@ -34,7 +34,7 @@ from planner.cluster.file import MOST_TIME_SCALE
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.plan.check import check_plan
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.rows import read_profiles, write_profiles
 from planner.quality.sensitivity import load_omega
 from planner.workload import Workload
@@ -130,9 +130,9 @@ def _cluster(data: bytes, folder: Path) -> bool:
 def _plan(data: bytes, folder: Path) -> bool:
     """As `llmpq-dist` reads one: what is accepted is what the planner could have written."""
     path = _file(folder, "plan.json", data)
-    plan = Plan.load(path)
+    plan = PlanSpec.load(path)
     text = plan.to_json()
-    assert Plan.from_json(text) == plan
+    assert PlanSpec.from_json(text) == plan
     if plan.model.fingerprint != shape().fingerprint():  # refused as another model's
         return False
     check_plan(plan, shape(), str(path))
@@ -289,7 +289,7 @@ def _manifest(data: bytes, folder: Path) -> bool:
 
 
 def _result(data: bytes, folder: Path) -> bool:
-    found = identity(data)
+    found = result_identity(data)
     return found is not None and isinstance(found.custom_id, str)
 
 

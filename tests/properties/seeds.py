@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from llmpq import Cluster, Workload
-from planner.model.families import shape_from_config
-from planner.model.finding import model_shape
+from planner.model.expected_tensors import end_tensors, layer_tensors
+from planner.model.families.table import FAMILIES
+from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
-from planner.model.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
 from tests.paths import ROOT
 
 BITS = (3, 4, 8, 16)
@@ -76,7 +76,7 @@ def plan_seeds() -> tuple[bytes, ...]:
     """One of two emulated devices with modelled times, one of real ones with a forecast."""
     emulated = Cluster.from_yaml(ROOT / "cluster_specs/emulated_t4_v100.yaml")
     real = Cluster.from_yaml(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
-    plans = [each.plan(_MODEL, Workload(8, 64, 16)).data for each in (real, emulated)]
+    plans = [each.plan(_MODEL, Workload(8, 64, 16)).spec for each in (real, emulated)]
     return tuple(_compact(plan) for plan in plans)
 
 
@@ -217,12 +217,12 @@ def folder_seeds() -> tuple[bytes, ...]:
 def _folder_seed(config: dict[str, Any]) -> bytes:
     config |= {"eos_token_id": 2, "pad_token_id": 0, "rope_scaling": None, "rope_theta": 1e4}
     shape = shape_from_config("m", config)
-    names = WEIGHT_NAMES[shape.model_type]
+    names = FAMILIES[shape.model_type].architecture
     tensors = dict(end_tensors(shape))
     for index in range(shape.layers):
-        tensors |= {f"{names.layers}.{index}.{n}": s for n, s in layer_tensors(shape).items()}
+        tensors |= {f"{names.layers_path}.{index}.{n}": s for n, s in layer_tensors(shape).items()}
     head = (shape.vocab_size, shape.word_embedding_size)
-    tensors |= {f"{name}.weight": head for name in names.heads[:1]}
+    tensors |= {f"{name}.weight": head for name in names.head_names[:1]}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, size in tensors.items():
@@ -293,7 +293,7 @@ def manifest_seed() -> tuple[bytes, ...]:
 
 def result_seed() -> tuple[bytes, ...]:
     """A line of results."""
-    from llmpq.jobs.output.finished import line_of
+    from llmpq.jobs.output.result_rows import line_of
     from llmpq.rows.results import Result
 
     result = Result("a", "text", (1, 2), "stop")

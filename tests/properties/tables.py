@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.jobs.formats.csv_files import csv_lines
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.output.finished import identities
+from llmpq.jobs.output.result_rows import result_identities
 from llmpq.rows.row import BadRow, Row
 from tests.properties.seeds import line_seeds
 
@@ -62,7 +62,7 @@ def packed_prompts(data: bytes, folder: Path) -> bool:
 def result_csv(data: bytes, folder: Path) -> bool:
     """Whether there is a row."""
     (folder / "out.csv").write_bytes(data)
-    found = [each.custom_id for each in identities(folder / "out.csv")]
+    found = [each.custom_id for each in result_identities(folder / "out.csv")]
     json.dumps(found)
     return bool(found)
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 from tests.properties.mutation import HOSTILE, dumps, nested, places_in
 from tests.properties.parsers import parsers
@@ -160,7 +160,7 @@ def test_a_wrong_field_of_a_plan_is_named() -> None:
             if path == ("solver", "gap") and value == -1:
                 continue
             with pytest.raises(SpecError) as caught:
-                Plan.from_json(json.dumps(plan), "p.json")
+                PlanSpec.from_json(json.dumps(plan), "p.json")
             assert "p.json" in str(caught.value)
             assert str(path[-1]) in str(caught.value) or str(path[0]) in str(caught.value)
 

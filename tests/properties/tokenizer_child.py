@@ -1,4 +1,4 @@
-"""`llmpq.tokenizing.child` with two more tasks: another chat template, and another model folder.
+"""`llmpq.tokenizing.worker` with two more tasks: another chat template, and another model folder.
 
 `{"template": …}` renders a chat with it, `{"load": FOLDER}` loads that tokenizer and uses it; a new
 process for each would take half a second.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_CHILD = Path(__file__).resolve().parents[2] / "llmpq" / "tokenizing" / "child.py"
+_CHILD = Path(__file__).resolve().parents[2] / "llmpq" / "tokenizing" / "worker.py"
 _SPEC = importlib.util.spec_from_file_location("child", _CHILD)
 assert _SPEC is not None
 assert _SPEC.loader is not None
@@ -33,7 +33,7 @@ class Changing(child.Worker):  # type: ignore[misc,name-defined]
             try:
                 child._compile(task["template"])
             except child.BrokenTemplateError as error:
-                return {"error": child.told_of(error), "of": "chat template"}
+                return {"error": child.error_words(error), "of": "chat template"}
             self.tokenizer.chat_template = task["template"]
             return dict(super().answer(json.dumps({"chat": CHAT})))
         if "load" in task:

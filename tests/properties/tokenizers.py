@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from llmpq.tokenizing.process import Answer, Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from tests.llmpq.small_tokenizers import TEMPLATE, WORDS, write_tokenizer
 from tests.properties.mutation import mutate_bytes, mutate_json
 

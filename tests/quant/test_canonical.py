@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from quant.canonical import (
     unpack_planes,
 )
 from quant.common.errors import CheckpointError, SpecError
+
+Packing = Callable[[torch.Tensor], torch.Tensor]
+Unpacking = Callable[[torch.Tensor, int], torch.Tensor]
 
 COLUMNS = (1, 7, 32, 64, 96, 100, 128, 200, 256, 640)
 
@@ -34,11 +38,10 @@ def largest_excess(weight: torch.Tensor, bits: int) -> float:
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e15])
-def test_error_is_at_most_half_a_scale(bits: int, columns: int, scale: float) -> None:
-    weight = weights(17, columns) * scale
-    assert largest_excess(weight, bits) < 1e-6
+def test_error_is_at_most_half_a_scale(bits: int, scale: float) -> None:
+    for columns in COLUMNS:
+        assert largest_excess(weights(17, columns) * scale, bits) < 1e-6, columns
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -69,9 +72,8 @@ def test_eight_bit_codes_match_numpy() -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("value", [0.0, 0.75, -3.0])
-def test_equal_weights_survive(bits: int, value: float) -> None:
-    weight = torch.full((3, 128), value)
+def test_equal_weights_survive(bits: int) -> None:
+    weight = torch.tensor([[0.0], [0.75], [-3.0]]).expand(3, 128)
     torch.testing.assert_close(dequantize(quantize(weight, bits)), weight, rtol=1e-6, atol=0)
 
 
@@ -121,10 +123,12 @@ def test_refused_inputs() -> None:
         quantize(torch.zeros(4, 4, dtype=torch.int8), 4)
 
 
-@pytest.mark.parametrize("columns", [*range(1, 20), 64, 72, 128, 192, 1024])
-def test_packing_round_trip_of_every_width(columns: int) -> None:
-    generator = torch.Generator().manual_seed(columns)
-    for bits, pack, unpack in ((4, pack_nibbles, unpack_nibbles), (3, pack_planes, unpack_planes)):
+@pytest.mark.parametrize(
+    ("bits", "pack", "unpack"), [(4, pack_nibbles, unpack_nibbles), (3, pack_planes, unpack_planes)]
+)
+def test_packing_round_trip_of_every_width(bits: int, pack: Packing, unpack: Unpacking) -> None:
+    for columns in (*range(1, 20), 64, 72, 128, 192, 1024):
+        generator = torch.Generator().manual_seed(columns)
         codes = torch.randint(0, 2**bits, (5, columns), generator=generator, dtype=torch.uint8)
         packed = pack(codes)
         assert packed.nbytes == 5 * (-(-columns // 2) if bits == 4 else 3 * -(-columns // 8))

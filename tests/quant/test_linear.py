@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quant.backends.base import copy_of
 from quant.backends.portable.torch_8bit import Torch8Bit
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
-from quant.linear import QuantizedLinear, quantize_linear
+from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.processor import local_processor
-from quant.scheme import LinearShape, Processor, rule_for
+from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
@@ -42,7 +43,7 @@ def weight_and_bias(rows: int = 64, columns: int = 128) -> tuple[torch.Tensor, t
 def test_product_with_bias_in_float32(bits: int, with_bias: bool) -> None:
     weight, bias = weight_and_bias()
     linear = quantize_linear(
-        weight, bias if with_bias else None, bits, PLAIN_CPU, torch.float32, CPU
+        weight, bias if with_bias else None, LayerForm(bits, PLAIN_CPU, torch.float32, CPU)
     )
     x = torch.randn(2, 5, 128)
     expected = nn.functional.linear(
@@ -54,7 +55,7 @@ def test_product_with_bias_in_float32(bits: int, with_bias: bool) -> None:
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])
 def test_type_of_the_input_is_kept(bits: int) -> None:
     weight, bias = weight_and_bias()
-    linear = quantize_linear(weight, bias, bits, HERE, torch.bfloat16, CPU)
+    linear = quantize_linear(weight, bias, LayerForm(bits, HERE, torch.bfloat16, CPU))
     assert linear(torch.randn(3, 128, dtype=torch.bfloat16)).dtype == torch.bfloat16
     if bits != 16:
         assert linear(torch.randn(3, 128)).dtype == torch.float32
@@ -62,7 +63,7 @@ def test_type_of_the_input_is_kept(bits: int) -> None:
 
 def test_sixteen_bits_is_a_plain_linear_of_its_own_memory() -> None:
     weight, bias = weight_and_bias()
-    linear = quantize_linear(weight, bias, 16, HERE, torch.float16, CPU)
+    linear = quantize_linear(weight, bias, LayerForm(16, HERE, torch.float16, CPU))
     assert type(linear) is nn.Linear
     assert torch.equal(linear.weight, weight)
     assert torch.equal(linear.bias, bias)
@@ -76,7 +77,7 @@ def test_sixteen_bits_is_a_plain_linear_of_its_own_memory() -> None:
 @pytest.mark.parametrize("shape", [(64, 128), (50, 100)])
 def test_bytes_are_the_rule_plus_the_bias(bits: int, dtype: str, shape: tuple[int, int]) -> None:
     weight, bias = weight_and_bias(*shape)
-    linear = quantize_linear(weight, bias, bits, HERE, getattr(torch, dtype), CPU)
+    linear = quantize_linear(weight, bias, LayerForm(bits, HERE, getattr(torch, dtype), CPU))
     rule = rule_for(HERE, bits, LinearShape(shape[1], shape[0]), dtype)
     bias_bytes = shape[0] * (4 if dtype == "float32" else 2)
     assert module_nbytes(linear) == rule.nbytes(LinearShape(shape[1], shape[0]), dtype) + bias_bytes
@@ -84,24 +85,24 @@ def test_bytes_are_the_rule_plus_the_bias(bits: int, dtype: str, shape: tuple[in
 
 def test_named_backend() -> None:
     weight, _ = weight_and_bias()
-    linear = quantize_linear(weight, None, 8, HERE, torch.bfloat16, CPU, "torch_8bit")
+    linear = quantize_linear(weight, None, LayerForm(8, HERE, torch.bfloat16, CPU, "torch_8bit"))
     assert isinstance(linear, QuantizedLinear)
     assert isinstance(linear.packed, Torch8Bit)
     assert "bits=8, backend=Torch8Bit" in repr(linear)
     with pytest.raises(SpecError, match="no backend 'torch_4bit' for 8 bits"):
-        quantize_linear(weight, None, 8, HERE, torch.bfloat16, CPU, "torch_4bit")
+        quantize_linear(weight, None, LayerForm(8, HERE, torch.bfloat16, CPU, "torch_4bit"))
 
 
 def test_compute_type_that_no_rule_knows() -> None:
     with pytest.raises(SpecError, match="compute type 'float64'"):
-        quantize_linear(*weight_and_bias(), 4, HERE, torch.float64, CPU)
+        quantize_linear(*weight_and_bias(), LayerForm(4, HERE, torch.float64, CPU))
 
 
 def test_damaged_weight() -> None:
     weight, _ = weight_and_bias()
     weight[3, 3] = float("nan")
     with pytest.raises(CheckpointError, match="NaN"):
-        quantize_linear(weight, None, 4, PLAIN_CPU, torch.float32, CPU)
+        quantize_linear(weight, None, LayerForm(4, PLAIN_CPU, torch.float32, CPU))
 
 
 class Padded(Torch8Bit):
@@ -115,7 +116,9 @@ class Padded(Torch8Bit):
 def test_more_bytes_than_planned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "torch_8bit", Padded)
     with pytest.raises(DeviceError, match=r"in 8512 bytes but plans count 8448"):
-        quantize_linear(weight_and_bias()[0], None, 8, PLAIN_CPU, torch.float16, CPU, "torch_8bit")
+        quantize_linear(
+            weight_and_bias()[0], None, LayerForm(8, PLAIN_CPU, torch.float16, CPU, "torch_8bit")
+        )
 
 
 class CopyRecorder(TorchDispatchMode):

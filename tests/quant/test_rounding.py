@@ -8,7 +8,7 @@ import torch
 
 from quant.canonical import dequantize, quantize, row_blocks
 from quant.common.errors import SpecError
-from quant.linear import quantize_linear
+from quant.linear import LayerForm, quantize_linear
 from quant.rounding import CLIP_FACTORS, Rounding
 from quant.scheme import Processor
 
@@ -133,17 +133,11 @@ def test_equal_weights_survive(bits: int, value: float, rounding: Rounding) -> N
 
 def test_linears_take_the_rounding() -> None:
     weight = weights(32, 128)
-    linear = quantize_linear(
-        weight,
-        None,
-        4,
-        Processor(instruction_sets=frozenset()),
-        torch.float32,
-        CPU,
-        None,
-        STOCHASTIC,
-    )
-    meant = dequantize(quantize(weight, 4, rounding=STOCHASTIC))
+    processor = Processor(instruction_sets=frozenset())
+    form = LayerForm(4, processor, torch.float32, CPU, rounding="stochastic")
+    linear = quantize_linear(weight, None, form, "layers.0.q_proj.weight")
+    rounding = Rounding.of_tensor("stochastic", "layers.0.q_proj.weight")
+    meant = dequantize(quantize(weight, 4, rounding=rounding))
     torch.testing.assert_close(linear(torch.eye(128)), meant.t(), rtol=1e-6, atol=1e-6)
 
 

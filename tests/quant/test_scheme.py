@@ -4,19 +4,10 @@ import itertools
 
 import pytest
 
+from quant.backends.selection import backend_name, fallback_rule, layer_rule, rule_for
+from quant.backends.table import KERNEL_RULES
 from quant.common.errors import SpecError
-from quant.scheme import (
-    BITWIDTHS,
-    DTYPE_BYTES,
-    KERNEL_RULES,
-    LinearShape,
-    Processor,
-    backend_name,
-    fallback_rule,
-    group_size,
-    layer_rule,
-    rule_for,
-)
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, LinearShape, Processor, group_size
 
 CPU = Processor()
 OLD_CPU = Processor(instruction_sets=frozenset())

@@ -31,13 +31,14 @@ from benchmarks.linear import (
     measure,
     random_weight,
 )
+from benchmarks.machine import BFLOAT16_CAPABILITY
 from benchmarks.timing import seconds_of
-from planner.cluster.accelerators import BFLOAT16_CAPABILITY
 from quant.backends.cuda.driver import kernels_for
 from quant.backends.cuda.packed import FUSED_TOKENS, CudaPacked
 from quant.backends.registry import BACKENDS, self_test
+from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.linear import dtype_name
-from quant.scheme import KERNEL_RULES, KernelRule, LinearShape
+from quant.scheme import LinearShape
 
 MODEL, LARGE_MODEL = "llama-3-8b", "opt-30b"
 SMALL = LinearShape(in_features=256, out_features=192)

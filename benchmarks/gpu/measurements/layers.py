@@ -29,11 +29,10 @@ from benchmarks.gpu.place import Place
 from benchmarks.timing import evictor, seconds_of
 from planner.cluster.device import Device
 from planner.costs.roofline import RooflineLatency
-from planner.model.families import shape_from_config
-from planner.model.finding import ModelShape
+from planner.model.finding import ModelShape, shape_from_config
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.rows import LayerTerms, ProfileRow, write_profiles
-from quant.cache.layer import LayerForm
+from quant.linear import LayerForm
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 

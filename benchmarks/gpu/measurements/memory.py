@@ -32,11 +32,14 @@ from benchmarks.gpu.measurements.models import (
 from benchmarks.gpu.place import Place
 from planner.cluster.device import Device
 from planner.costs.memory import (
+    StageEnds,
     StageMemory,
+    StageWork,
     fixed_stage_memory,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
 )
+from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.workload import Workload
 from quant.common.units import MIB
@@ -104,10 +107,9 @@ def _planned(
 ) -> dict[str, int]:
     """Bytes by the planner's rules, under the names of `_measured`."""
     shape = model_shape(folder)
-    fixed: StageMemory = fixed_stage_memory(
-        shape, sizes.workload, sizes.prefill, sizes.decode, dtype, device, True, True,
-        quantized=min(bits) < FULL_BITS,
-    )  # fmt: skip
+    batches = MicroBatches(sizes.prefill, sizes.decode)
+    work = StageWork(shape, sizes.workload, batches, dtype, quantized=min(bits) < FULL_BITS)
+    fixed: StageMemory = fixed_stage_memory(work, device, StageEnds.of(0, 1))
     weights = sum(layer_weight_bytes(shape, b, device, dtype, backends[b]) for b in bits)
     cache = len(bits) * kv_cache_bytes_per_layer(shape, sizes.workload, FULL_BITS, dtype)
     total = fixed.total + weights + cache

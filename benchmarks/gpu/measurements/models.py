@@ -20,10 +20,12 @@ from benchmarks.gpu.place import Place
 from benchmarks.loading import write_checkpoint
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
+from quant.backends.selection import backend_name
+from quant.backends.table import KERNEL_RULES
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 from quant.processor import local_processor
-from quant.scheme import KERNEL_RULES, LinearShape, backend_name
+from quant.scheme import LinearShape
 
 MIXED = (3, 4, 8, 16)
 DRY_MEMORY_GIB = 4

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actors.messages import MicroBatch, Request, Sampled, TokenIds
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
-from actors.stage.planned import stage_spec
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.layers import profile_of
@@ -36,11 +36,12 @@ from planner.model.finding import model_shape
 from planner.optimiser.problem import Assignment, evaluate
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan
-from planner.plan.plan import Plan, Prediction
+from planner.plan.spec import PlanSpec, Prediction
 from planner.search.search import find_plan, planning_costs
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS
+from tests.actors.local_pipeline import LocalPipeline, drive
 
 WEIGHTS_WITH_ROOM = 0.5
 """Share of the 16-bit layers that the memory of the mixed plan has room for."""
@@ -115,7 +116,7 @@ def one_device(place: Place) -> ClusterSpec:
 
 def plans(
     spec: ClusterSpec, folder: Path, workload: Workload
-) -> Iterator[tuple[str, Plan, ClusterSpec]]:
+) -> Iterator[tuple[str, PlanSpec, ClusterSpec]]:
     """What to run, each with its name and the cluster it was planned for."""
     layers = model_shape(folder).layers
     uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
@@ -132,14 +133,14 @@ def plans(
 
 def fixed_plan(
     spec: ClusterSpec, folder: Path, workload: Workload, bitwidths: Sequence[int]
-) -> Plan:
+) -> PlanSpec:
     """The plan of these bitwidths on one device, in the micro-batches that suit it best."""
     shape, options = model_shape(folder), PlanOptions(theta=0.0, bits=tuple(set(bitwidths)))
     found = find_plan(spec, shape, str(folder), workload, options)
     return priced(planning_costs(spec, shape, workload, options)[0], found, bitwidths)
 
 
-def predicted(spec: ClusterSpec, plan: Plan, workload: Workload, profile: Path) -> Prediction:
+def predicted(spec: ClusterSpec, plan: PlanSpec, workload: Workload, profile: Path) -> Prediction:
     """What the profile predicts of `plan`."""
     bitwidths = plan.stages[0].bitwidths
     options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), profiles=profile)
@@ -148,7 +149,7 @@ def predicted(spec: ClusterSpec, plan: Plan, workload: Workload, profile: Path) 
     return priced(costs, plan, bitwidths).predicted
 
 
-def priced(costs: CostModel, like: Plan, bitwidths: Sequence[int]) -> Plan:
+def priced(costs: CostModel, like: PlanSpec, bitwidths: Sequence[int]) -> PlanSpec:
     """`like` with other bitwidths, by `costs`."""
     problem = costs.problem(costs.cluster.devices, like.micro_batches)
     choices = tuple(costs.options.bits.index(bits) for bits in bitwidths)
@@ -159,7 +160,7 @@ def priced(costs: CostModel, like: Plan, bitwidths: Sequence[int]) -> Plan:
     return build_plan(costs, like.model.source, solution, like.sensitivity_source, ())
 
 
-def with_backends(plan: Plan, backends: Mapping[int, str]) -> Plan:
+def with_backends(plan: PlanSpec, backends: Mapping[int, str]) -> PlanSpec:
     """`plan` with the kernel backends that can be had here."""
     stages = tuple(
         replace(stage, backends={bits: backends[bits] for bits in stage.backends})
@@ -168,7 +169,7 @@ def with_backends(plan: Plan, backends: Mapping[int, str]) -> Plan:
     return replace(plan, stages=stages)
 
 
-def measure(plan: Plan, folder: Path, place: Place) -> Measured:
+def measure(plan: PlanSpec, folder: Path, place: Place) -> Measured:
     """The last of several passes over the workload: the others warm up."""
     device, workload = place.device, plan.workload
     processor = local_processor(device)
@@ -180,10 +181,10 @@ def measure(plan: Plan, folder: Path, place: Place) -> Measured:
     return [one_pass(plan, stages, requests) for _ in range(place.size(PASSES, 1))][-1]
 
 
-def one_pass(plan: Plan, stages: Sequence[Stage], requests: Sequence[Request]) -> Measured:
+def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request]) -> Measured:
     """All requests through the stages."""
-    sizes, pipeline = plan.micro_batches, TimedPipeline(stages)
-    scheduler = QueueScheduler(plan.workload.global_batch, sizes.prefill, sizes.decode, len(stages))
+    pipeline = TimedPipeline(stages)
+    scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
     scheduler.add(requests, last=True)
     began = time.perf_counter()
     finished = sum(len(each) for each in drive(scheduler, pipeline))
@@ -193,7 +194,7 @@ def one_pass(plan: Plan, stages: Sequence[Stage], requests: Sequence[Request]) -
     return Measured(latency_s, pipeline.prefill_s, pipeline.decode_s)
 
 
-def _described(plan: Plan) -> str:
+def _described(plan: PlanSpec) -> str:
     """Of a plan for little memory: how many layers have which bits."""
     counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in BITWIDTHS}
     return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
@@ -203,7 +204,7 @@ def _compare(
     findings: Findings,
     table: Table,
     name: str,
-    plan: Plan,
+    plan: PlanSpec,
     profile: Prediction | None,
     measured: Measured,
 ) -> None:

@@ -36,7 +36,7 @@ from benchmarks.gpu.place import Place
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Workload
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
@@ -91,7 +91,9 @@ def local_ray(place: Place) -> Iterator[None]:
         ray.shutdown()
 
 
-def plan_for_two(spec: ClusterSpec, folder: Path, workload: Workload, options: PlanOptions) -> Plan:
+def plan_for_two(
+    spec: ClusterSpec, folder: Path, workload: Workload, options: PlanOptions
+) -> PlanSpec:
     """A plan that takes both devices."""
     options = replace(options, keep_all_devices=True)
     return find_plan(spec, model_shape(folder), str(folder), workload, options)
@@ -134,7 +136,7 @@ def _time(findings: Findings, table: Table, spec: ClusterSpec, place: Place) -> 
         )  # fmt: skip
 
 
-def _mixed(plan: Plan, place: Place, findings: Findings) -> Plan:
+def _mixed(plan: PlanSpec, place: Place, findings: Findings) -> PlanSpec:
     """`plan` with 3, 4, 8 and 16 bit in turn, which need no more memory."""
     dtype = plan.stages[0].dtype
     backends = backends_here(place, MIXED, dtype)
@@ -151,7 +153,7 @@ def _mixed(plan: Plan, place: Place, findings: Findings) -> Plan:
 
 
 def _generate(
-    plan: Plan, folder: Path, requests: list[Request], transport: Transport, passes: int
+    plan: PlanSpec, folder: Path, requests: list[Request], transport: Transport, passes: int
 ) -> tuple[float, dict[str, list[int]]]:
     """Seconds of the last pass, and the tokens of each request."""
     with StageGroup(plan, str(folder), GroupOptions(transport=transport)) as group:

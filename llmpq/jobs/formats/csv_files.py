@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.jobs.formats import streams
-from llmpq.jobs.formats.format import Compression
+from llmpq.jobs.formats.file_format import Compression
 from llmpq.jobs.formats.parquet import plain_row
 from llmpq.jobs.formats.streams import numbered_lines
 from llmpq.rows.results import Result
@@ -21,16 +21,16 @@ RESULT_COLUMNS = (*(field.name for field in fields(Result)), "fingerprint")
 
 _PROMPT_COLUMNS = ("prompt", "messages", "body")
 _TEXT = frozenset(("custom_id", "prompt", "messages", "sampling", "logit_bias"))
-"""Cells that stay text here; of the last three `plain_row` makes what their JSON says."""
+"""Columns that stay text here; `plain_row` reads the JSON of the last three."""
 
 _WHOLE = frozenset(("top_k", "seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "n"))
-"""Where 40.0 means 40: a table with empty cells has its whole numbers written so by pandas."""
+"""Columns in which 40.0 means 40: pandas writes whole numbers so in a table with empty cells."""
 
 
 def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    """Rows of prompts, each with the line it begins in, as a JSONL line would hold them, or what is
-    wrong with a row. An empty cell is a missing field.
+    """Rows of prompts, each with the line it begins in, as a JSONL line would hold them.
 
+    A text in the place of a row says what is wrong with it. An empty cell is a missing field.
     Raises `InputError` for a file whose header or quotes cannot be understood, as every row after
     that would be guessed, and what `numbered_lines` raises.
     """
@@ -59,9 +59,9 @@ def csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
 
 
 def read_csv_results(path: Path, compression: Compression) -> Iterator[object]:
-    """Results as `csv_lines` was given them; a list of cells for a row that is none.
+    """Results as `csv_lines` was given them; a row that is no result is a list of cells.
 
-    An empty text is None in a row with an error, else empty. Raises as `csv_rows`.
+    An empty text is None in a row with an error, else empty. Raises what `csv_rows` raises.
     """
     records = _records(path, compression)
     header = next(records, None)
@@ -88,12 +88,11 @@ class _Echo:
     """A file that hands back what is written."""
 
     def write(self, text: str) -> str:
-        """It."""
         return text
 
 
 class _Lines(Iterator[str]):
-    """Lines for the csv module; knows where a row begins, and bounds it."""
+    """Lines for the csv module; knows the line in which a row begins, and bounds its length."""
 
     def __init__(self, path: Path, compression: Compression) -> None:
         self._path = path
@@ -101,12 +100,12 @@ class _Lines(Iterator[str]):
         self.begin()
 
     def begin(self) -> None:
-        """The next line is the first of a row."""
+        """Note that the next line is the first of a row."""
         self.first = self._bytes = 0
         self.is_text = True
 
     def __next__(self) -> str:
-        """The next line; bytes that are not UTF-8 in it leave quotes and commas where they are."""
+        """The next line; bytes in it that are not UTF-8 leave quotes and commas where they are."""
         number, line = next(self._lines)
         self.first = self.first or number
         self._bytes += len(line or b"")
@@ -162,7 +161,7 @@ def _checked(header: list[str], path: Path) -> list[str]:
 
 
 def _value(name: str, cell: str) -> Any:
-    """What a cell says: JSON where that is no text, as `TRUE` and 0.5; else the cell itself."""
+    """The value of a cell: of its JSON where that is no text, as `TRUE` and 0.5; else the cell."""
     if name in _TEXT or (name == "stop" and not cell.lstrip().startswith("[")):
         return cell
     try:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from llmpq.jobs.formats.items import rows_named_by_content
 from llmpq.jobs.formats.parquet import ROWS_AT_ONCE, plain_row, require_pyarrow, result_schema
+from llmpq.jobs.formats.python_rows import rows_named_by_content
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 
@@ -15,7 +15,7 @@ ROWS_PER_BLOCK = 4096
 
 
 def rows_in(dataset: Any) -> Iterator[Row | BadRow]:
-    """The rows of a dataset of prompts, batch by batch; `InputError` as `rows_of`."""
+    """The rows of a dataset of prompts, batch by batch; raises `InputError` as `rows_of` does."""
     require_pyarrow()
     return rows_named_by_content(_plain_rows(dataset))
 

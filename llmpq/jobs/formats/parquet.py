@@ -14,16 +14,16 @@ from quant.common.errors import InputError
 ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
 DECODED_BYTES = 2**29
-"""Of a column of the rows that are read at once, where their texts can be told."""
+"""Size of a column of the rows that are read at once, as far as it is known."""
 
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)
-"""Of values that Python has no form of: text that is not UTF-8, a time too far off, a zone that
-nobody knows.
+"""Errors for values that Python has no form of: text that is not UTF-8, a time too far off, an
+unknown time zone.
 """
 
 
 def require_pyarrow(what: str = "Parquet files") -> None:
-    """`InputError` where it is not installed, that `what` needs it."""
+    """Raise `InputError` that `what` needs pyarrow, where it is not installed."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
@@ -36,7 +36,7 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of prompts as a JSONL line would hold them; a missing value is a missing field.
 
     `messages` may be a list of structs or JSON text, `sampling` and `logit_bias` a struct or JSON
-    text. Raises `InputError` for a file that is none.
+    text. Raises `InputError` for a file that is no Parquet.
     """
     return map(plain_row, _read(path, None))
 
@@ -51,7 +51,7 @@ def plain_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file of results, `columns` of them; `InputError` for a file that is none."""
+    """Rows of a file of results, `columns` of them; `InputError` for a file that is no Parquet."""
     return _read(path, columns)
 
 
@@ -100,11 +100,10 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, An
 
 
 def _rows_at_once(metadata: Any) -> int:
-    """So many that they fit `DECODED_BYTES`, though each text were all that its group of rows
-    holds: one that is in a dictionary stands there once for all rows.
+    """Number of rows that fit `DECODED_BYTES` even if each text were as long as its group of rows.
 
-    Only sizes of whole groups are looked at: pyarrow ends the process where it is asked for those
-    of a column whose statistics are damaged.
+    A text in a dictionary stands there once for all rows. Only sizes of whole groups are looked at:
+    pyarrow ends the process where it is asked for those of a column whose statistics are damaged.
     """
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     largest = max((group.total_byte_size for group in groups), default=0)
@@ -112,7 +111,7 @@ def _rows_at_once(metadata: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """JSON text as what it says, structs without the fields that are not set."""
+    """The value of JSON text; structs without the fields that are not set."""
     if isinstance(value, str):
         try:
             return json.loads(value)

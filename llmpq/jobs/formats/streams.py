@@ -1,4 +1,4 @@
-"""Files of rows as streams of bytes, compressed or not, and whether they hold what they are called.
+"""Files of rows as streams of bytes, compressed or not, and whether their names are true.
 
 Zstandard is read and written by pyarrow, a window of at most 128 MiB at a time.
 """
@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from llmpq.jobs.formats.format import Compression, FileFormat
+from llmpq.jobs.formats.file_format import Compression, FileFormat
 from llmpq.jobs.formats.parquet import require_pyarrow
 
 MAX_LINE_BYTES = 2**26
 """Longer than any prompt, and short enough that a file without line ends cannot fill the memory."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""What a file that cannot be read raises, or one whose compressed content is damaged or cut off."""
+"""Errors of files that cannot be read, or whose compressed content is damaged or cut off."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _GZIP_LEVEL = 6  # of the gzip command; Python's own, 9, takes several times as long
@@ -41,7 +41,7 @@ _COLUMNS = {"prompt", "messages", "custom_id"}
 
 
 def reason(error: BaseException) -> str:
-    """Why a file cannot be read, of one of `READ_ERRORS`."""
+    """The reason, in words, of one of `READ_ERRORS`."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -67,7 +67,7 @@ def opened(path: Path, compression: Compression) -> Iterator[BinaryIO]:
 
 @contextmanager
 def compressed(sink: io.RawIOBase, compression: Compression) -> Iterator[Any]:
-    """What is written reaches `sink` compressed; the same content always as the same bytes."""
+    """A stream that writes to `sink` compressed, the same content always as the same bytes."""
     if compression == ".gz":
         with gzip.GzipFile("", "wb", _GZIP_LEVEL, cast(BinaryIO, sink), mtime=0) as packed:
             yield packed
@@ -97,7 +97,7 @@ def numbered_lines(path: Path, compression: Compression) -> Iterator[tuple[int, 
 
 
 def contradiction(path: Path, named: FileFormat) -> str | None:
-    """What is wrong with a file that holds something else than its name says.
+    """A sentence on a file that holds something else than its name says, else None.
 
     Raises one of `READ_ERRORS`.
     """
@@ -120,7 +120,7 @@ def _told(named: FileFormat, found: str) -> str:
 
 
 def _content(path: Path, named: FileFormat) -> str | None:
-    """What a file of lines holds instead of these, once it is decompressed."""
+    """Content of a file of lines, once it is decompressed, if that is something else than these."""
     with opened(path, named.compression) as file:
         line = file.readline(_SNIFFED_BYTES)
     found = _magic(line)

@@ -1,1 +1,1 @@
-"""The results of a job on disk: shards, taking them up again, and the finished file."""
+"""Results of a job on disk: shards, results of earlier runs, and the finished file."""

@@ -1,1 +1,1 @@
-"""What a job knows of itself on disk: its rows, what is done, its model, and its lock."""
+"""Records of a job on disk: its rows and results, its model, and its lock."""

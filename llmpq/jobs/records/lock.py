@@ -1,4 +1,4 @@
-"""One driver at a time on an output."""
+"""A lock that lets one driver at a time write an output."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OutputLock:
             os.close(self._descriptor)  # its holder removed it between our two calls
 
     def release(self) -> None:
-        """Remove the file, then unlock it: whoever waited for this one sees that it is gone."""
+        """Remove the file, then unlock it: who waited for this one sees that it is gone."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""Whose output it is: model and sampling of a job, kept in `job.json` beside its results."""
+"""Manifest of a job: its model and sampling, in `job.json` beside its results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from actors.messages import Sampling
 from actors.sampling import GREEDY
-from llmpq.jobs.records.files import Files, write_whole
-from llmpq.jobs.records.record import JobRecord
+from llmpq.jobs.records.completion_record import JobRecord
+from llmpq.jobs.records.disk import Disk, commit_file
 from llmpq.jobs.records.row_list import known_digest
 from llmpq.rows.ids import FINGERPRINT_HEX, digest
 from llmpq.rows.row import BadRow, Row, merge_sampling
@@ -22,9 +22,9 @@ MANIFEST_VERSION = 1
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What all rows of a job share: digest and name of the model, sampling where a row has no own.
+    """Model and sampling that all rows of a job share: a row's own sampling comes before.
 
-    `sampling.max_new_tokens` is settled.
+    `model` is a digest; `sampling.max_new_tokens` is settled.
     """
 
     model: str
@@ -32,7 +32,7 @@ class JobIdentity:
     sampling: Sampling
 
     def fingerprint(self, row: Row | BadRow) -> str:
-        """Digest of the model, then one of prompt and sampling (of a bad row: of what is wrong)."""
+        """Digest of the model, then of prompt and sampling, or of what is wrong with a bad row."""
         content: Mapping[str, Any]
         if isinstance(row, Row):
             sampling = merge_sampling(self.sampling, row.sampling)
@@ -44,10 +44,13 @@ class JobIdentity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`generation`: of the shards that count; `replaces`: whether an output file that is there is
-    older than this job; `complete`: whether all rows of the last input are done; `record`: of which
-    files that can be told without reading them again; `input_digest`: of the rows that the job was
-    begun with, in whichever order and files they stand, None for a job of an older llmpq.
+    """The content of `job.json`.
+
+    `generation`: number of the shards that count. `replaces`: whether an output file that is there
+    is older than this job. `complete`: whether all rows of the last input are done. `record`: state
+    of the files, by which they are known again without being read. `input_digest`: of the rows that
+    the job was begun with, in whichever order and files they stand; None for a job of an older
+    llmpq.
     """
 
     model: str
@@ -70,7 +73,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest | None:
-        """None where there is none; `InputError` for one that is broken."""
+        """The manifest at `path`, None where there is none; `InputError` for a broken one."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             manifest = cls(**content)
@@ -102,13 +105,13 @@ class Manifest:
             )
         return manifest
 
-    def write(self, files: Files, path: Path, aside: Path) -> None:
+    def write(self, disk: Disk, path: Path, aside: Path) -> None:
         """Write as JSON, whole or not at all."""
         data = (json.dumps(asdict(self), indent=1) + "\n").encode()
-        write_whole(files, path, aside, lambda sink: sink.write(data))
+        commit_file(disk, path, aside, lambda sink: sink.write(data))
 
     def check_same_job(self, identity: JobIdentity, output: Path) -> None:
-        """`InputError` that says what differs, if `identity` is another job's."""
+        """Raise `InputError` that says what differs, if `identity` is another job's."""
         other = Manifest.of(identity, 1, False)
         remedy = "name another output or pass --overwrite"
         if self.model != other.model:

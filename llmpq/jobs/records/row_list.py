@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.records.files import Files, Sink, file_digest, new_digest, write_whole
+from llmpq.jobs.records.disk import Disk, Sink, commit_file, file_digest, new_digest
 from quant.common.errors import InputError
 
 ROWS_ASIDE = "rows.part"
 RECORD_BYTES = 26
-"""Of a row: 16 that stand for its id, 10 for prompt and sampling."""
+"""Bytes of a row: 16 that stand for its id, 10 for prompt and sampling."""
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _PREFIX = "rows-"
@@ -29,28 +29,28 @@ def rows_digest(blocks: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class RowList:
-    """The file of the rows of that digest."""
+    """The file of the rows of a digest."""
 
     folder: Path
     digest: str
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the file."""
         return self.folder / f"{_PREFIX}{self.digest}"
 
-    def write(self, files: Files, blocks: Iterable[bytes]) -> None:
-        """Write `blocks`, whose digest it is, unless that is done."""
+    def write(self, disk: Disk, blocks: Iterable[bytes]) -> None:
+        """Write `blocks`, whose digest it is, unless the file exists."""
 
         def fill(sink: Sink) -> None:
             for block in blocks:
                 sink.write(block)
 
         if not self.path.exists():
-            write_whole(files, self.path, self.folder / ROWS_ASIDE, fill)
+            commit_file(disk, self.path, self.folder / ROWS_ASIDE, fill)
 
     def blocks(self) -> Iterator[bytes]:
-        """Records of rows, many at once; `InputError` where they are not what they were."""
+        """Records of rows, many at once; raises `InputError` for a damaged file."""
         try:
             is_whole = file_digest(self.path) == self.digest
         except OSError:
@@ -67,12 +67,12 @@ class RowList:
 
 
 def row_lists_in(folder: Path) -> list[Path]:
-    """All such files of a folder."""
+    """All lists of rows in a folder."""
     return [path for path in folder.iterdir() if is_row_list(path)]
 
 
 def is_row_list(path: Path) -> bool:
-    """By its name."""
+    """Whether the name of `path` is that of a list of rows."""
     name = path.name
     return name.startswith(_PREFIX) and known_digest(name.removeprefix(_PREFIX)) is not None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.jobs.records.files import Files, write_whole
+from llmpq.jobs.records.disk import Disk, commit_file
 
 _NAME = re.compile(r"part-(\d+)-(\d+)-(\d+)-([0-9a-f]{16})\.jsonl")
 _READ_BYTES = 2**20
@@ -22,7 +22,7 @@ DAMAGED_SUFFIX = ".damaged"
 
 @dataclass(frozen=True, order=True)
 class Shard:
-    """One of a job's files of results; in the order they were written."""
+    """A file of results of a job; sorted in the order in which they were written."""
 
     generation: int
     number: int
@@ -32,11 +32,11 @@ class Shard:
 
     @property
     def source(self) -> int:
-        """Its number among the files of a job, of which the finished one is number 0."""
+        """Number of the shard among the files of a job, of which the finished one is number 0."""
         return self.number + 1
 
     def is_whole(self) -> bool:
-        """Whether it holds what its name says; OSError where it cannot be read."""
+        """Whether the content is what the name says; raises OSError where it cannot be read."""
         seen, lines = hashlib.blake2b(digest_size=8), 0
         with self.path.open("rb") as file:
             while block := file.read(_READ_BYTES):
@@ -45,7 +45,7 @@ class Shard:
         return (lines, seen.hexdigest()) == (self.rows, self.digest)
 
     def lines(self) -> Iterator[bytes]:
-        """Its rows as JSON."""
+        """The rows as lines of JSON."""
         with self.path.open("rb") as file:
             yield from file
 
@@ -62,11 +62,11 @@ def shards_in(folder: Path) -> list[Shard]:
 
 
 def write_shard(
-    files: Files, folder: Path, generation: int, number: int, lines: Sequence[bytes]
+    disk: Disk, folder: Path, generation: int, number: int, lines: Sequence[bytes]
 ) -> Shard:
-    """Commit `lines`; doing it again after it was cut off changes nothing."""
+    """Commit `lines`; a commit that was cut off can be done again."""
     data = b"".join(lines)
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
     path = folder / f"part-{generation:03d}-{number:06d}-{len(lines)}-{digest}.jsonl"
-    write_whole(files, path, folder / SHARD_ASIDE, lambda sink: sink.write(data))
+    commit_file(disk, path, folder / SHARD_ASIDE, lambda sink: sink.write(data))
     return Shard(generation, number, len(lines), digest, path)

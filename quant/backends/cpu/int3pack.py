@@ -32,19 +32,19 @@ from quant.backends.cpu.int4_blob import (
 from quant.canonical import CanonicalWeight, row_blocks
 
 _FREE_BITS = 0x11111111
-"""The lowest bit of each nibble of a 32-bit word, which doubled codes leave free."""
+"""Mask of the lowest bit of each nibble of a 32-bit word, which doubled codes leave free."""
 
 _SCRATCH_BYTES = 1 << 20
-"""Restored at once, unless 64 rows are more. On a core with 1 MB of L2 cache, half as much takes a
-quarter longer (calls), and twice as much gains nothing."""
+"""Bytes restored at once, unless 64 rows are more. On a core with 1 MB of L2 cache, half as much
+takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 
 @dataclass(frozen=True)
 class Int3Pack(CanonicalPacked):
     """`packed` `[out, 3 * in / 8]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group`: size.
 
-    Each 64 rows of `packed`, and the rest that is left, are one piece of memory: three quarters of
-    these rows in the int4 kernel's layout, which carry the fourth.
+    Every 64 rows of `packed`, and what is left, are one piece of memory: three quarters of these
+    rows in the int4 kernel's layout, which carry the fourth quarter.
     """
 
     bits: ClassVar[int] = 3
@@ -55,7 +55,6 @@ class Int3Pack(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack 3-bit codes."""
         assert canonical.zero is not None, "3-bit codes are affine"
         codes = canonical.codes
         rows, columns = codes.shape
@@ -68,17 +67,17 @@ class Int3Pack(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.packed, self.scale_zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         multiply = self._multiply_many if is_many(tokens) else self._multiply_few
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[tokens, in]` to `[tokens, out]`, as many rows at a time as a cache holds."""
+        """Multiply `x` `[tokens, in]` to `[tokens, out]`, as many rows at a time as a cache
+        holds.
+        """
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
@@ -99,18 +98,18 @@ class Int3Pack(CanonicalPacked):
 
 
 class _Memory(threading.local):
-    """Scratch memory of one thread, kept: mapping fresh pages would cost as much as restoring.
+    """Scratch memory that one thread keeps: mapping fresh pages would take as long as restoring.
 
-    At most 1.75 times the greater of 1 MiB and 64 rows of codes.
+    It grows to at most 1.75 times the greater of 1 MiB and 64 rows of codes.
     """
 
     def __init__(self) -> None:
         self._held = torch.empty(0, dtype=torch.int32)
 
     def words(self, count: int) -> torch.Tensor:
-        """At least `count` 32-bit words of undefined content."""
+        """Get at least `count` 32-bit words of undefined content."""
         if self._held.numel() < count:
-            with torch.inference_mode(mode=False):  # else only inference mode could write to it
+            with torch.inference_mode(mode=False):  # only inference mode could write to it else
                 self._held = torch.empty(count, dtype=torch.int32)
         return self._held
 
@@ -131,7 +130,7 @@ class _Restored:
 
 
 class _Scratch:
-    """Where rows of `columns` weights are restored time after time."""
+    """Scratch memory in which rows of `columns` weights are restored again and again."""
 
     def __init__(self, columns: int, memory: torch.Tensor) -> None:
         self.columns, self.memory = columns, memory
@@ -139,11 +138,12 @@ class _Scratch:
 
     @staticmethod
     def words(rows: int, columns: int) -> int:
-        """32-bit words of memory for so many rows."""
+        """Number of 32-bit words that `rows` rows take."""
         return 7 * rows * columns // 32
 
     def restore(self, packed: torch.Tensor) -> torch.Tensor:
-        """The kernel's layout `[rows, in / 2]` of packed rows: whole blocks, or less than one.
+        """Restore the kernel's layout `[rows, in / 2]` of packed rows: whole blocks, or less than
+        one.
 
         The next call overwrites it.
         """
@@ -163,7 +163,7 @@ class _Scratch:
 
 
 def _parts(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Words `[blocks, count, words]` of each block's `count` equal parts; a view of `rows`."""
+    """View `rows` as 32-bit words `[blocks, count, words]`: each block in `count` equal parts."""
     return rows.view(torch.int32).view(max(1, len(rows) // BLOCK_ROWS), count, -1)
 
 
@@ -178,7 +178,7 @@ def _fold(quarters: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def _unfold(packed: torch.Tensor, quarters: torch.Tensor, carried: torch.Tensor) -> None:
-    """The inverse of `_fold`, in five passes over 32-bit words (faster here than 64-bit ones).
+    """Undo `_fold`, in five passes over 32-bit words (faster here than 64-bit ones).
 
     `carried` is scratch memory `[blocks, 3, words]`.
     """

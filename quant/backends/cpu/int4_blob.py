@@ -14,29 +14,29 @@ import torch
 from torch.nn import functional
 
 BLOCK_ROWS = 64
-"""Rows that the kernel interleaves with AVX-512; fewer without, so that row ranges which are
-multiples of it stand alone as they do within the whole."""
+"""Rows that the kernel interleaves with AVX-512, and fewer without: ranges of rows that are
+multiples of it have the same layout alone as within the whole."""
 
 _HALF_ROWS = BLOCK_ROWS // 2
 _MIDDLE = 8
-"""The code that the kernel takes for zero."""
+"""The code whose value the kernel takes to be zero."""
 
 MANY_TOKENS = 96
-"""From here on decoding is worth its time: at 8192 x 2048 on one AVX-512 core the kernel takes
-0.21 ms a token; decoding takes 11 ms, and then a product 0.08 ms a token."""
+"""Number of tokens from which decoding is worth its time: at 8192 x 2048 on one AVX-512 core the
+kernel takes 0.21 ms a token; decoding takes 11 ms, and then a product 0.08 ms a token."""
 
 _SEGMENT_COLUMNS = 8192
-"""Columns decoded at once: a block of 64 rows is then 2 MB of float32. A fourth of it, which a
-core's L2 cache would hold, makes so many calls that products take 5 % longer."""
+"""Columns decoded at once: a block of 64 rows is then 2 MB of float32. A quarter of that would fit
+into a core's L2 cache, but products take 5 % longer for the calls."""
 
 _PRODUCT_WEIGHTS = 1 << 21
 _PRODUCT_ROWS = 256
-"""Rows decoded for one product: at least so many (below, products run slower), and for short rows
-as many as hold that many weights, 4 MB."""
+"""Weights and rows decoded for one product: at least so many rows (below, products run slower), and
+for short rows as many as hold so many weights, 4 MB."""
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15, uint8 `[rows, in]`, in the kernel's layout: uint8 `[rows, in / 2]`."""
+    """Pack codes 0 to 15, uint8 `[rows, in]`, in the kernel's layout: uint8 `[rows, in / 2]`."""
     blob: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
         codes.to(torch.int32), 1
     )
@@ -44,7 +44,8 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """`scale` and `zero` `[rows, groups]` as the kernel reads them: bfloat16, `[groups, rows, 2]`.
+    """Pack `scale` and `zero` `[rows, groups]` as the kernel reads them: bfloat16 `[groups, rows,
+    2]`.
 
     GPTQ checkpoints have float16 ones, which lose three bits of eleven.
     """
@@ -54,7 +55,7 @@ def pack_scale_zero(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 def multiply_few(
     x: torch.Tensor, blob: torch.Tensor, group: int, scale_zero: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`.
+    """Call the kernel: bfloat16 `x` `[tokens, in]`, `blob` `[rows, in / 2]`, to `[tokens, rows]`.
 
     `scale_zero` `[groups, rows, 2]` bfloat16; a weight is `(code - 8) * scale + zero`.
     """
@@ -63,7 +64,9 @@ def multiply_few(
 
 
 def is_many(x: torch.Tensor) -> bool:
-    """Whether `multiply_many` is the faster one for `x` `[tokens, in]`, and possible here."""
+    """Whether `multiply_many` is possible here, and faster than the kernel for `x` `[tokens,
+    in]`.
+    """
     return x.shape[0] >= MANY_TOKENS and layout_is_known()
 
 
@@ -73,7 +76,8 @@ def multiply_many(
     group: int,
     scale_zero: torch.Tensor,
 ) -> torch.Tensor:
-    """As `multiply_few`; `blob_of` gives the blob of a range of rows that starts on a block.
+    """Multiply as `multiply_few`; `blob_of` gives the blob of a range of rows that starts on a
+    block.
 
     Rows beyond the last whole block, whose layout differs, go to the kernel.
     """
@@ -92,7 +96,7 @@ def multiply_many(
 
 
 def stretches(rows: int, step: int) -> Iterator[slice]:
-    """Half-open ranges of `step` rows or fewer, whole blocks each, and of what is left."""
+    """Half-open ranges of at most `step` rows, each of whole blocks, and one of what is left."""
     whole = rows - rows % BLOCK_ROWS
     yield from _ranges(whole, step)
     if whole < rows:
@@ -106,12 +110,12 @@ def _ranges(size: int, step: int) -> Iterator[slice]:
 
 
 def whole_blocks(rows: int) -> int:
-    """`rows` down to a multiple of the kernel's block, and at least one block."""
+    """Round `rows` down to a multiple of the kernel's block, but at least one block."""
     return max(rows // BLOCK_ROWS, 1) * BLOCK_ROWS
 
 
 def product_rows(columns: int) -> int:
-    """Rows of `columns` weights that `multiply_many` decodes at once."""
+    """Number of rows of `columns` weights that `multiply_many` decodes at once."""
     return whole_blocks(max(_PRODUCT_WEIGHTS // columns, _PRODUCT_ROWS))
 
 
@@ -131,7 +135,9 @@ class _Decoder:
         self.values = torch.empty(weights, dtype=torch.float32)
 
     def fill(self, weight: torch.Tensor, blob: torch.Tensor, scale_zero: torch.Tensor) -> None:
-        """Fill `weight` `[rows, in]`, whole blocks, from their blob; in float32, rounded once."""
+        """Fill `weight` `[rows, in]`, whole blocks, from their blob; computed in float32, rounded
+        once.
+        """
         scale = scale_zero[:, :, 0].t().float().contiguous().unsqueeze(-1)
         zero = scale_zero[:, :, 1].t().float().unsqueeze(-1).sub(scale, alpha=_MIDDLE)
         pairs = blob.view(-1, self.columns, _HALF_ROWS)  # a byte: rows r and r + 32 of a block
@@ -144,7 +150,7 @@ class _Decoder:
                 weight[block, segment] = values.flatten(1)
 
     def _codes(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Codes as float32 `[blocks, 2, 32, columns]` of bytes `[blocks, columns, 32]`."""
+        """Unpack codes as float32 `[blocks, 2, 32, columns]` from bytes `[blocks, columns, 32]`."""
         blocks, columns, _ = pairs.shape
         half = pairs.numel()
         # Three dimensions even for one block: torch's path for matrices takes twice as long.
@@ -158,7 +164,7 @@ class _Decoder:
 
 @functools.cache
 def layout_is_known() -> bool:
-    """Whether `_Decoder` reads what is packed here: torch interleaves fewer rows on some CPUs."""
+    """Whether `_Decoder` reads the layout of this CPU: torch interleaves fewer rows on some."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(16, (2 * BLOCK_ROWS, 64), generator=generator, dtype=torch.uint8)
     scale_zero = torch.tensor([1.0, _MIDDLE], dtype=torch.bfloat16)

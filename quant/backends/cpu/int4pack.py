@@ -45,11 +45,9 @@ class Int4Pack(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.packed, self.scale_zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         if is_many(tokens):
             out = multiply_many(tokens, self.packed.__getitem__, self.group, self.scale_zero)

@@ -11,12 +11,12 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, linear_by_blocks, tensor_bytes
+from quant.backends.table import INT8PACK_COLUMNS
 from quant.canonical import CanonicalWeight
 from quant.common.errors import SpecError
-from quant.scheme import INT8PACK_COLUMNS
 
 _MANY_TOKENS = 24
-"""From here on a product in bfloat16 pays for the conversion of the codes, as measured."""
+"""Number of tokens from which a product in bfloat16 is worth converting the codes (measured)."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,14 @@ class Int8Pack(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.codes, self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         tokens = x.reshape(-1, x.shape[-1]).contiguous()
         rows = len(self.codes)
         if len(tokens) >= _MANY_TOKENS:
             return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale)
-        # The kernel wants scales in bfloat16, which would not be the weight's: they follow.
+        # The kernel takes scales in bfloat16, which would round them: multiply afterwards.
         sums = torch.ops.aten._weight_int8pack_mm(tokens, self.codes, tokens.new_ones(rows))
         out: torch.Tensor = sums.mul_(self.scale)
         return out.view(*x.shape[:-1], rows)

@@ -20,7 +20,7 @@ from quant.canonical import CanonicalWeight
 from quant.scheme import LinearShape
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
-"""The last weight of each shape that came back from a file, as long as somebody holds it."""
+"""The last weight of each shape that was restored from a file, as long as somebody holds it."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class OneDnnW8A8(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack 8-bit codes."""
         packed = torch.ops.onednn.qlinear_prepack(canonical.codes, None)
         return cls(packed, canonical.scale.view(-1), torch.zeros(1, dtype=torch.int32))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See `PackedWeight`: the packed bytes, and oneDNN's description of their layout."""
+        """The packed bytes, and oneDNN's description of their layout."""
         content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
         return content | {"scale": self.scale}
 
@@ -48,7 +47,7 @@ class OneDnnW8A8(CanonicalPacked):
     def from_state(
         cls, state: Mapping[str, torch.Tensor], shape: LinearShape, dtype: torch.dtype
     ) -> Self:
-        """See `PackedWeight`; RuntimeError for bytes that oneDNN lays out otherwise here."""
+        """Restore a weight; RuntimeError for bytes that oneDNN lays out in another way here."""
         packed = _packed_of_any_content(shape.out_features, shape.in_features)
         content = _content_of(packed)
         if not torch.equal(_layout_of(packed), state["layout"]) or len(content) != len(
@@ -60,12 +59,11 @@ class OneDnnW8A8(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`; the packed layout has padding and compensation that torch counts."""
+        """Bytes of all tensors, with the padding and compensation of the packed layout."""
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         codes, scale = token_codes(x.reshape(-1, x.shape[-1]))
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
@@ -75,7 +73,7 @@ class OneDnnW8A8(CanonicalPacked):
 
 
 def _content_of(packed: torch.Tensor) -> torch.Tensor:
-    """The bytes of a packed weight, not a copy: they are gone when it is."""
+    """View the bytes of a packed weight; they are valid as long as it exists."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
@@ -87,10 +85,10 @@ def _layout_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_of_any_content(rows: int, columns: int) -> torch.Tensor:
-    """A packed weight to be written into.
+    """Make a packed weight of any content, to be overwritten.
 
-    Packing takes 8 times as long as copying one of this shape (measured), of which a stage has as
-    many as layers.
+    Packing takes 8 times as long as copying a packed weight of this shape (measured), and a stage
+    has one of this shape for each layer.
     """
     alike = _ALIKE.get((rows, columns))
     if alike is None:

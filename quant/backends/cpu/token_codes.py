@@ -9,24 +9,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.compiled import compiled_loop, has_numba, torch_threads, widening
+from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
 
 LIMIT = 127
 MIDDLE = 128
 _LEAST_MAXIMUM = 1e-30
-"""Taken for the largest magnitude of a token of zeros, whose codes and results then are zeros."""
+"""The largest magnitude that a token of zeros is given, so that its codes and results are zeros."""
 
 _LEAST_NUMBERS = 2**14
-"""Fewer are left to torch: small models need not wait for the compiler."""
+"""Fewer numbers are rounded by torch: small models need not wait for the compiler."""
 
 _TOKENS_FOR_THREADS = 256
-"""Fewer are done before a second thread is awake."""
+"""Fewer tokens are done before a second thread is awake."""
 
 
 def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 `[tokens, in]` around 128 and scales float32 `[tokens, 1]` of `x` `[tokens, in]`.
+    """Round `x` `[tokens, in]` to codes uint8 `[tokens, in]` around 128 with scales float32
+    `[tokens, 1]`.
 
-    A token with a number that is not finite has such a scale.
+    The scale of a token with a number that is not finite is not finite either.
     """
     if x.numel() < _LEAST_NUMBERS or x.dtype != torch.bfloat16 or not has_numba():
         values = x.to(torch.float32, copy=True)
@@ -41,14 +42,14 @@ def token_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def warm_up(width: int) -> None:
-    """Compile what tokens of `width` bfloat16 numbers will need now, not at the first one."""
+    """Compile in advance what rounding tokens of `width` bfloat16 numbers needs."""
     for tokens in (_TOKENS_FOR_THREADS - 1, _TOKENS_FOR_THREADS):
         token_codes(torch.zeros(tokens, width, dtype=torch.bfloat16))
 
 
 @cache
 def _rounding(parallel: bool) -> Any:
-    """Magnitudes are compared as whole numbers: so are infinity, and NaN above it."""
+    """Compile the loop. It compares magnitudes as integers, in which NaN is above infinity."""
     import numba
 
     widen = widening(torch.bfloat16)

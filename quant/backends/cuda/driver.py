@@ -15,7 +15,7 @@ from quant.backends.cuda.nvrtc import CudaError, compile_cuda
 SOURCE = Path(__file__).with_name("kernels.cu")
 KERNELS = ("one_token", "four_tokens", "eight_tokens", "restore")
 THREADS = 128
-"""Threads of a block, which the source is written for."""
+"""Threads of a block, for which the source is written."""
 
 _NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
@@ -53,7 +53,8 @@ class Kernels:
         return cls(driver, functions, device)
 
     def launch(self, name: str, blocks: int, *arguments: torch.Tensor | int | Width) -> None:
-        """Queue a kernel on torch's current stream; of tensors it gets the address of their data.
+        """Queue a kernel on torch's current stream; tensors are passed as the address of their
+        data.
 
         The tensors live on `device`; torch's allocator does not give their memory to another
         stream before the kernel has run.
@@ -93,7 +94,7 @@ def kernels_for(bits: int, dtype: torch.dtype, device: torch.device) -> Kernels:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU torch's current one; a test may run the kernels on the CPU."""
+    """A context in which a GPU is torch's current one; tests may run the kernels on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -13,13 +13,13 @@ from quant.canonical import row_blocks
 
 _OCTET = 8
 _RUN = 32
-"""Columns of three whole words at 3 bit."""
+"""Columns whose 3-bit codes fill three whole words."""
 
 
 def pack_octets(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """3- or 4-bit codes, uint8 `[out, in]` with `in` a multiple of 32.
+    """Pack 3- or 4-bit codes, uint8 `[out, in]` with `in` a multiple of 32.
 
-    4 bit: uint8 `[out, in / 2]`; 3 bit: int32 `[out, 3, in / 32]`.
+    The result is uint8 `[out, in / 2]` at 4 bit and int32 `[out, 3, in / 32]` at 3 bit.
     """
     rows, columns = codes.shape
     shape = (rows, 3, columns // _RUN) if bits == 3 else (rows, columns // 2)
@@ -38,7 +38,7 @@ def pack_octets(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_octets(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes uint8 `[out, in]` of `pack_octets`."""
+    """Unpack the codes uint8 `[out, in]` of `pack_octets`."""
     rows = packed.shape[0]
     if bits == 3:
         content = packed.transpose(1, 2).contiguous().view(torch.uint8).view(rows, -1, 3)

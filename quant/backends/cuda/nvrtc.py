@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 _ANY_MAJOR = (12, 13)
-"""CUDA versions tried where torch has none: compiling needs no GPU."""
+"""CUDA versions that are tried where torch has none: compiling needs no GPU."""
 
 
 class CudaError(RuntimeError):
@@ -26,10 +26,10 @@ class CudaError(RuntimeError):
 
 
 def compile_cuda(source: str, capability: tuple[int, int], definitions: dict[str, int]) -> bytes:
-    """Machine code of `source` for a compute capability, with `definitions` for its preprocessor.
+    """Compile `source` to machine code for a compute capability, with preprocessor `definitions`.
 
-    For GPUs newer than NVRTC it is PTX, which their driver translates. CudaError with the
-    compiler's own messages where the source cannot be compiled, and for GPUs that it has dropped.
+    GPUs newer than NVRTC get PTX, which their driver translates. CudaError with the compiler's own
+    messages where the source cannot be compiled, and for GPUs that it no longer supports.
     """
     nvrtc = nvrtc_library()
     target, kind = _target(nvrtc, capability)
@@ -51,7 +51,7 @@ def compile_cuda(source: str, capability: tuple[int, int], definitions: dict[str
 
 @functools.cache
 def nvrtc_library() -> ctypes.CDLL:
-    """The NVRTC of torch's CUDA version: from its package, else where the system finds it."""
+    """Load the NVRTC of torch's CUDA version: from its package, else where the system finds it."""
     version = torch.version.cuda
     majors = (int(version.split(".")[0]),) if version else _ANY_MAJOR
     for path in _candidates(majors):
@@ -95,7 +95,7 @@ def _target(nvrtc: ctypes.CDLL, capability: tuple[int, int]) -> tuple[str, str]:
 
 
 def _output(nvrtc: ctypes.CDLL, kind: str, program: ctypes.c_void_p) -> bytes:
-    """`kind`: CUBIN, PTX or ProgramLog."""
+    """Get one of NVRTC's outputs; `kind` is CUBIN, PTX or ProgramLog."""
     size = ctypes.c_size_t()
     _check(nvrtc, nvrtc[f"nvrtcGet{kind}Size"](program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)

@@ -56,17 +56,15 @@ class CudaPacked(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.packed, self.scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         if x.device.type == "cpu" or x.dtype not in _KERNEL_TYPES:
             return self._multiply_decoded(x)
         return self.multiply(x, kernels_for(self.bits, x.dtype, x.device))
 
     def multiply(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        """`forward` with `kernels` made for the type and device of `x`."""
+        """Multiply `x` `[..., in]` with `kernels` for its type and device."""
         tokens = x.reshape(-1, self.in_features).contiguous()
         if tokens.data_ptr() % _ALIGNMENT:
             tokens = tokens.clone()
@@ -78,7 +76,7 @@ class CudaPacked(CanonicalPacked):
         return out.view(*x.shape[:-1], self.packed.shape[0])
 
     def decode_rows(self, block: slice) -> torch.Tensor:
-        """Float32 weights `[block, in]` of a half-open range of rows."""
+        """Decode the float32 weights `[block, in]` of a half-open range of rows."""
         codes, scale, zero = self.packed[block], self.scales[block], None
         if self.bits != 8:
             codes = unpack_octets(codes, self.bits)
@@ -110,7 +108,7 @@ class CudaPacked(CanonicalPacked):
             torch.mm(x, weight.t(), out=out[:, block])
 
     def _width(self) -> Width:
-        """Groups are those of 3 and 4 bit; the kernels for 8 bit do not look at them."""
+        """Sizes of a row for the kernels; those for 8 bit do not read the groups."""
         groups = self.scales.shape[1]
         octets = self.in_features // _OCTET
         return Width(octets, groups, (octets // groups).bit_length() - 1)
@@ -135,7 +133,7 @@ class Cuda8Bit(CudaPacked):
 
 
 def _kernel_for(tokens: int) -> tuple[str, int]:
-    """The kernel for that many tokens, and how many of them a block of threads takes.
+    """Name of the kernel for that many tokens, and how many of them a block of threads takes.
 
     Two tokens read the weight twice, the second time from cache: still fewer instructions a
     weight than the kernel for four.

@@ -28,18 +28,15 @@ class Torch4Bit(CanonicalPacked):
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        """Pack 4-bit codes."""
         assert canonical.zero is not None, "4-bit codes are affine"
         zero = canonical.zero.to(canonical.scale.dtype)
         return cls(pack_nibbles(canonical.codes), canonical.scale, zero)
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.nibbles, self.scale, self.zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         memory = DecodeMemory(x, self.scale.shape[0])
 
         def decode_rows(block: slice) -> torch.Tensor:

@@ -27,11 +27,9 @@ class Torch8Bit(CanonicalPacked):
 
     @property
     def nbytes(self) -> int:
-        """See `PackedWeight`."""
         return tensor_bytes(self.codes, self.scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `PackedWeight`."""
         rows = len(self.codes)
         if x.dtype != torch.float16:  # codes are exact, and sums of them within the range
             return linear_by_blocks(x, rows, self.codes.__getitem__, self.scale.view(-1))

@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
 from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
-from quant import compiled
+from quant import numba_loops
 
 CPU = torch.device("cpu")
 SCALE = 0.21
@@ -28,17 +29,18 @@ def asked(
     slots = np.arange(len(lengths))[::-1].copy()
     starts = np.array(lengths) - 1
     batch = MicroBatch(slots, starts, np.ones_like(starts))
-    return DecodeQuery(query, SlotRows.of(batch, CPU), SCALE, window, slopes)
+    return DecodeQuery(query, SlotRows.of(batch, CPU), Scoring(SCALE, window, slopes))
 
 
 def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
     """PyTorch's product with an explicit mask, in float64."""
-    where, positions = question.where, torch.arange(keys.shape[2])
+    where, scoring = question.where, question.scoring
+    positions = torch.arange(keys.shape[2])
     visible = positions < where.lengths[:, None]
-    if question.window is not None:
-        visible &= positions >= where.lengths[:, None] - question.window
+    if scoring.window is not None:
+        visible &= positions >= where.lengths[:, None] - scoring.window
     heads = question.query.shape[1]
-    slopes = torch.zeros(heads) if question.alibi_slopes is None else question.alibi_slopes
+    slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes
     bias = (slopes[:, None] * positions).double().expand(len(visible), -1, -1)
     out = functional.scaled_dot_product_attention(
         question.query.double()[:, :, None],
@@ -112,15 +114,15 @@ def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
 def test_without_numba_one_message_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled.has_numba.cache_clear()
-    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    numba_loops.has_numba.cache_clear()
+    monkeypatch.setattr(numba_loops, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         warm_up(torch.float32)
         assert not can_attend(torch.zeros(1))
     assert [record.message for record in caplog.records] == [
         "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
     ]
-    compiled.has_numba.cache_clear()
+    numba_loops.has_numba.cache_clear()
 
 
 def test_kinds_of_caches_that_it_leaves_to_pytorch() -> None:

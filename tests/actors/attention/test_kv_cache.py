@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from actors.attention.kv_cache import KVCache, SlotRows, Stored, quantized
-from actors.attention.ragged import RaggedContext, attend
+from actors.attention.kv_cache import (
+    CacheForm,
+    CacheShape,
+    KVCache,
+    SlotRows,
+    Stored,
+    quantized,
+)
+from actors.attention.masks import Scoring
+from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
@@ -27,6 +35,7 @@ from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_
 from tests.paths import EXAMPLES
 
 CPU = torch.device("cpu")
+IN_CODES = CacheForm(torch.float32, CPU, kv_bits=8)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEMO_LAYERS = 12
 DEMO_PROMPTS = 32
@@ -67,7 +76,7 @@ def test_numbers_that_are_not_finite_spoil_their_own_row_alone(
 
 
 def test_a_cleared_slot_holds_nothing_of_what_was_not_finite() -> None:
-    cache = KVCache(range(1), 2, 4, 2, 8, torch.float32, CPU, kv_bits=8)
+    cache = KVCache(range(1), CacheShape(2, 4, 2, 8), IN_CODES)
     batch = MicroBatch(np.array([0, 1]), np.zeros(2, np.int64), np.full(2, 3))
     key = torch.full((6, 2, 8), torch.nan)
     keys, values = cache.append(0, SlotRows.of(batch, CPU), key, torch.ones_like(key))
@@ -90,7 +99,7 @@ def test_errors_of_attention_are_those_of_its_steps(
     requests, heads, kv_heads, width, length, scale = 6, 4, 2, 64, 90, 0.125
     key, value = torch.randn(2, requests, length, kv_heads, width)
     query = torch.randn(requests, heads, width)
-    cache = KVCache(range(1), requests, length, kv_heads, width, torch.float32, CPU, kv_bits=8)
+    cache = KVCache(range(1), CacheShape(requests, length, kv_heads, width), IN_CODES)
 
     def batch(start: int, count: int) -> RaggedContext:
         made = MicroBatch(np.arange(requests), np.full(requests, start), np.full(requests, count))
@@ -98,7 +107,8 @@ def test_errors_of_attention_are_those_of_its_steps(
 
     before = batch(0, length - 1)
     cache.append(0, before.where, *(x[:, :-1].flatten(0, 1) for x in (key, value)))
-    out = attend(batch(length - 1, 1), 0, query, key[:, -1], value[:, -1], scale)
+    new = NewTokens(query, key[:, -1], value[:, -1])
+    out = attend(batch(length - 1, 1), 0, new, Scoring(scale))
 
     def by_head(x: Tensor) -> Tensor:
         return x.double().transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
@@ -148,9 +158,8 @@ def test_planned_stages_hold_the_planned_bytes() -> None:
 def log_probabilities(stage: Stage, prompts: Sequence[Tensor], kv_bits: int) -> Tensor:
     """Of every next token of the prompts, `[tokens, vocabulary]`, in one pass."""
     model = stage._model
-    cache = make_cache(
-        model.config, stage.spec.layers, len(prompts), 128, stage.dtype, CPU, kv_bits
-    )
+    form = CacheForm(stage.dtype, CPU, kv_bits)
+    cache = make_cache(model.config, stage.spec.layers, len(prompts), 128, form)
     counts = np.array([len(prompt) for prompt in prompts])
     batch = MicroBatch(np.arange(len(prompts)), np.zeros_like(counts), counts)
     context = RaggedContext(cache, batch, SlotRows.of(batch, CPU))

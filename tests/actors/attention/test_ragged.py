@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from actors.attention.kv_cache import KVCache, SlotRows, Stored, quantized
-from actors.attention.ragged import RaggedContext, attend
+from actors.attention.kv_cache import (
+    CacheForm,
+    CacheShape,
+    KVCache,
+    SlotRows,
+    Stored,
+    quantized,
+)
+from actors.attention.masks import Scoring
+from actors.attention.ragged import NewTokens, RaggedContext, attend
 from actors.messages import MicroBatch
 
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
+SHAPE = CacheShape(SLOTS, LENGTH, KV_HEADS, DIM)
 CPU = torch.device("cpu")
 
 
@@ -70,7 +81,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
         )
         for slot, n in lengths.items()
     }
-    cache = KVCache(range(2, 3), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU, kv_bits)
+    cache = KVCache(range(2, 3), SHAPE, CacheForm(torch.float32, CPU, kv_bits))
     done = dict.fromkeys(lengths, 0)
     got: dict[int, list[Tensor]] = {slot: [] for slot in lengths}
     steps = [
@@ -86,7 +97,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
         parts = [tuple(t[done[s] : done[s] + step[s]] for t in whole[s]) for s in slots]
         query, key, value = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         made = context(cache, slots, [done[s] for s in slots], [step[s] for s in slots])
-        out = attend(made, 2, query, key, value, 0.3, window, slopes)
+        out = attend(made, 2, NewTokens(query, key, value), Scoring(0.3, window, slopes))
         for slot, piece in zip(slots, out.split([step[s] for s in slots]), strict=True):
             got[slot].append(piece)
             done[slot] += step[slot]
@@ -101,17 +112,18 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
 
 def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
     torch.manual_seed(1)
-    cache = KVCache(range(1), 1, LENGTH, KV_HEADS, DIM, torch.float32, CPU)
+    cache = KVCache(range(1), replace(SHAPE, slots=1), CacheForm(torch.float32, CPU))
     for length in (20, 6):
         query = torch.randn(length, HEADS, DIM)
         key, value = torch.randn(2, length, KV_HEADS, DIM)
-        out = attend(context(cache, [0], [0], [length]), 0, query, key, value, 0.3)
+        new = NewTokens(query, key, value)
+        out = attend(context(cache, [0], [0], [length]), 0, new, Scoring(0.3))
         expected = written_out(query, key, value, 0.3, None, None)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_slots_in_a_row_are_read_without_a_copy() -> None:
-    cache = KVCache(range(1), SLOTS, LENGTH, KV_HEADS, DIM, torch.float32, CPU)
+    cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU))
     stored, _ = cache.append(
         0,
         context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where,

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from actors.emulation.emulation import (
-    SPIN_S,
-    Hold,
-    Pace,
-    check_planned_memory,
-    hold_of,
-    stand_in_spec,
-    warm_up,
-)
+from actors.emulation.clock import EmulatedClock
+from actors.emulation.link import EmulatedLink
+from actors.emulation.stage import EmulatedStage, warm_up
+from actors.emulation.stand_in import check_planned_memory, stand_in_spec
+from actors.emulation.times import ScaledTimes, emulated_times
 from actors.messages import MicroBatch, Sampled
-from actors.stage.planned import stage_spec
-from actors.transport.wire import decode, encode
+from actors.stage.spec import stage_spec
+from actors.transport.message_format import PlainCodec
 from planner.cluster.spec import ClusterSpec
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.simulation.schedule import Pass, static_schedule
 from planner.simulation.simulation import PassSeconds, simulate
@@ -78,45 +77,70 @@ def batch_of(each: Pass) -> MicroBatch:
     return MicroBatch(slots, np.full(each.requests, each.context_length), counts)
 
 
-def played(
-    stages: tuple[ModelledTimes, ...], passes: tuple[Pass, ...], clocks: list[Clock], compute: float
-) -> float:
-    """When the last result is back, from the start: the schedule over one `Pace` a stage."""
-    paces = [
-        Pace(Hold(times, SCALE), j, clock, clock.sleep)
-        for j, (times, clock) in enumerate(zip(stages, clocks, strict=True))
-    ]
-    began = clocks[0].now
-    back: deque[tuple[float, float]] = deque()
+@dataclass
+class Emulated:
+    """One emulated stage with its link, whose real computing takes `computes_s`."""
+
+    times: ScaledTimes
+    clock: Clock
+    computes_s: float
+    index: int = 0
+    waited: list[tuple[str, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spec = self  # only its index is asked for
+        self.emulated_clock = EmulatedClock(self.clock, self.sleep)
+        computing: Any = self
+        self.stage = EmulatedStage(computing, self.times, self.emulated_clock)
+        self.link = EmulatedLink(PlainCodec(), self.times, self.emulated_clock)
+
+    def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        self.waited.append(("computing", self.emulated_clock.is_waiting))
+        self.clock.now += self.computes_s
+        return inputs
+
+    def sleep(self, seconds: float) -> None:
+        self.waited.append(("sleeping", self.emulated_clock.is_waiting))
+        self.clock.sleep(seconds)
+
+    def send(self, batch: MicroBatch, inputs: Tensor) -> tuple[float, Tensor]:
+        """The message of the next micro-batch, and when it is really sent."""
+        message = self.link.encode(batch, self.stage.step(batch, inputs))
+        return self.clock.now, message
+
+    def receive(self, sent_s: float, message: Tensor) -> tuple[MicroBatch, Tensor]:
+        self.clock.now = max(self.clock.now, sent_s)
+        found = self.link.decode(message)
+        assert not isinstance(found, Sampled)
+        return found
+
+    def pass_through(self, batch: MicroBatch) -> None:
+        self.stage.step(batch, torch.zeros(int(batch.counts.sum()), 1))
+
+
+def played(stages: Sequence[Emulated], passes: tuple[Pass, ...]) -> float:
+    """Seconds until the last result is back: the schedule over emulated stages and links."""
+    first = stages[0]
+    began = first.clock.now
+    back: deque[tuple[float, Tensor]] = deque()
     taken = 0
     for each in passes:
         while taken < each.results_before:
-            take(paces[0], clocks[0], back.popleft())
+            first.receive(*back.popleft())
             taken += 1
         batch = batch_of(each)
-        for pace, clock in zip(paces, clocks, strict=True):
-            pace.begin(batch)
-            clock.now += compute
-            batch = replace(batch, ready_at_s=pace.end(batch))
-            sent = clock.now
-            following = clocks[(clocks.index(clock) + 1) % len(clocks)]
-            if following is not clocks[0]:
-                following.now = max(following.now, sent)
-        back.append((sent, batch.ready_at_s))
+        message = first.send(batch, torch.zeros(int(batch.counts.sum()), 1))
+        for stage in stages[1:]:
+            message = stage.send(*stage.receive(*message))
+        back.append(message)
     while back:
-        take(paces[0], clocks[0], back.popleft())
-    return clocks[0].now - began
-
-
-def take(pace: Pace, clock: Clock, result: tuple[float, float]) -> None:
-    arrived, ready_at_s = result
-    clock.now = max(clock.now, arrived)
-    pace.wait_for(ready_at_s)
+        first.receive(*back.popleft())
+    return first.clock.now - began
 
 
 @pytest.mark.parametrize("late_s", [0.0, 2e-4])
 @pytest.mark.parametrize("stages", [1, 3])
-def test_paced_stages_take_what_the_simulation_says(stages: int, late_s: float) -> None:
+def test_emulated_stages_take_what_the_simulation_says(stages: int, late_s: float) -> None:
     """Partial micro-batches, growing context and links; what sleeps are late does not add up."""
     units = [(0.5, 0.1, 0.02), (0.3, 0.2, 0.001), (0.4, 0.05, 0.03)][:stages]
     times = tuple(times_of(*each) for each in units)
@@ -132,97 +156,79 @@ def test_paced_stages_take_what_the_simulation_says(stages: int, late_s: float) 
         )
 
     simulated = simulate(workload, sizes, stages, seconds)
-    clocks = [Clock(late_s=late_s) for _ in range(stages)]
-    found = played(times, static_schedule(workload, sizes, stages), clocks, compute=1e-3)
+    emulated = [Emulated(ScaledTimes(t, SCALE), Clock(late_s=late_s), 1e-3) for t in times]
+    found = played(emulated, static_schedule(workload, sizes, stages))
     assert len(simulated.passes) > 20
     assert found >= simulated.latency_s
     assert found == pytest.approx(simulated.latency_s, abs=late_s + 20 * Clock.spin_s, rel=2e-4)
 
 
+def one_stage(scale: float, computes_s: float, index: int = 0) -> Emulated:
+    """A stage that decodes one request in 0.1 modelled seconds."""
+    return Emulated(ScaledTimes(times_of(0.5, 0.1, 0.0), scale), Clock(), computes_s, index)
+
+
+ONE_STEP = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
+
+
 def test_overhead_between_micro_batches_shows() -> None:
-    times = times_of(0.5, 0.1, 0.0)
-    clock = Clock()
-    pace = Pace(Hold(times, 1.0), 0, clock, clock.sleep)
-    each = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
-    began = clock.now
+    stage = one_stage(1.0, computes_s=0.03)
+    began = stage.clock.now
     for _ in range(50):
-        pace.begin(each)
-        clock.now += 0.03
-        pace.end(each)
-        clock.now += 0.007
-    assert clock.now - began == pytest.approx(50 * (0.1 + 0.007), rel=2e-3)
+        stage.pass_through(ONE_STEP)
+        stage.clock.now += 0.007
+    assert stage.clock.now - began == pytest.approx(50 * (0.1 + 0.007), rel=2e-3)
 
 
-def test_compute_that_outlasts_its_hold_is_an_error() -> None:
-    clock = Clock()
-    pace = Pace(Hold(times_of(0.5, 0.1, 0.0), 0.5), 3, clock, clock.sleep)
-    batch = batch_of(Pass("decode", 0, 1, 2, 1, 1, 0))
-    pace.begin(batch)
-    clock.now += 0.15
+def test_compute_that_outlasts_its_modelled_time_is_an_error() -> None:
+    stage = one_stage(0.5, computes_s=0.15, index=3)
     with pytest.raises(DeviceError, match=r"stage 3.*decode.* 2 requests.*150.*100.*time_scale"):
-        pace.end(batch)
+        stage.pass_through(batch_of(Pass("decode", 0, 1, 2, 1, 1, 0)))
 
 
-def test_a_hold_says_that_it_is_one() -> None:
+def test_a_stage_that_waits_says_so() -> None:
     """While it sleeps, not while it computes."""
-    clock, seen = Clock(), list[bool]()
-
-    def sleep(seconds: float) -> None:
-        seen.append(pace.is_holding)
-        clock.sleep(seconds)
-
-    pace = Pace(Hold(times_of(0.5, 0.1, 0.0), 1.0), 0, clock, sleep)
-    batch = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
-    pace.begin(batch)
-    assert not pace.is_holding
-    pace.end(batch)
-    assert not pace.is_holding
-    assert seen
-    assert all(seen)
+    stage = one_stage(1.0, computes_s=0.01)
+    stage.pass_through(ONE_STEP)
+    assert not stage.emulated_clock.is_waiting
+    assert set(stage.waited) == {("computing", False), ("sleeping", True)}
 
 
 def test_a_stall_of_less_than_a_hundredth_is_lateness() -> None:
-    clock = Clock()
-    pace = Pace(Hold(times_of(0.5, 0.1, 0.0), 1.0), 0, clock, clock.sleep)
-    batch = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
+    stage = one_stage(1.0, computes_s=0.01)
     for turn in range(40):
-        pace.begin(batch)
-        clock.now += 0.13 if turn == 38 else 0.01
-        pace.end(batch)
-    assert clock.now - 100.0 == pytest.approx(40 * 0.1 + 0.03, rel=1e-3)
-    pace.begin(batch)
-    clock.now += 0.13
+        stage.computes_s = 0.13 if turn == 38 else 0.01
+        stage.pass_through(ONE_STEP)
+    assert stage.clock.now - 100.0 == pytest.approx(40 * 0.1 + 0.03, rel=1e-3)
+    stage.computes_s = 0.13
     with pytest.raises(DeviceError, match="time_scale"):
-        pace.end(batch)
+        stage.pass_through(ONE_STEP)
 
 
-def test_without_a_time_scale_nothing_waits() -> None:
-    def sleep(seconds: float) -> None:
-        raise AssertionError(seconds)
-
-    clock = Clock()
-    for hold in (Hold(), Hold(times_of(1, 1, 1), 0.0)):
-        pace = Pace(hold, 0, clock, sleep)
-        batch = batch_of(Pass("prefill", 0, 0, 2, 5, 0, 0))
-        pace.begin(batch)
-        assert pace.end(batch) == 0.0
-        pace.wait_for(0.0)
-    assert clock.now < 100.0 + 100 * SPIN_S
-
-
-def test_messages_say_when_an_emulated_link_brings_them() -> None:
+def test_messages_arrive_when_the_emulated_link_has_brought_them() -> None:
+    """One after the other: the link is busy with the first, and nothing else of them changes."""
+    times = ScaledTimes(times_of(0.5, 0.1, 1.0), 2.0)
+    stage = Emulated(times, Clock(), 0.0)
     batch = batch_of(Pass("prefill", 0, 0, 2, 3, 0, 0))
-    found = decode(encode(batch, torch.zeros(6, 4), 12.75))
-    assert not isinstance(found, Sampled)
-    assert found[0].ready_at_s == 12.75
-    sampled = Sampled(np.array([1, 2]), (None, "stop"))
-    answer = decode(encode(batch, sampled, 3.5))
-    assert isinstance(answer, Sampled)
-    assert answer.ready_at_s == 3.5
+    sent = [stage.link.encode(batch, torch.full((6, 4), value)) for value in (1.0, 2.0)]
+    answer = Sampled(np.array([1, 2]), (None, "stop"))
+    sent.append(stage.link.encode(batch, answer))
+    each_s = times.transfer_s(batch)
+    assert each_s == pytest.approx(2 * (0.01 + 6))
+    after = Emulated(times, Clock(now=0.0), 0.0)
+    for turn, value in enumerate((1.0, 2.0), start=1):
+        assert after.link.message_bytes(sent[turn - 1]) == len(sent[turn - 1])
+        _, hidden = after.receive(0.0, sent[turn - 1])
+        assert hidden.tolist() == [[value] * 4] * 6
+        assert after.clock.now == pytest.approx(turn * each_s, abs=1e-3)
+    found = after.link.decode(sent[2])
+    assert isinstance(found, Sampled)
+    assert (found.token_ids.tolist(), found.finish_reasons) == ([1, 2], (None, "stop"))
+    assert after.clock.now == pytest.approx(3 * each_s, abs=1e-3)
 
 
 @pytest.fixture(scope="module")
-def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> PlanSpec:
     path = tmp_path_factory.mktemp("cluster") / "two.yaml"
     path.write_text(CLUSTER)
     workload = Workload(global_batch=4, prompt_length=16, new_tokens=8)
@@ -231,17 +237,19 @@ def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return find_plan(cluster, model_shape("opt-13b"), "opt-13b", workload, options)
 
 
-def test_holds_follow_the_plan(emulated_plan: Plan) -> None:
+def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
     stage = emulated_plan.stages[1]
-    assert hold_of(emulated_plan, stage) == Hold(stage.modelled, 0.25)
-    assert not hold_of(emulated_plan, replace(stage, emulated=False)).active
-    assert not hold_of(replace(emulated_plan, time_scale=0.0), stage).active
-    older = hold_of(emulated_plan, replace(stage, modelled=None))
-    assert older.times is not None
-    assert older.times.compute_s(True, np.array([9, 9])) == stage.decode_s
+    assert stage.modelled is not None
+    assert emulated_times(emulated_plan, stage) == ScaledTimes(stage.modelled, 0.25)
+    assert emulated_times(emulated_plan, replace(stage, emulated=False)) is None
+    assert emulated_times(replace(emulated_plan, time_scale=0.0), stage) is None
+    older = emulated_times(emulated_plan, replace(stage, modelled=None))
+    assert older is not None
+    decode = MicroBatch(np.arange(2), np.array([9, 9]), np.ones(2, dtype=np.int64))
+    assert older.compute_s(decode) == 0.25 * stage.decode_s
 
 
-def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: Plan, tmp_path: Path) -> None:
+def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: PlanSpec, tmp_path: Path) -> None:
     save_tiny(tmp_path, CONFIGS["llama"])
     shape = model_shape(tmp_path)
     for index in (0, 1):
@@ -257,7 +265,7 @@ def test_a_stand_in_computes_one_layer_a_stage(emulated_plan: Plan, tmp_path: Pa
         stand_in_spec(replace(spec, max_tokens=200), shape)
 
 
-def test_planned_memory_is_enforced_though_a_stand_in_computes(emulated_plan: Plan) -> None:
+def test_planned_memory_is_enforced_though_a_stand_in_computes(emulated_plan: PlanSpec) -> None:
     check_planned_memory(emulated_plan)
     first, second = emulated_plan.stages
     small = replace(second, memory_limit_bytes=second.memory_bytes - 1)
@@ -270,7 +278,7 @@ def test_warming_up_leaves_nothing_behind(tmp_path: Path) -> None:
     prompts = random_prompts([5, 9, 3])
     stages = stages_of(tmp_path, (0, 2, 5), slots=3, max_tokens=20)
     for stage in stages:
-        warm_up(stage, Hold(times_of(1, 1, 0), 1.0))
+        warm_up(stage, times_of(1, 1, 0))
         assert stage.stats().decode_tokens > 0, "largest micro-batches of both phases"
     found = generate(stages, prompts, 6, prefill=2, decode=3)
     assert found == [reference(model, prompt, 6) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Timed layers: what runs is a stage's layer, and times are put right by the machine's pace."""
+"""Timed layers: what runs is a stage's layer, and times are corrected by the machine's speed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from transformers import PretrainedConfig
 
 from actors.profiling.layers import TimedLayers
-from actors.profiling.machine_speed import Pace
+from actors.profiling.reference_work import ReferenceWork
 from actors.profiling.task import ProfileTask, _Passes, measure
-from actors.stage.library_config import library_config
+from actors.stage.transformers_config import config_of_values
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
-from planner.model.families import shape_from_config
+from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload
-from quant.cache.layer import LayerForm
+from quant.linear import LayerForm
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS
@@ -69,15 +69,15 @@ def test_what_stands_before_is_filled() -> None:
 def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
     node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
     device = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
-    layers = timed(library_config(TINY), bits)
+    layers = timed(config_of_values(TINY), bits)
     planned = layer_weight_bytes(shape_from_config("tiny", TINY), bits, device, "bfloat16")
     assert layers.weight_bytes == planned
 
 
 def test_a_slow_moment_is_taken_out() -> None:
-    """Half of the passes at half the pace: the same times, no spread."""
-    passes = _Passes(16, DECODE, seconds=[2e-3, 4e-3] * 4, paces=[1e-3, 2e-3] * 4)
-    measured = passes.measured(usual_pace_s=1e-3)
+    """Half of the passes at half the speed: the same times, no spread."""
+    passes = _Passes(16, DECODE, seconds=[2e-3, 4e-3] * 4, reference_s=[1e-3, 2e-3] * 4)
+    measured = passes.measured(usual_reference_s=1e-3)
     assert measured.seconds == pytest.approx(2e-3)
     assert measured.raw_s == pytest.approx(3e-3)
     assert measured.spread == pytest.approx(0.0, abs=1e-9)
@@ -99,13 +99,13 @@ def test_a_task_measures_every_workload_or_says_what_is_left() -> None:
     assert (state.measured, state.left) == ((), 4)
 
 
-def test_the_pace_is_some_time() -> None:
-    pace = Pace(CPU)
-    first = pace.now()
-    probed = pace.probe()
-    took_s = pace.now() - first
-    assert 0 < probed.seconds("decode") == probed.memory_s < took_s
-    assert probed.seconds("prefill") ** 2 == pytest.approx(probed.compute_s * probed.memory_s)
+def test_reference_work_takes_some_time() -> None:
+    work = ReferenceWork(CPU)
+    first = work.now()
+    times = work.run()
+    took_s = work.now() - first
+    assert 0 < times.seconds("decode") == times.memory_s < took_s
+    assert times.seconds("prefill") ** 2 == pytest.approx(times.compute_s * times.memory_s)
 
 
 def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +121,9 @@ def test_prompts_pass_in_the_parts_of_a_stage(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_workload_is_known_by_its_noise_or_its_length() -> None:
-    quiet = _Passes(16, DECODE, seconds=[1e-3, 1.001e-3] * 8, paces=[1e-3] * 16)
+    quiet = _Passes(16, DECODE, seconds=[1e-3, 1.001e-3] * 8, reference_s=[1e-3] * 16)
     assert quiet.is_known(copies=4)
-    noisy = _Passes(16, DECODE, seconds=[1e-3, 2e-3] * 8, paces=[1e-3] * 16)
+    noisy = _Passes(16, DECODE, seconds=[1e-3, 2e-3] * 8, reference_s=[1e-3] * 16)
     assert not noisy.is_known(copies=4)
-    slow = _Passes(16, DECODE, seconds=[0.1, 0.2] * 8, paces=[1e-3] * 16)
+    slow = _Passes(16, DECODE, seconds=[0.1, 0.2] * 8, reference_s=[1e-3] * 16)
     assert slow.is_known(copies=4)

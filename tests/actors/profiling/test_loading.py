@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from actors.profiling.loading import LoadTask, _time_loading
+from actors.profiling.loading import LoadTask, time_loading
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
-from planner.model.families import shape_from_config
+from planner.model.finding import shape_from_config
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS
 from tests.actors.profiling.test_layers import TINY
 
 
 def test_every_bitwidth_is_loaded_from_where_it_can_come() -> None:
-    loads = _time_loading(LoadTask(TINY, "bfloat16", BITWIDTHS, threads=1))
+    loads = time_loading(LoadTask(TINY, "bfloat16", BITWIDTHS, threads=1))
     found = {(load.bits, load.origin) for load in loads}
     cached = {(bits, "cache") for bits in BITWIDTHS if bits != 16}
     assert found == {(bits, "checkpoint") for bits in BITWIDTHS} | cached
@@ -38,7 +38,7 @@ def test_what_counts_as_from_the_cache_is_read_there(monkeypatch: pytest.MonkeyP
         "_fill_layer",
         lambda load, checkpoint: (filled.append(load.name_prefix), fill(load, checkpoint)),
     )
-    _time_loading(LoadTask(TINY, "bfloat16", (4,), threads=1))
+    time_loading(LoadTask(TINY, "bfloat16", (4,), threads=1))
     layers, turns = 4, 3
     assert len(filled) == layers * (1 + turns + 1)
 
@@ -46,4 +46,4 @@ def test_what_counts_as_from_the_cache_is_read_there(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["opt", "bloom", "gpt_neox", "qwen2-sliding"])
 def test_other_architectures_load(name: str) -> None:
     values = CONFIGS[name].to_dict()
-    assert len(_time_loading(LoadTask(values, "bfloat16", (8,), threads=1))) == 2
+    assert len(time_loading(LoadTask(values, "bfloat16", (8,), threads=1))) == 2

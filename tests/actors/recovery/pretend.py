@@ -14,12 +14,12 @@ from typing import Any
 from actors.messages import Chunk, Finished, Request, Sampling
 from actors.processes.answers import StageDiedError
 from actors.processes.health import BatchFailure, Heartbeat, RunReport
-from actors.processes.stage_actor import QueueSizes
 from actors.recovery.generation import Generation
 from actors.recovery.linking import LinkOptions, StagePipeline
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 from tests.actors.recovery.pretend_leader import Leader, Stream
 
@@ -151,10 +151,10 @@ class Stage:
         self.process.links_broken = False
         return self._ask(lambda: "10.0.0.1")
 
-    def open_meeting(self, meeting: object) -> Reference:
+    def open_rendezvous(self, rendezvous: object) -> Reference:
         return self._ask()
 
-    def connect(self, meeting: object, first: Stage, sizes: QueueSizes) -> Reference:
+    def connect(self, rendezvous: object, first: Stage, sizes: QueueSizes) -> Reference:
         return self._ask(lambda: self.connecting(), LINK_S)
 
     def lead(self, sizes: QueueSizes, following: object) -> Reference:

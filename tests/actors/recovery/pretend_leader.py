@@ -11,7 +11,7 @@ import numpy as np
 from actors.messages import Chunk, Finished, Request
 from actors.processes.answers import StageDiedError
 from actors.processes.health import SlotTokens
-from actors.processes.stage_actor import QueueSizes
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from actors.messages import Request
-from actors.processes.stage_actor import QueueSizes
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 from tests.actors.recovery.pretend import Cluster, requests, started
 

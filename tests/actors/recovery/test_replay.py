@@ -11,11 +11,13 @@ import torch
 
 from actors.messages import Admission, Finished, MicroBatch, Request, Sampling
 from actors.processes.health import Health
-from actors.schedule.pipeline import LocalPipeline, PipelineDriver, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
-from actors.transport.wire import decode, encode
+from actors.transport.message_format import decode, encode
+from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
 
 NEW_TOKENS = 12
@@ -23,7 +25,7 @@ LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 
 
 def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
-    scheduler = QueueScheduler(4, 2, 3, len(stages))
+    scheduler = StaticScheduler(QueueSizes(4, 2, 3), len(stages))
     scheduler.add(requests, last=True)
     batches = list(drive(scheduler, LocalPipeline(stages)))
     return {f.custom_id: f for batch in batches for f in batch}
@@ -50,7 +52,7 @@ def test_tokens_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> No
 
 def test_tokens_so_far_are_told_while_requests_run() -> None:
     request = Request("a", (3, 4), 5, Sampling(), generated=(7,))
-    scheduler = QueueScheduler(2, 2, 2, 1)
+    scheduler = StaticScheduler(QueueSizes(2, 2, 2), 1)
     scheduler.add([request], last=True)
 
     class Nine:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from actors.messages import Finished, FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
-from actors.schedule.pipeline import PipelineDriver, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
+from tests.actors.local_pipeline import drive
 
 
 @dataclass
@@ -124,7 +126,7 @@ def run(
     counts: list[int], prefill: int, decode: int, stages: int = 3, slots: int | None = None
 ) -> tuple[CountingPipeline, list[Finished]]:
     pipeline = pipeline_for(counts, decode, stages=stages)
-    scheduler = QueueScheduler(slots or len(counts), prefill, decode, stages)
+    scheduler = StaticScheduler(QueueSizes(slots or len(counts), prefill, decode), stages)
     scheduler.add(requests(counts), last=True)
     finished = [f for batch in drive(scheduler, pipeline) for f in batch]
     return pipeline, finished
@@ -183,7 +185,7 @@ def test_micro_batches_under_way_are_bounded() -> None:
 
 
 def fed(
-    scheduler: QueueScheduler, pipeline: CountingPipeline, made: list[Request], chunk: int
+    scheduler: StaticScheduler, pipeline: CountingPipeline, made: list[Request], chunk: int
 ) -> Iterator[Finished]:
     """As `StageGroup` feeds an actor: by chunks, of which the last may be empty."""
     driver = PipelineDriver(scheduler, pipeline)
@@ -203,7 +205,7 @@ def test_queues_of_any_length_and_shape(seed: int) -> None:
     counts = rng.integers(1, int(rng.integers(2, 12)), size=int(rng.integers(0, 60))).tolist()
     times = rng.uniform(0.1, 3.0, size=(2, stages))
     pipeline = pipeline_for(counts, decode, Seconds(times[0].tolist(), times[1].tolist()))
-    scheduler = QueueScheduler(slots, prefill, decode, stages)
+    scheduler = StaticScheduler(QueueSizes(slots, prefill, decode), stages)
     finished = list(fed(scheduler, pipeline, requests(counts), int(rng.integers(1, 30))))
     assert_each_once(finished, counts)
     assert pipeline.under_way == 0
@@ -216,7 +218,7 @@ def test_chunks_do_not_change_what_is_done(chunk: int) -> None:
     counts = np.random.default_rng(0).integers(1, 9, size=64).tolist()
     whole, _ = run(counts, prefill=3, decode=4, slots=12)
     pipeline = pipeline_for(counts, 4)
-    list(fed(QueueScheduler(12, 3, 4, stages=3), pipeline, requests(counts), chunk))
+    list(fed(StaticScheduler(QueueSizes(12, 3, 4), 3), pipeline, requests(counts), chunk))
     assert [b.slots.tolist() for b in pipeline.batches] == [b.slots.tolist() for b in whole.batches]
 
 
@@ -233,7 +235,7 @@ def test_no_stage_rests_while_requests_wait(
     count = 8 * groups * decode
     counts = [9] * count if lengths == "equal" else rng.integers(1, 20, size=count).tolist()
     pipeline = pipeline_for(counts, decode, stages=stages)
-    scheduler = QueueScheduler(groups * decode, prefill, decode, stages)
+    scheduler = StaticScheduler(QueueSizes(groups * decode, prefill, decode), stages)
     scheduler.add(requests(counts), last=True)
     list(drive(scheduler, pipeline))
     first, last = first_decode(pipeline), last_prefill(pipeline)
@@ -246,7 +248,7 @@ def test_the_slowest_stage_never_rests_while_requests_wait(slowest: int) -> None
     seconds = [2.0 if stage == slowest else 1.0 for stage in range(3)]
     counts = np.random.default_rng(1).integers(1, 40, size=200).tolist()
     pipeline = pipeline_for(counts, 8, Seconds(seconds, seconds))
-    scheduler = QueueScheduler(24, 4, 8, stages=3)
+    scheduler = StaticScheduler(QueueSizes(24, 4, 8), 3)
     scheduler.add(requests(counts), last=True)
     list(drive(scheduler, pipeline))
     idle_s = pipeline.idle_s(slowest, first_decode(pipeline), last_prefill(pipeline))
@@ -258,7 +260,7 @@ def seconds_of_queue(counts: Sequence[int], part: int) -> float:
     pipeline = pipeline_for(counts, 8, Seconds([4.0] * 2, [1.0] * 2))
     made = requests(counts)
     for first in range(0, len(made), part):
-        scheduler = QueueScheduler(32, 8, 8, stages=2)
+        scheduler = StaticScheduler(QueueSizes(32, 8, 8), 2)
         scheduler.add(made[first : first + part], last=True)
         list(drive(scheduler, pipeline))
     return pipeline.now_s

@@ -14,9 +14,10 @@ from transformers import LlamaConfig
 from actors.stage.stage import Stage
 from planner.costs.memory import (
     embedding_bytes,
-    final_bytes,
+    head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
+    norm_bytes,
 )
 from planner.model.finding import model_shape
 from planner.model.shape import ModelShape
@@ -96,7 +97,9 @@ def planned_weight_bytes(shape: ModelShape, stage: int, bits: list[int], dtype: 
     """Weights of the first (0) or last (1) of two stages."""
     device: Any = _Host()
     layers = sum(layer_weight_bytes(shape, b, device, dtype) for b in bits)
-    return layers + (embedding_bytes(shape, dtype) if stage == 0 else final_bytes(shape, dtype))
+    if stage == 0:
+        return layers + embedding_bytes(shape, dtype)
+    return layers + norm_bytes(shape, dtype) + head_bytes(shape, dtype)
 
 
 def test_tied_head_on_a_single_stage_is_held_once(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.processes.stage_actor import QueueSizes
 from actors.sampling import MOST_STOPS, STOP_CHARACTERS
-from actors.transport import wire
-from actors.transport.chains import LinkChain, serve
-from actors.transport.wire import Limits, decode, encode, message_bytes
+from actors.schedule.scheduler import QueueSizes
+from actors.transport import message_format
+from actors.transport.message_format import Limits, PlainCodec, decode, encode, message_bytes
+from actors.transport.pipelines import GlooPipeline, serve
 from llmpq.rows.row import MAX_ID_CHARACTERS
 from quant.common.errors import SpecError, StageLostError
 from tests.actors.linking import meet
@@ -73,7 +73,7 @@ def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
     field: str, value: int
 ) -> None:
     message = with_field(a_message(), field, value)
-    prefix = wire._Prefix(*wire._PREFIX.unpack_from(message.numpy().data))
+    prefix = message_format._Prefix(*message_format._PREFIX.unpack_from(message.numpy().data))
     message = with_field(message, "message", prefix.planned_bytes)
     assert message_bytes(message) == prefix.planned_bytes
     with pytest.raises(StageLostError, match=rf"says {value} .*at most \d+ were planned"):
@@ -132,7 +132,7 @@ ADMITTED = asdict(a_batch().admitted[0])
     ],
 )
 def test_admissions_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire.json, "dumps", lambda _: text)
+    monkeypatch.setattr(message_format.json, "dumps", lambda _: text)
     message = a_message()
     with pytest.raises(StageLostError, match="admits"):
         decode(message, LIMITS)
@@ -141,7 +141,7 @@ def test_admissions_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(("array", "value"), [(0, -1), (1, -1), (1, 4), (1, 2**62)])
 def test_answers_that_are_none(array: int, value: int) -> None:
     message = encode(a_batch(), Sampled(np.array([1, 2]), (None, "stop")))
-    struct.pack_into("<q", message.numpy().data, wire._PREFIX.size + 16 * array, value)
+    struct.pack_into("<q", message.numpy().data, message_format._PREFIX.size + 16 * array, value)
     with pytest.raises(StageLostError, match="tokens or reasons"):
         decode(message, LIMITS)
 
@@ -155,15 +155,11 @@ def test_a_message_that_ends_too_early(length: int) -> None:
 class Echo:
     """A stage that gives back what it gets."""
 
-    ready_at_s = 0.0
-
     def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
         return torch.ones(len(inputs), 6)
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         raise AssertionError("nothing to sample")
-
-    def wait_for(self, ready_at_s: float) -> None: ...
 
     def sent(self) -> None: ...
 
@@ -179,7 +175,7 @@ def test_a_stage_refuses_what_no_stage_before_it_sends() -> None:
         first, second = meet(2)
         first.sender(1).send(hostile)
         with pytest.raises(StageLostError, match=said):
-            serve(Echo(), second, LIMITS)
+            serve(Echo(), second, PlainCodec(LIMITS))
 
 
 def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
@@ -188,11 +184,11 @@ def test_the_first_stage_refuses_answers_to_what_it_has_not_asked() -> None:
         encode(a_batch(), Sampled(np.array([1]), (None,))),
     ):
         first, second = meet(2)
-        chain = LinkChain(Echo(), first, LIMITS)
-        asked = chain.submit(a_batch(), np.arange(6))
+        pipeline = GlooPipeline(Echo(), first, PlainCodec(LIMITS))
+        asked = pipeline.submit(a_batch(), np.arange(6))
         second.sender(0).send(answer)
         with pytest.raises(StageLostError, match=r"answered for \d requests, asked were 2"):
-            chain.result(asked)
+            pipeline.result(asked)
 
 
 def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from llmpq import Plan
 from llmpq.cli import dist
+from llmpq.cli.dist_options import DIST_RULES, dist_parser, run_options
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 
@@ -22,25 +22,11 @@ from quant.common.errors import SpecError
         (["--no_cache", "--transport", "ray"], CacheSettings(enabled=False)),
     ],
 )
-def test_command_line(
-    options: list[str],
-    settings: CacheSettings,
-    plan: Plan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = []
-
-    def run(planned: Any, chosen: Any) -> None:
-        seen.append((chosen.cache, chosen.transport))
-        raise SpecError("enough")
-
-    monkeypatch.setattr(dist, "Run", run)
-    plan.save(tmp_path / "plan.json")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": [3]}\n')
-    files = ["--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
-    assert dist.main(["--plan", str(tmp_path / "plan.json"), *files, *options]) == 2
-    assert seen == [(settings, "ray" if "ray" in options else "auto")]
+def test_command_line(options: list[str], settings: CacheSettings) -> None:
+    files = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]
+    chosen = run_options(dist_parser("").parse([*files, *options], DIST_RULES))
+    assert chosen.cache == settings
+    assert chosen.transport == ("ray" if "ray" in options else "auto")
 
 
 def test_a_limit_that_is_none(

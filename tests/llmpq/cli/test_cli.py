@@ -212,7 +212,7 @@ def test_unwritable_plan_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_batch_end_to_end_as_a_process(
-    tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path
+    tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path, process_environment: dict[str, str]
 ) -> None:
     good = [{"custom_id": f"q{i}", "prompt": [5 + i] * (1 + i % 7)} for i in range(9)]
     long = {"custom_id": "long", "prompt": [3] * 40}
@@ -221,6 +221,7 @@ def test_a_batch_end_to_end_as_a_process(
     command = [sys.executable, "-m", "llmpq.cli.dist", "--strat-file-name", str(plan_file)]
     done = subprocess.run(
         [*command, "--input", str(prompts), "--output", str(output)],
+        env=process_environment,
         capture_output=True,
         text=True,
         timeout=240,

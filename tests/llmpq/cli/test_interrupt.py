@@ -40,13 +40,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @contextmanager
-def running(job: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    job: list[str], folder: Path, environment: dict[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """The job once it has committed something."""
     process = subprocess.Popen(
         [*job, "--output", str(folder / "results.jsonl")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment,
     )
     deadline = time.monotonic() + LIMIT_S
     try:
@@ -64,9 +66,11 @@ def kept_in(folder: Path) -> list[Path]:
     return list(folder.glob("results.jsonl.job/part-*-1-*.jsonl"))
 
 
-def test_an_interrupt_keeps_results_and_frees_everything(job: list[str], tmp_path: Path) -> None:
+def test_an_interrupt_keeps_results_and_frees_everything(
+    job: list[str], tmp_path: Path, process_environment: dict[str, str]
+) -> None:
     """SIGTERM does the same; `test_batch_job` stops a job by it."""
-    with running(job, tmp_path) as process:
+    with running(job, tmp_path, process_environment) as process:
         started = children_of(process.pid)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
@@ -82,9 +86,13 @@ def test_an_interrupt_keeps_results_and_frees_everything(job: list[str], tmp_pat
     ("victim", "named"), [("raylet", "raylet"), ("gcs_server", "control service (GCS)")]
 )
 def test_a_local_run_that_loses_its_ray_says_so_and_ends(
-    job: list[str], tmp_path: Path, victim: str, named: str
+    job: list[str],
+    tmp_path: Path,
+    process_environment: dict[str, str],
+    victim: str,
+    named: str,
 ) -> None:
-    with running(job, tmp_path) as process:
+    with running(job, tmp_path, process_environment) as process:
         started = children_of(process.pid)
         (lost,) = (pid for pid in started if name_of(pid) == victim)
         os.kill(lost, signal.SIGKILL)

@@ -39,8 +39,8 @@ def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS)
 def test_the_report_has_no_markup_of_others(text: str, plan: Plan) -> None:
-    page = report_page(with_texts(plan.data, text))
-    plain = report_page(with_texts(plan.data, "name"))
+    page = report_page(with_texts(plan.spec, text))
+    plain = report_page(with_texts(plan.spec, "name"))
     assert tags_of(page) == tags_of(plain)
     assert len(page) > len(plain)
 
@@ -70,7 +70,7 @@ def test_names_cannot_drive_the_terminal(
     monkeypatch.setenv("COLUMNS", "300")
     if is_terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    hostile = with_texts(plan.data, f"[red]{ESCAPES}[/]")
+    hostile = with_texts(plan.spec, f"[red]{ESCAPES}[/]")
     console().print(plan_table(hostile), comparison_table(hostile))
     console().print(f"row {ESCAPES!s} failed", soft_wrap=True)
     printed = capsys.readouterr().out

@@ -21,6 +21,7 @@ from llmpq.cli.dist_options import dist_parser
 from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
+from llmpq.remote.dashboard import dashboard_client
 from llmpq.remote.ray_jobs import JobEnd, RayJobs, keep_folder_to_driver
 from quant.common.errors import DeviceError, InputError, SpecError
 from tests.llmpq.fake_jobs import write_prompts
@@ -41,7 +42,7 @@ def here(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sent(plan: Plan, folder: Path, *command: str) -> list[str]:
     """The job's arguments, behind `exec llmpq-dist`."""
     folder.mkdir(exist_ok=True)
-    words = shlex.split(entrypoint(command, plan.data, folder))
+    words = shlex.split(entrypoint(command, plan.spec, folder))
     assert words[:2] == ["exec", "llmpq-dist"]
     return words[2:]
 
@@ -57,7 +58,7 @@ def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path
         assert getattr(got, name) == getattr(given, name), name
     assert (got.address, got.resume, "cluster" in got) == ("auto", True, False)
     assert got.strat_file_name == "plan.json"
-    assert Plan.load(tmp_path / "job" / "plan.json").data == plan.data
+    assert Plan.load(tmp_path / "job" / "plan.json").spec == plan.spec
 
 
 def test_relative_inputs_travel_and_keep_their_names(
@@ -88,7 +89,7 @@ def test_the_model_of_here_gets_its_absolute_path(plan: Plan, here: Path, tmp_pa
         got = sent(plan, tmp_path / "job", *command, "--model", named)
         assert got[got.index("--model") + 1] == wanted
     assert "--model" not in sent(plan, tmp_path / "job", *command)  # the plan's is absolute
-    moved = Plan(replace(plan.data, model=replace(plan.data.model, source="model")))
+    moved = Plan(replace(plan.spec, model=replace(plan.spec.model, source="model")))
     got = sent(moved, tmp_path / "job", *command)
     assert got[got.index("--model") + 1] == str(here / "model")
 
@@ -275,5 +276,5 @@ def test_the_address_given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "JobSubmissionClient",
         lambda address: (address, os.environ.get("RAY_ADDRESS")),
     )
-    assert ray_jobs._client("http://head:8265") == ("http://head:8265", None)
+    assert dashboard_client("http://head:8265") == ("http://head:8265", None)
     assert os.environ["RAY_ADDRESS"] == "ray://elsewhere:1"

@@ -15,9 +15,10 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.job import JobOptions, Tally
-from llmpq.jobs.records.ledger import Kind, Ledger, Wanted
+from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.jobs.records.row_list import rows_digest
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
@@ -218,14 +219,14 @@ def test_nothing_is_asked_where_nothing_is_done(source: Path, tmp_path: Path) ->
 def test_the_digest_of_rows_does_not_depend_on_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("llmpq.jobs.records.ledger.BATCH_ROWS", 7)
+    monkeypatch.setattr("llmpq.jobs.records.row_database.BATCH_ROWS", 7)
     rows = [Wanted(f"id{i}", f"{0:012x}-{i:020x}", i, 1) for i in range(1, 50)]
     rows += [Wanted("bad", f"{0:012x}-{9:020x}", 77, 0, Kind.BAD)]
 
     def digest(rows: list[Wanted]) -> str:
-        ledger = Ledger()
-        assert ledger.want_all(rows) is None
-        return rows_digest(ledger.row_blocks())
+        database = RowDatabase()
+        assert database.want_all(rows) is None
+        return rows_digest(database.row_blocks())
 
     whole = digest(rows)
     shuffled = [row._replace(place=1000 - row.place) for row in rows[::-1]]
@@ -242,7 +243,7 @@ def test_the_command_says_it_before_torch_and_ray(
 ) -> None:
     plan.save(tmp_path / "plan.json")
     target = tmp_path / "out.csv"
-    identity = job_identity(plan.data, RunOptions())
+    identity = job_identity(plan.spec, RunOptions())
     run_job(write_prompts(source, *prompts(3)), target, identity=identity)
     write_prompts(source, *prompts(2))
     command = ["--plan", str(tmp_path / "plan.json"), "--input", str(source)]

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from llmpq.jobs.job import JobOptions
-from llmpq.jobs.output.output import OutputOptions
+from llmpq.jobs.output.options import OutputOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     OVERWRITE,
     SMALL_SHARDS,
     Crash,
     FaultMode,
-    FaultyFiles,
-    QuickFiles,
+    FaultyDisk,
+    QuickDisk,
     prompts,
     results_in,
     run_job,
@@ -81,10 +81,10 @@ class Case:
         write_prompts(self.source, *ROWS)
         self.old = self.target.read_bytes() if self.target.is_file() else None
 
-    def run(self, files: QuickFiles, options: OutputOptions | None = None) -> None:
+    def run(self, disk: QuickDisk, options: OutputOptions | None = None) -> None:
         retry = self.scenario.retry
         how = JobOptions(retry, extend=0 < self.scenario.before < len(ROWS))
-        run_job(self.source, self.named, options or self.scenario.options, files, how)
+        run_job(self.source, self.named, options or self.scenario.options, disk, how)
 
     def check(self) -> None:
         found = results_in(self.target)
@@ -112,22 +112,22 @@ def test_a_fault_at_any_call_and_a_resume_give_every_id_once(
     draw = random.Random(name + mode)
     for fail_at in count(1):
         case = Case(scenario, tmp_path / str(fail_at))
-        files = FaultyFiles(fail_at, mode)
+        disk = FaultyDisk(fail_at, mode)
         try:
-            case.run(files)
+            case.run(disk)
         except Crash:
             case.check_output_is_old_or_whole()
         except InputError as full:
             case.check_output_is_old_or_whole()
             if "No space left" not in str(full):
                 raise
-        if files.calls < fail_at:
+        if disk.calls < fail_at:
             case.check()
             assert fail_at > 10
             return
         try:  # once more, wherever it strikes
-            case.run(FaultyFiles(draw.randrange(1, 30), mode), SMALL_SHARDS)
+            case.run(FaultyDisk(draw.randrange(1, 30), mode), SMALL_SHARDS)
         except (Crash, InputError):
             case.check_output_is_old_or_whole()
-        case.run(QuickFiles(), SMALL_SHARDS)
+        case.run(QuickDisk(), SMALL_SHARDS)
         case.check()

@@ -21,14 +21,16 @@ from actors.messages import Sampling
 from llmpq import Plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
-from llmpq.jobs.output.output import JobOutput, OutputOptions
-from llmpq.run.run import RunOptions, job_identity
+from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.output.options import OutputOptions
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     EXTEND,
     IDENTITY,
     SMALL_SHARDS,
-    QuickFiles,
+    QuickDisk,
     answer,
     prompts,
     results_in,
@@ -46,7 +48,7 @@ def told(source: Path | list[Path], target: str | Path, **options: Any) -> Tally
     job_options = JobOptions(**{k: options.pop(k) for k in list(options) if k in OPTIONS})
     identity = options.pop("identity", IDENTITY)
     output_options = replace(SMALL_SHARDS, **options)
-    with JobOutput(target, output_options, files=QuickFiles()) as output:
+    with JobOutput(target, output_options, disk=QuickDisk()) as output:
         return finished_tally(JobInput.find(named), output, identity, job_options)
 
 
@@ -62,7 +64,7 @@ def tell_by_content(monkeypatch: pytest.MonkeyPatch, may: bool) -> None:
     def read(path: Path) -> str:
         pytest.fail(f"{path} is read")
 
-    monkeypatch.setattr("llmpq.jobs.records.record.file_digest", read)
+    monkeypatch.setattr("llmpq.jobs.records.completion_record.file_digest", read)
     monkeypatch.setattr("llmpq.jobs.records.shards.Shard.is_whole", lambda self: read(self.path))
 
 
@@ -236,7 +238,7 @@ def test_an_input_that_was_changed_during_the_run_is_no_finished_one(
     source: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out.jsonl"
-    with JobOutput(target, SMALL_SHARDS, files=QuickFiles()) as output:
+    with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
         job = Job(JobInput.find([source]), output, IDENTITY)
         for result in answer(job.todo()):
             job.write(result)
@@ -247,7 +249,7 @@ def test_an_input_that_was_changed_during_the_run_is_no_finished_one(
 
 def test_a_job_is_only_finished_where_every_row_is(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
-    with JobOutput(target, SMALL_SHARDS, files=QuickFiles()) as output:
+    with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
         job = Job(JobInput.find([source]), output, IDENTITY)
         job.write(next(answer(job.todo())))
         job.finish()
@@ -260,13 +262,13 @@ def test_the_command_needs_neither_torch_nor_ray_for_a_finished_job(
 ) -> None:
     plan.save(tmp_path / "plan.json")
     source = write_prompts(tmp_path / "in.jsonl", *ROWS)
-    run_job(source, tmp_path / "out.jsonl", identity=job_identity(plan.data, RunOptions()))
+    run_job(source, tmp_path / "out.jsonl", identity=job_identity(plan.spec, RunOptions()))
     write_prompts(tmp_path / "good.jsonl", *prompts(3))
     run_job(
         tmp_path / "good.jsonl",
         tmp_path / "good-out.jsonl",
         OutputOptions(shard_s=None),
-        identity=job_identity(plan.data, RunOptions()),
+        identity=job_identity(plan.spec, RunOptions()),
     )
     code = (
         "import sys; from llmpq.cli import dist\n"

@@ -18,13 +18,15 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.formats.csv_files import RESULT_COLUMNS, csv_lines, read_csv_results
-from llmpq.jobs.formats.format import SUFFIXES
+from llmpq.jobs.formats.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally
-from llmpq.jobs.output.finished import Join, identities
-from llmpq.jobs.output.output import JobOutput
-from llmpq.jobs.output.sinks import open_output
-from llmpq.jobs.records.ledger import Ledger
+from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.output.joining import JoinedResults
+from llmpq.jobs.output.output import open_output
+from llmpq.jobs.output.result_rows import result_identities
+from llmpq.jobs.records.row_database import RowDatabase
+from llmpq.jobs.records.shards import shards_in
 from llmpq.rows.results import Result
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
@@ -32,7 +34,7 @@ from tests.llmpq.fake_jobs import (
     IDENTITY,
     OVERWRITE,
     SMALL_SHARDS,
-    QuickFiles,
+    QuickDisk,
     prompts,
     results_in,
     run_job,
@@ -193,7 +195,7 @@ def test_bytes_of_compressed_files_depend_on_the_rows_alone(tmp_path: Path) -> N
         assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
 
 
-class Drained(QuickFiles):
+class Drained(QuickDisk):
     """Counts what is written, in which pieces."""
 
     def __init__(self) -> None:
@@ -210,9 +212,9 @@ def test_files_are_written_and_read_in_pieces(suffix: str, tmp_path: Path) -> No
     text = bytes(range(32, 127)).decode() * 20
     row = {"custom_id": "a", "text": text, "token_ids": [1], "finish_reason": "stop"}
     row |= {"error": None, "fingerprint": "0123456789ab-" + "0" * 20}
-    target, ledger, files = tmp_path / f"out{suffix}", Ledger(), Drained()
+    target, database, files = tmp_path / f"out{suffix}", RowDatabase(), Drained()
 
-    class Endless(Join):
+    class Endless(JoinedResults):
         def _kept(self, lines: Iterable[bytes], source: int) -> Any:
             return repeat(json.dumps(row).encode() + b"\n", 10_000)
 
@@ -221,6 +223,8 @@ def test_files_are_written_and_read_in_pieces(suffix: str, tmp_path: Path) -> No
             Result("q0", "x", (1,), "stop")
         )
         output.commit()
-        Endless(None, tuple(output._shards()), ledger).write(files, target, tmp_path / "aside")
+        Endless(None, tuple(shards_in(output.folder)), database).write(
+            files, target, tmp_path / "aside"
+        )
     assert max(files.sizes) < 2**18
-    assert sum(1 for _ in identities(target)) == 10_000
+    assert sum(1 for _ in result_identities(target)) == 10_000

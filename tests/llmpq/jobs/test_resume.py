@@ -18,8 +18,9 @@ import pytest
 from actors.messages import Sampling
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally
-from llmpq.jobs.output.output import JobOutput, OutputOptions
-from llmpq.jobs.output.sinks import open_output
+from llmpq.jobs.output.job_output import JobOutput
+from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.output import open_output
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.rows.results import Result
 from llmpq.rows.row import Row
@@ -30,7 +31,7 @@ from tests.llmpq.fake_jobs import (
     OVERWRITE,
     RESUME,
     SMALL_SHARDS,
-    QuickFiles,
+    QuickDisk,
     answer,
     prompts,
     results_in,
@@ -79,21 +80,21 @@ def test_a_job_stopped_on_its_way_goes_on_in_a_folder_too(source: Path, tmp_path
 
 def test_what_is_kept_is_told_with_the_rows_of_earlier_runs(source: Path, target: Path) -> None:
     run_job(source, target, limit=3)
-    output = JobOutput(target, SMALL_SHARDS, (source,), QuickFiles())
+    output = JobOutput(target, SMALL_SHARDS, (source,), QuickDisk())
     there = f"{target}.job; the same command goes on from there"
     with output:
         job = Job(JobInput.find([source]), output, IDENTITY)
-        assert output.told() == f"3 rows are committed in {there}"
+        assert output.committed_message() == f"3 rows are committed in {there}"
         for result in islice(answer(job.todo()), 3):
             job.write(result)
-    assert output.told() == f"6 rows are committed in {there}"
+    assert output.committed_message() == f"6 rows are committed in {there}"
 
 
 def test_nothing_is_told_of_a_job_that_kept_nothing(source: Path, target: Path) -> None:
-    output = JobOutput(target, SMALL_SHARDS, (source,), QuickFiles())
-    assert output.told() == "0 rows are committed"
+    output = JobOutput(target, SMALL_SHARDS, (source,), QuickDisk())
+    assert output.committed_message() == "0 rows are committed"
     stream = open_output("/dev/null", SMALL_SHARDS, ())
-    assert stream.told() == "what was finished has been handed on"
+    assert stream.committed_message() == "what was finished has been handed on"
 
 
 def test_rows_without_manifest_or_job_folder_are_known(source: Path, target: Path) -> None:
@@ -189,7 +190,7 @@ def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
         with pytest.raises(InputError, match="another llmpq-dist"):
             run_job(source, target)
         code = (
-            "import sys; from llmpq.jobs.output.output import JobOutput; "
+            "import sys; from llmpq.jobs.output.job_output import JobOutput; "
             "JobOutput(sys.argv[1]).__enter__()"
         )
         other = subprocess.run(
@@ -202,7 +203,7 @@ def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
 
 
 def test_a_second_answer_to_a_row_is_dropped(source: Path, target: Path) -> None:
-    with JobOutput(target, SMALL_SHARDS, files=QuickFiles()) as output:
+    with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
         job = Job(JobInput.find([source]), output, IDENTITY)
         assert job.write(Result("q0", "first", (1,), "stop"))
         assert not job.write(Result("q0", "second", (1,), "stop"))
@@ -214,7 +215,7 @@ def test_a_second_answer_to_a_row_is_dropped(source: Path, target: Path) -> None
 
 def test_rows_are_committed_while_none_come(source: Path, target: Path) -> None:
     options = OutputOptions(shard_rows=1000, shard_s=0.01)
-    with JobOutput(target, options, files=QuickFiles()) as output:
+    with JobOutput(target, options, disk=QuickDisk()) as output:
         job = Job(JobInput.find([source]), output, IDENTITY)
         job.write(Result("q0", "text", (1,), "stop"))
         deadline = time.monotonic() + 20
@@ -224,7 +225,7 @@ def test_rows_are_committed_while_none_come(source: Path, target: Path) -> None:
 
 
 def test_an_input_that_changes_while_it_is_read_is_noticed(source: Path, target: Path) -> None:
-    with JobOutput(target, SMALL_SHARDS, files=QuickFiles()) as output:
+    with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
         job = Job(JobInput.find([source]), output, IDENTITY)
         write_prompts(source, *prompts(7))
         with pytest.raises(InputError, match="changed while it was read"):

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from transformers import LlamaConfig
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import evaluate as command
-from llmpq.quality.evaluate import bits_subject
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.subjects import bits_subject
+from llmpq.quality.text_windows import Windows, token_windows
 from quant.canonical import dequantize, quantize
 from quant.common.errors import DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
@@ -177,7 +178,7 @@ def test_a_plan_with_keys_and_values_in_8_bit_is_measured_with_them(
 ) -> None:
     text = token_text()
     full = plan.evaluate(text, sequence_length=24)
-    coded = Plan(replace(plan.data, kv_bits=8)).evaluate(text, sequence_length=24)
+    coded = Plan(replace(plan.spec, kv_bits=8)).evaluate(text, sequence_length=24)
     assert coded.perplexity != full.perplexity
     assert coded.perplexity == pytest.approx(full.perplexity, rel=0.01)
 
@@ -210,8 +211,10 @@ def nf4_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     return plan, folder
 
 
-@pytest.mark.skipif(HAS_BITSANDBYTES, reason="bitsandbytes is here")
-def test_without_bitsandbytes_nf4_names_the_extra(nf4_plan: tuple[Plan, Path]) -> None:
+def test_without_bitsandbytes_nf4_names_the_extra(
+    nf4_plan: tuple[Plan, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(DeviceError, match=r"llmpq\[bitsandbytes\]"):
         nf4_plan[0].evaluate(token_text(), sequence_length=24)
 

@@ -19,17 +19,17 @@ from transformers import LlamaConfig
 from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
 from llmpq.cli import algo, indicator
+from llmpq.quality.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.indicator import Calibration, measure_indicators
-from llmpq.quality.indicator_options import IndicatorOptions
-from llmpq.quality.measured_points import assignments_to_measure
-from llmpq.quality.omega import measure_omega
-from llmpq.quality.text import Windows, token_windows
+from llmpq.quality.omega_measurement import measure_omega
+from llmpq.quality.options import IndicatorOptions
+from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import load_omega
 from quant.common.errors import CheckpointError, InputError
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import squared_rounding_error
 from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
+from quant.sensitivity.variance_form import VarianceForm
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 
 BITS = (3, 4, 8, 16)
@@ -203,7 +203,7 @@ def test_command_writes_what_the_planner_takes(
     plan = Cluster.from_yaml(cluster_file).plan(
         model, Workload(2, 16, 4), omega_file=omega, dtype="float32", bits=[3, 4, 8, 16]
     )
-    assert "variance, stochastic" in plan.data.sensitivity_source
+    assert "variance, stochastic" in plan.spec.sensitivity_source
 
 
 def test_bound_of_perplexity_from_the_command_line(

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
 from actors.stage.layer_stream import LayerStream, stream_layers
-from actors.stage.planned import stage_spec
+from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
 from llmpq.cli import quantize as command
-from llmpq.quality.quantize import quantize_checkpoint, shared_inputs
+from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, PlanMismatchError, SpecError
 from quant.gptq import writer as gptq_writer
 from quant.gptq.format import read_gptq
 from quant.gptq.rounding import GptqOptions, gptq
-from quant.loading.representation import Compute, LayerScheme
+from quant.loading.emulated_kernels import Compute, LayerScheme
 from quant.scheme import Processor
 from tests.actors.models import (
     VOCABULARY,
@@ -68,10 +68,13 @@ def tokens(sequences: int = 6, length: int = 40) -> Tensor:
 def make(
     source: Path, target: Path, bits: tuple[int, ...] = BITS, symmetric: bool = False
 ) -> Checkpoint:
-    quantize_checkpoint(
-        source, target, bits, tokens(), IN_FLOAT32, GptqOptions(symmetric=symmetric)
-    )
+    wanted = Quantization(bits, tokens(), IN_FLOAT32, GptqOptions(symmetric=symmetric))
+    quantize_checkpoint(source, target, wanted)
     return Checkpoint(target)
+
+
+def calibrated(bits: tuple[int, ...] = BITS) -> Quantization:
+    return Quantization(bits, tokens(), IN_FLOAT32, GptqOptions())
 
 
 def patch(model: Any, made: Checkpoint, bits: tuple[int, ...]) -> None:
@@ -224,9 +227,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(gptq_writer, "save_file", fill_up)
     with pytest.raises(InputError, match=r"cannot write .*made .*No space left on device"):
-        quantize_checkpoint(
-            tmp_path / "model", tmp_path / "made", BITS, tokens(), IN_FLOAT32, GptqOptions(), True
-        )
+        quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
     assert len(saved) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["config.json", "old"]
@@ -237,9 +238,7 @@ def test_an_old_folder_gives_way(tmp_path: Path) -> None:
     replaced(tmp_path)
     with pytest.raises(InputError, match="exists already; name a new folder or pass --overwrite"):
         make(tmp_path / "model", tmp_path / "made")
-    quantize_checkpoint(
-        tmp_path / "model", tmp_path / "made", BITS, tokens(), IN_FLOAT32, GptqOptions(), True
-    )
+    quantize_checkpoint(tmp_path / "model", tmp_path / "made", calibrated(), overwrite=True)
     assert not (tmp_path / "made" / "old").exists()
     assert Checkpoint(tmp_path / "made").gptq is not None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "model"]
@@ -270,9 +269,7 @@ def test_nothing_but_another_model_is_overwritten(tmp_path: Path) -> None:
     }
     for target, message in wrong.items():
         with pytest.raises(InputError, match=message):
-            quantize_checkpoint(
-                outer / "model", target, BITS, tokens(), IN_FLOAT32, GptqOptions(), True
-            )
+            quantize_checkpoint(outer / "model", target, calibrated(), overwrite=True)
         assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -280,9 +277,8 @@ def test_refusals(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", CONFIGS["llama"])
 
     def attempt(bits: tuple[int, ...], source: str = "model", target: str = "new") -> None:
-        quantize_checkpoint(
-            tmp_path / source, tmp_path / target, bits, tokens(), IN_FLOAT32, GptqOptions(), True
-        )
+        wanted = calibrated(bits)
+        quantize_checkpoint(tmp_path / source, tmp_path / target, wanted, overwrite=True)
 
     with pytest.raises(SpecError, match="3 bitwidths for 5 layers"):
         attempt((4, 4, 4))
@@ -352,7 +348,7 @@ def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> N
         tmp_path / "model", Workload(2, 8, 4), bits=[3], rounding=rounding
     )
     planned.save(tmp_path / "plan.json")
-    plan = Plan.load(tmp_path / "plan.json").data
+    plan = Plan.load(tmp_path / "plan.json").spec
     assert plan.rounding == rounding
     spec = stage_spec(plan, plan.stages[0])
     hidden = []

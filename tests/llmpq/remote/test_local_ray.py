@@ -45,14 +45,14 @@ def test_a_run_that_a_lost_ray_blocks_is_given_up_and_its_processes_ended() -> N
     with ray.head() as head:
         for _ in range(100):
             ray.now_s += 1.0
-            head.look()
+            head.check()
         ray.ended = GONE
         for _ in range(int(LEAVE_S)):
-            head.look()
+            head.check()
             ray.now_s += 1.0
         assert ray.told == []
         assert not any(process.ended for process in ray.started)
-        head.look()
+        head.check()
         (told,) = ray.told
         assert told.startswith(GONE)
         assert all(process.ended for process in ray.started)
@@ -61,9 +61,9 @@ def test_a_run_that_a_lost_ray_blocks_is_given_up_and_its_processes_ended() -> N
 def test_without_a_way_to_give_up_the_caller_is_left_to_end() -> None:
     ray = Ray(ended=GONE)
     with ray.head(give_up=False) as head:
-        head.look()
+        head.check()
         ray.now_s += 10 * LEAVE_S
-        head.look()
+        head.check()
         assert not any(process.ended for process in ray.started)
 
 

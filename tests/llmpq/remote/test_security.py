@@ -21,13 +21,13 @@ from llmpq import Plan
 from llmpq.cli import algo, convert, dist
 from llmpq.cli.common import EXIT_BAD_INPUT
 from llmpq.jobs.job import Job
-from llmpq.jobs.output.output import JobOutput
+from llmpq.jobs.output.job_output import JobOutput
 from llmpq.rows.results import Result
 from planner.simulation.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.checkpoint.reader import INDEX_FILE, Checkpoint
 from quant.common.errors import CheckpointError
-from quant.common.printable import printable
+from quant.common.safe_text import printable
 from quant.common.whole_file import write_whole
 from tests.llmpq.fake_jobs import IDENTITY
 from tests.llmpq.hostile import with_texts
@@ -93,7 +93,7 @@ def test_cached_layers_stay_in_their_folder(label: str, tmp_path: Path) -> None:
 def test_names_in_a_plan_are_no_places_to_write(text: str, plan: Plan, tmp_path: Path) -> None:
     folder = tmp_path / "a/b"
     folder.mkdir(parents=True)
-    hostile = Plan(with_texts(plan.data, text))
+    hostile = Plan(with_texts(plan.spec, text))
     hostile.save(folder / "plan.json")
     loaded = Plan.load(folder / "plan.json")
     loaded.report(folder / "report.html")
@@ -135,14 +135,13 @@ SECRETS = (HF_SECRET, RAY_SECRET, URL_SECRET)
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(tmp_path: Path, process_environment: dict[str, str]) -> dict[str, str]:
     """Secrets in all the places where people put them."""
-    return os.environ | {
+    return process_environment | {
         "HF_TOKEN": HF_SECRET,
         "HUGGING_FACE_HUB_TOKEN": HF_SECRET,
         "RAY_AUTH_TOKEN": RAY_SECRET,
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
 

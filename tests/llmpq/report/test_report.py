@@ -9,22 +9,26 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo
-from llmpq.report import report_page
-from llmpq.report.figures import change, layer_span, listed, seconds, shortened, size
-from llmpq.report.markup import Html, tag
-from llmpq.report.pareto import pareto
-from planner.explanation.explain import Explanation, explain
+from llmpq.report import report_page, write_front
+from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
+from planner.explanation.explain import Explanation
 from planner.explanation.what_if import WhatIfOptions
 from planner.model.finding import model_shape
-from planner.plan.plan import Plan as PlanData
-from planner.quality.sensitivity import default_sensitivity, save_sensitivity
+from planner.plan.spec import PlanSpec
+from planner.quality.sensitivity import (
+    OmegaContent,
+    default_sensitivity,
+    save_omega,
+)
 from planner.search.front import FrontPoint
+from quant.common.errors import SpecError
 
 VOID = {"meta", "br"}
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
@@ -35,8 +39,7 @@ NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
 
 
 def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
-    assert plan._costs is not None
-    return explain(plan.data, plan._costs, options)
+    return plan.explain(options)
 
 
 class Page(HTMLParser):
@@ -101,11 +104,11 @@ def made() -> Plan:
 
 @cache
 def page() -> Page:
-    return Page(report_page(made().data, made().explanation))
+    return Page(report_page(made().spec, made().explanation))
 
 
 def test_the_page_loads_nothing() -> None:
-    text = report_page(made().data, made().explanation)
+    text = report_page(made().spec, made().explanation)
     assert text.startswith("<!DOCTYPE html>")
     for name in ("script", "link", "img", "iframe", "object", "base"):
         assert page().all_of(name) == [], name
@@ -139,7 +142,7 @@ def test_every_section_is_labelled_and_every_table_even() -> None:
 
 
 def test_every_layer_has_a_box_with_its_reason() -> None:
-    plan = made().data
+    plan = made().spec
     boxes = page().all_of("li", "box")
     bits = [each for stage in plan.stages for each in stage.bitwidths]
     assert len(bits) == 24
@@ -158,7 +161,7 @@ def test_every_layer_has_a_box_with_its_reason() -> None:
 
 
 def test_memory_bars_say_what_fills_the_devices() -> None:
-    plan = made().data
+    plan = made().spec
     most = max(stage.memory_limit_bytes for stage in plan.stages)
     tracks = [
         each for each in page().all_of("div", "track") if "left" in (each["aria-label"] or "")
@@ -184,7 +187,7 @@ def percent_of(element: dict[str, str | None]) -> float:
 
 
 def test_figures_are_the_plans() -> None:
-    plan, text = made().data, page().text
+    plan, text = made().spec, page().text
     for stage in plan.stages:
         for figure in (seconds(stage.prefill_s), seconds(stage.decode_s), stage.provenance):
             assert " ".join(figure.split()) in text
@@ -205,21 +208,21 @@ def test_figures_are_the_plans() -> None:
 def hostile_plan() -> Plan:
     cluster = make_cluster(HOSTILE, f"n{HOSTILE}")
     made_plan = cluster.plan("opt-1.3b", Workload(4, 64, 12))
-    model = replace(made_plan.data.model, name=HOSTILE, source=HOSTILE)
+    model = replace(made_plan.spec.model, name=HOSTILE, source=HOSTILE)
     data = replace(
-        made_plan.data,
+        made_plan.spec,
         model=model,
         sensitivity_source=HOSTILE,
         unused_devices=(HOSTILE,),
-        baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.data.baselines),
-        stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.data.stages),
+        baselines=tuple(replace(b, name=HOSTILE) for b in made_plan.spec.baselines),
+        stages=tuple(replace(s, provenance=HOSTILE) for s in made_plan.spec.stages),
     )
-    return Plan(data, made_plan._costs)
+    return Plan(data, made_plan.costs)
 
 
 def test_hostile_names_stay_text() -> None:
     plan = hostile_plan()
-    parsed = Page(report_page(plan.data, reasons_of(plan, WhatIfOptions(theta_factors=()))))
+    parsed = Page(report_page(plan.spec, reasons_of(plan, WhatIfOptions(theta_factors=()))))
     for name in ("script", "img"):
         assert parsed.all_of(name) == []
     for name, attributes in parsed.elements:
@@ -227,23 +230,12 @@ def test_hostile_names_stay_text() -> None:
     assert HOSTILE in "".join(parsed.words)
 
 
-def test_a_loaded_plan_says_what_it_does_not_know(tmp_path: Path) -> None:
-    made().save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.explanation is None
-    loaded.report(tmp_path / "page.html")
-    parsed = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert "llmpq-algo --report" in parsed.text
-    assert len(parsed.all_of("li", "box")) == 24
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "plan.json"]
-
-
 def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
     """Layers that differ give ranges, exchanges and spans of layers."""
     shape, bits = model_shape("opt-1.3b"), (3, 4, 8, 16)
     factors = np.random.default_rng(1).uniform(0.1, 3.0, shape.layers)
     omega = default_sensitivity(shape, bits) * factors[:, np.newaxis]
-    save_sensitivity(tmp_path / "omega.json", omega, bits, shape.fingerprint())
+    save_omega(tmp_path / "omega.json", OmegaContent(bits, shape.fingerprint(), omega))
     for group in (1, 2):
         plan = make_cluster().plan(
             "opt-1.3b",
@@ -253,22 +245,40 @@ def test_measured_sensitivities_and_groups(tmp_path: Path) -> None:
             theta=20.0,
             keep_all_devices=True,
         )
-        text = Page(report_page(plan.data, reasons_of(plan))).text
+        text = Page(report_page(plan.spec, reasons_of(plan))).text
         assert "Exchanging bits with layer" in text
         assert str(tmp_path / "omega.json") in text
         assert ("layers 2 to 3: " in text.lower()) == (group == 2)
 
 
 def test_given_front_is_drawn_without_dominated_points() -> None:
-    latency_s = made().data.predicted.objective_latency_s
-    sensitivity = made().data.solver.sensitivity
+    latency_s = made().spec.predicted.objective_latency_s
+    sensitivity = made().spec.solver.sensitivity
     front = (
         FrontPoint(9.0, 1.0, latency_s * 2, 1.0, sensitivity / 2, 8.0),
         FrontPoint(7.0, 1.0, latency_s * 3, 1.0, sensitivity, 8.0),
     )
-    parsed = Page(report_page(made().data, None, front))
+    parsed = Page(report_page(made().spec, None, front))
     assert len(parsed.all_of("circle", "spot")) == 2
     assert len(parsed.all_of("circle", "present")) == 1
+
+
+def test_a_front_by_itself_is_the_same_picture(tmp_path: Path) -> None:
+    points = tuple(FrontPoint(5.0 - n, 1.0 + n, 1.0, 1.0, 2.0 - n, 8.0) for n in (0, 1))
+    write_front(tmp_path / "front.svg", points)
+    drawing = ElementTree.parse(tmp_path / "front.svg").getroot()
+    spots = drawing.findall("{http://www.w3.org/2000/svg}circle")
+    assert [each[0].text for each in spots] == [
+        "theta 5: 1.00\N{NO-BREAK SPACE}s, sensitivity 2, 8.0 bits a layer",
+        "theta 4: 2.00\N{NO-BREAK SPACE}s, sensitivity 1, 8.0 bits a layer",
+    ]
+    assert [float(each.get("cx", "")) for each in spots] == sorted(
+        float(each.get("cx", "")) for each in spots
+    )
+    write_front(tmp_path / "front.json", points)
+    assert [each["theta"] for each in json.loads((tmp_path / "front.json").read_text())] == [5, 4]
+    with pytest.raises(SpecError, match="cannot write"):
+        write_front(tmp_path / "no" / "front.svg", points)
 
 
 def test_one_device_and_one_token(tmp_path: Path) -> None:
@@ -283,7 +293,7 @@ def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     small = ["--global_bz", "2", "--s", "16", "--n", "4", "--json"]
     target = tmp_path / "page.html"
     assert algo.main([*arguments, *small, "--report", str(target)]) == 0
-    printed = PlanData.from_json(capsys.readouterr().out)
+    printed = PlanSpec.from_json(capsys.readouterr().out)
     assert json.loads(printed.to_json())["model"]["name"] in Page(target.read_text()).text
     missing = tmp_path / "no" / "page.html"
     assert algo.main([*arguments, *small, "--report", str(missing)]) == 2
@@ -315,23 +325,15 @@ def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
     assert written().replace("\N{NO-BREAK SPACE}", " ") == expected
 
 
-def test_markup_escapes_text_and_attributes() -> None:
-    made_tag = tag(
-        "p", "a < b & c", Html("<b>d</b>"), title="\"'>", class_="x", data_head="h", y=None
-    )
-    assert made_tag.text == (
-        '<p title="&quot;&#x27;&gt;" class="x" data-head="h">a &lt; b &amp; c<b>d</b></p>'
-    )
-
-
 def test_latency_against_quality_is_in_predicted_seconds() -> None:
     """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
     plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
-    predicted = plan.data.predicted
+    predicted = plan.spec.predicted
     assert predicted.objective_latency_s < 0.9 * predicted.latency_s
     answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))
     others = answered.answers.of("theta")
     assert all(answer.latency_s < 0.9 * answer.predicted_s for answer in others)
-    shown = pareto(plan.data, answered, ()).text
+    section = report_page(plan.spec, answered).partition('<section id="pareto"')[2]
+    shown = section.partition("</section>")[0]
     assert seconds(predicted.latency_s) in shown
     assert seconds(predicted.objective_latency_s) not in shown

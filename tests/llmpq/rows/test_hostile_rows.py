@@ -11,11 +11,11 @@ import pytest
 from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.inputs import JobInput
-from llmpq.tokenizing.process import Limits, TokenizerProcess
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload import workload_of_prompts
 from quant.common.errors import SpecError
 from tests.actors.models import reference
-from tests.llmpq.conftest import NEW_TOKENS
+from tests.llmpq.conftest import NEW_TOKENS, tiny_plan
 from tests.llmpq.fake_jobs import results_in, write_prompts
 from tests.llmpq.processes import alive
 from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, write_tokenizer
@@ -44,11 +44,27 @@ CAUSES = {
 }
 
 
+ONE_DEVICE = """
+name: one-emulated
+nodes: [{name: a, accelerators: {T4: 1}, usable_memory_gib: 0.01}]
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+
 @pytest.fixture(scope="module")
 def model(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny[0], folder)
     return write_tokenizer(folder, BY_CONTENT, GIVES_UP)
+
+
+@pytest.fixture(scope="module")
+def one_stage(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A plan of one stage, whose process is soon there."""
+    path = tmp_path_factory.mktemp("one") / "cluster.yaml"
+    path.write_text(ONE_DEVICE)
+    return tiny_plan(tiny[0], path)
 
 
 def rows_between(good: str, bad: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,7 +79,7 @@ def rows_between(good: str, bad: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_bad_rows_are_errors_and_the_job_goes_on(
-    plan: Plan,
+    one_stage: Plan,
     tiny: tuple[Path, Any],
     model: Path,
     tmp_path: Path,
@@ -73,7 +89,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
 ) -> None:
     rows = rows_between("hello world", BAD)
     write_prompts(tmp_path / "in.jsonl", *rows)
-    plan.save(tmp_path / "plan.json")
+    one_stage.save(tmp_path / "plan.json")
     arguments = ["--plan", str(tmp_path / "plan.json"), "--input", str(tmp_path / "in.jsonl"),
                  "--output", str(tmp_path / "out.jsonl"), "--model", str(model)]  # fmt: skip
     assert dist.main([*arguments, "--row_s", "1"]) == 3
@@ -108,7 +124,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
 
 
 def test_a_run_that_is_refused_leaves_no_process(
-    plan: Plan, model: Path, monkeypatch: pytest.MonkeyPatch
+    one_stage: Plan, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids: set[int] = set()
 
@@ -119,7 +135,7 @@ def test_a_run_that_is_refused_leaves_no_process(
 
     monkeypatch.setattr("llmpq.run.run.start_tokenizer", started)
     with pytest.raises(SpecError, match="room for") as caught:
-        plan.run(["hello"], {"max_new_tokens": 10**6}, model=str(model))
+        one_stage.run(["hello"], {"max_new_tokens": 10**6}, model=str(model))
     assert caught.traceback  # as a notebook keeps it, and what its frames hold
     assert pids
     assert not alive(pids)

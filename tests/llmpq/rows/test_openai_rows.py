@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq.cli import dist
-from llmpq.jobs.formats.items import rows_of
+from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.job import JobOptions
 from llmpq.rows.row import MAX_ID_CHARACTERS, BadRow, Row, row_from_line
 from quant.common.errors import InputError

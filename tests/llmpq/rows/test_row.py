@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Sampling
-from llmpq.jobs.formats.items import rows_of
+from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.inputs import read_rows
 from llmpq.rows.row import BadRow, Row, merge_sampling
 from quant.common.errors import InputError

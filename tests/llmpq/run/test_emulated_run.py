@@ -42,7 +42,7 @@ def test_a_played_batch_takes_no_less_than_the_simulation(
     requests = [
         Request(str(i), (3 + i,) * PROMPT_LENGTH, NEW_TOKENS, sampling) for i in range(BATCH)
     ]
-    with StageGroup(played.data, str(tiny[0]), GroupOptions(transport="gloo")) as group:
+    with StageGroup(played.spec, str(tiny[0]), GroupOptions(transport="gloo")) as group:
         began = time.monotonic()
         finished = [each for batch in group.generate(requests) for each in batch]
         seconds = time.monotonic() - began
@@ -57,6 +57,6 @@ def test_the_stand_ins_folder_and_tokens_are_those_of_the_run(played: Plan) -> N
     assert [len(result.token_ids) for result in results] == [NEW_TOKENS] * 2
     first, *rest = played.stages
     tight = replace(first, memory_limit_bytes=first.memory_bytes - 1)
-    plan = Plan(replace(played.data, stages=(tight, *rest)))
+    plan = Plan(replace(played.spec, stages=(tight, *rest)))
     with pytest.raises(SpecError, match=r"stages\.0\.memory_limit_bytes"):
         tuple(plan.run(rows))

@@ -18,14 +18,14 @@ from tests.llmpq.conftest import NEW_TOKENS
 
 
 @pytest.fixture(scope="module")
-def ray_nodes() -> Iterator[None]:
+def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
     """A head without devices, and a node each for T4, V100 and A100."""
     cluster = RayCluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
     for name in ("T4", "V100", "A100"):
         cluster.add_node(num_cpus=1, resources={name: 1})
-    ray.init(address=cluster.address, log_to_driver=False)
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()
     cluster.shutdown()
@@ -33,14 +33,14 @@ def ray_nodes() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ray_nodes")
 def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan: Plan) -> None:
-    with StageGroup(plan.data, str(tiny[0])) as group:
+    with StageGroup(plan.spec, str(tiny[0])) as group:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         actors = ray._private.state.actors()
         for stage, handle in zip(plan.stages, group.stages, strict=True):
             resources = nodes[actors[handle.actor_id]["Address"]["NodeID"]]
             assert stage.accelerator.split("-")[0] in resources
         second = StageGroup(
-            plan.data, str(tiny[0]), GroupOptions(timeouts=Timeouts(placement_s=1.0))
+            plan.spec, str(tiny[0]), GroupOptions(timeouts=Timeouts(placement_s=1.0))
         )
         with pytest.raises(DeviceError, match="in use"):
             second.__enter__()

@@ -15,11 +15,12 @@ import ray
 
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.schedule.pipeline import LocalPipeline, drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from quant.cache.settings import CacheSettings
+from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import LAYERS, random_prompts, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 from tests.llmpq.faulty import LARGEST, FaultyActor
@@ -57,7 +58,7 @@ class Recorder:
 def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
     """Without Ray, in stages and micro-batches of other sizes."""
     stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
-    scheduler = QueueScheduler(40, 20, 20, len(stages))
+    scheduler = StaticScheduler(QueueSizes(40, 20, 20), len(stages))
     scheduler.add(list(requests(COUNT)), last=True)
     recorder = Recorder()
     recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))
@@ -88,7 +89,7 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
         recovery=Recovery(hang_s=2.0),
         on_event=recorder.events.append,
     )
-    with StageGroup(plan.data, str(tiny[0]), options) as group:
+    with StageGroup(plan.spec, str(tiny[0]), options) as group:
         survivors = [group.stages[0].actor_id, group.stages[2].actor_id]
         for batch in group.generate(requests(COUNT)):
             recorder.take(batch)
@@ -114,7 +115,7 @@ def faulty(
 ) -> Iterator[tuple[StageGroup, list[RecoveryEvent]]]:
     events: list[RecoveryEvent] = []
     options = GroupOptions(transport="ray", recovery=Recovery(retries=1), on_event=events.append)
-    with FaultyGroup(plan.data, str(tiny[0]), options) as group:
+    with FaultyGroup(plan.spec, str(tiny[0]), options) as group:
         yield group, events
 
 

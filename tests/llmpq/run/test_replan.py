@@ -8,36 +8,35 @@ from typing import Any
 
 import pytest
 
-from llmpq import Cluster, Workload
-from llmpq import Plan as PublicPlan
+from llmpq import Cluster, Plan, Workload
 from llmpq.cli.dist import main
-from llmpq.run.replan import replan, replan_for_rest, replanned_text
+from llmpq.run.replan import replan, replan_after_loss, replanned_text
 from planner.options import PlanOptions
 from planner.plan.origin import origin_of
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError, InfeasibleError, SpecError
 
 WORKLOAD = Workload(8, 128, 32)
 FILES = {"plan": "plan.json", "input": "in.jsonl", "output": "out.jsonl"}
 
 
-def planned(counts: tuple[int, int] = (2, 2), **options: Any) -> Plan:
+def planned(counts: tuple[int, int] = (2, 2), **options: Any) -> PlanSpec:
     cluster = Cluster.from_counts(["T4", "V100-32G"], counts)
-    return cluster.plan("opt-6.7b", WORKLOAD, **options).data
+    return cluster.plan("opt-6.7b", WORKLOAD, **options).spec
 
 
-def devices(plan: Plan) -> set[str]:
+def devices(plan: PlanSpec) -> set[str]:
     return {stage.device for stage in plan.stages} | set(plan.unused_devices)
 
 
 def test_lost_devices_are_in_no_later_plan_and_the_rest_is_planned_as_if_new() -> None:
     first = planned()
-    second = replan(Plan.from_json(first.to_json()), ["node0/T4-16GB:0"])
+    second = replan(PlanSpec.from_json(first.to_json()), ["node0/T4-16GB:0"])
     fresh = planned((1, 2))
     assert devices(second) == devices(first) - {"node0/T4-16GB:0"}
     assert second.predicted == fresh.predicted
     assert [s.bitwidths for s in second.stages] == [s.bitwidths for s in fresh.stages]
-    third = replan(Plan.from_json(second.to_json()), ["node1/V100-SXM2-32GB:1"])
+    third = replan(PlanSpec.from_json(second.to_json()), ["node1/V100-SXM2-32GB:1"])
     assert devices(third) == {"node0/T4-16GB:1", "node1/V100-SXM2-32GB:0"}
     for plan in (second, third):
         assert sum(len(stage.layers) for stage in plan.stages) == 32
@@ -89,12 +88,12 @@ def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:
         "opt-30b", Workload(4, 64, 8), bits=[8]
     )
     with pytest.raises(DeviceLostError, match=r"no node has one.*not fit.*can go on") as caught:
-        replan_for_rest(large.data, lost)
+        replan_after_loss(large.spec, lost)
     assert caught.value.devices == (v100,)
     old = plan.to_json().split(',\n "origin"')[0] + "\n}\n"
-    assert Plan.from_json(old) == replace(plan, origin=None)
+    assert PlanSpec.from_json(old) == replace(plan, origin=None)
     with pytest.raises(SpecError, match="llmpq-algo"):
-        replan(Plan.from_json(old), [t4])
+        replan(PlanSpec.from_json(old), [t4])
 
 
 @pytest.mark.parametrize("cluster", ["", "[", "nodes: 3", "- 1", "\x00", "a: &a [*a]"])
@@ -103,7 +102,7 @@ def test_an_origin_that_is_no_cluster_is_refused(cluster: str) -> None:
     assert plan.origin is not None
     broken = replace(plan, origin=replace(plan.origin, cluster=cluster))
     with pytest.raises(SpecError):
-        replan(Plan.from_json(broken.to_json()), ["node0/T4-16GB:0"])
+        replan(PlanSpec.from_json(broken.to_json()), ["node0/T4-16GB:0"])
 
 
 def test_a_model_of_another_shape_is_refused() -> None:
@@ -116,7 +115,7 @@ def test_a_model_of_another_shape_is_refused() -> None:
     [("--hang-s=0", "hang_s"), ("--replace_s=-1", "replace_s"), ("--retries=-1", "retries")],
 )
 def test_settings_of_recovery_are_checked_before_anything_is_started(
-    option: str, field: str, plan: PublicPlan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, field: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan.save(tmp_path / "plan.json")
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')

@@ -16,7 +16,7 @@ from actors.recovery.policy import Recovery
 from actors.stage_group import GroupOptions, StageGroup, StageLostError
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
-from llmpq.run.run import BAD_ROWS_AT_ONCE
+from llmpq.run.rows_in_flight import BAD_ROWS_AT_ONCE
 from quant.common.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
@@ -124,7 +124,7 @@ def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: P
 
     requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
     off = Recovery(retries=0)
-    with StageGroup(plan.data, str(tiny[0]), GroupOptions(recovery=off)) as group:
+    with StageGroup(plan.spec, str(tiny[0]), GroupOptions(recovery=off)) as group:
         group.stages[1].kill()
         with pytest.raises(StageLostError, match="died"):
             list(group.generate(requests))
@@ -135,7 +135,7 @@ def test_errors_while_loading_reach_the_caller_bare(plan: Plan, tmp_path: Path) 
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     before = actors_alive()
-    group = StageGroup(plan.data, str(tmp_path))
+    group = StageGroup(plan.spec, str(tmp_path))
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         group.__enter__()
     assert actors_alive() == before

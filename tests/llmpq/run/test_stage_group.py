@@ -40,7 +40,7 @@ class Source:
 @pytest.fixture(scope="module")
 def group(local_ray: None, tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
     off = GroupOptions(transport="gloo", recovery=Recovery(retries=0))
-    with StageGroup(plan.data, str(tiny[0]), off) as stages:
+    with StageGroup(plan.spec, str(tiny[0]), off) as stages:
         yield stages
 
 

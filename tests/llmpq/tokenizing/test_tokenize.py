@@ -10,8 +10,8 @@ import pytest
 
 from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row
-from llmpq.tokenizing.process import Limits
 from llmpq.tokenizing.requests import AHEAD_ROWS, RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.workload import Workload
 from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, TEMPLATE, write_tokenizer
 from tests.paths import DEMO_MODEL
@@ -43,11 +43,11 @@ def chat(content: str, custom_id: str = "a") -> Row:
 
 
 @pytest.mark.parametrize("folder", ["demo", "small"])
-def test_tokens_are_those_of_transformers(folder: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_transformers(folder: str, maker: RequestMaker, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     path = MODEL if folder == "demo" else write_tokenizer(tmp_path / "small", TEMPLATE)
-    made = maker_of(path)
+    made = maker if folder == "demo" else maker_of(path)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     rows = [Row(str(i), text="hello world " + "a\n" * i) for i in range(2 * AHEAD_ROWS)]
     for row, request in zip(rows, made.requests(rows), strict=True):

@@ -8,19 +8,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmpq.cli import algo
-from llmpq.tokenizing.process import Limits, TokenizerProcess
 from llmpq.tokenizing.requests import load_tokenizer, tokenizer_checked
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from quant.common.errors import CheckpointError, SpecError
 from tests.llmpq.processes import alive, wait_until_gone
 from tests.llmpq.small_tokenizers import WORDS, write_tokenizer
-from tests.paths import DEMO_MODEL
+from tests.paths import DEMO_MODEL, ROOT
 
 DEEP = "[" * 10**5 + "]" * 10**5
 
@@ -62,7 +63,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a nested field": (
         written("tokenizer_config.json", f'{{"a": {DEEP}}}'), "tokenizer_config.json: "),
     "tokens of a wrong type": (
-        written("tokenizer_config.json", '{"unk_token": 5, "tokenizer_class": {}}'), "tokenizer"),
+        written("tokenizer_config.json", '{"unk_token": 5, "tokenizer_class": {}}'), "model: "),
     "a template that does not compile": (
         written("chat_template.jinja", "{% for m in %}"), "chat_template.jinja: Expected"),
     "a template of no end": (
@@ -74,7 +75,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         written("chat_template.jinja", "{{ " + "(" * 10**5 + ")" * 10**5 + " }}"),
         "chat_template.jinja: RecursionError"),
     "a template that is no text": (
-        changed("tokenizer_config.json", lambda c: c | {"chat_template": 5}), "tokenizer"),
+        changed("tokenizer_config.json", lambda c: c | {"chat_template": 5}), "model: "),
     "a template in the configuration": (
         changed("tokenizer_config.json", lambda c: c | {"chat_template": "{{"}),
         "tokenizer_config.json: "),
@@ -86,16 +87,23 @@ def folder(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path / "model")
 
 
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenizerProcess]:
+    """A process that loads one folder after the other."""
+    program = ROOT / "tests" / "properties" / "tokenizer_child.py"
+    folder = write_tokenizer(tmp_path_factory.mktemp("loader") / "model")
+    with closing(TokenizerProcess(folder, Limits(), program)) as process:
+        yield process
+
+
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_named_with_file_and_remedy(name: str, folder: Path) -> None:
+def test_damage_is_named_with_file(name: str, folder: Path, loader: TokenizerProcess) -> None:
     damage, file = DAMAGE[name]
     damage(folder)
-    with pytest.raises(CheckpointError) as caught:
-        load_tokenizer(folder)
-    text = str(caught.value)
-    assert f"the tokenizer in {folder} cannot be loaded: {folder}" in text
-    assert file in text
-    assert "take the model's own files again" in text
+    answer = loader.ask({"load": str(folder)})
+    assert answer.of == "load"
+    assert str(answer.error).startswith(str(folder))
+    assert file in str(answer.error)
 
 
 def test_code_of_the_model_is_no_matter_of_an_option(folder: Path) -> None:
@@ -110,7 +118,7 @@ def test_loading_that_takes_too_long_or_dies(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "program.py"
-    monkeypatch.setattr("llmpq.tokenizing.process._LOAD_S", 0.1)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._LOAD_S", 0.1)
     for source, cause in (
         ("import signal; signal.setitimer(0, 0.01); signal.pause()", "took more than 0.1 s"),
         ("import os; os.abort()", "SIGABRT"),
@@ -124,7 +132,7 @@ def test_loading_that_takes_too_long_or_dies(
 def test_a_process_that_cannot_end_itself_is_ended(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.tokenizing.process._GRACE_S", 0.0)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._GRACE_S", 0.0)
     program = tmp_path / "program.py"
     first = '{"most_characters": null, "warnings": []}'
     program.write_text(f"import signal\nprint({first!r}, flush=True)\nsignal.pause()")
@@ -163,7 +171,7 @@ def test_a_row_that_kills_the_process_again_is_to_blame(folder: Path, tmp_path: 
 def test_a_new_process_has_the_time_to_load_whatever_a_row_has(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.tokenizing.process._GRACE_S", 0.0)
+    monkeypatch.setattr("llmpq.tokenizing.tokenizer_process._GRACE_S", 0.0)
     program = tmp_path / "program.py"
     program.write_text(
         "import os, pathlib, signal, sys, threading\n"
@@ -204,7 +212,7 @@ def test_no_process_is_left(folder: Path) -> None:
 def test_the_process_ends_with_who_started_it(folder: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path;"
-        "from llmpq.tokenizing.process import *;"
+        "from llmpq.tokenizing.tokenizer_process import *;"
         f"t = TokenizerProcess(Path({str(folder)!r}), Limits()); t.wait();"
         "print(t.pid, flush=True); os._exit(0)"
     )
@@ -238,8 +246,9 @@ def test_planning_tells_a_damaged_tokenizer_too(
     assert algo.main(arguments) == 0
     (folder / "tokenizer.json").write_text("{}")
     assert algo.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert f"{folder}/tokenizer.json" in error
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"the tokenizer in {folder} cannot be loaded: {folder}/tokenizer.json" in error
+    assert "take the model's own files again" in error
     assert "Traceback" not in error
 
 

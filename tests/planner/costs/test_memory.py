@@ -18,18 +18,21 @@ from actors.stage.sampler import Sampler
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
+    StageEnds,
+    StageWork,
     embedding_bytes,
-    final_bytes,
     fixed_stage_memory,
+    head_bytes,
     kv_cache_bytes_per_layer,
     layer_weight_bytes,
     margin_bytes,
+    norm_bytes,
     runtime_bytes,
     stage_memory,
     temporary_bytes,
 )
-from planner.model.families import shape_from_config
-from planner.model.finding import ModelShape, model_shape
+from planner.micro_batches import MicroBatches
+from planner.model.finding import ModelShape, model_shape, shape_from_config
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.scheme import group_size
@@ -111,9 +114,8 @@ def test_temporaries_cover_what_the_librarys_forward_allocates(model_type: str) 
     workload = Workload(requests, length, 1)
     with torch.inference_mode(), PeakBytes() as seen:
         model.base_model(torch.ones(requests, length, dtype=torch.long), use_cache=False)
-    estimated = temporary_bytes(
-        shape, workload, requests, requests, "float32", True, False, quantized=False
-    )
+    work = StageWork(shape, workload, MicroBatches(requests, requests), "float32", quantized=False)
+    estimated = temporary_bytes(work, StageEnds(embedding=True))
     assert seen.peak <= estimated <= 3 * seen.peak
 
 
@@ -123,9 +125,8 @@ def test_temporaries_cover_blooms_spelled_out_activation() -> None:
     hidden = torch.randn(2, 256, 128)
     with torch.inference_mode(), PeakBytes() as seen:
         model.base_model.h[0].mlp(hidden, hidden)
-    estimated = temporary_bytes(
-        shape, Workload(2, 256, 1), 2, 2, "float32", False, False, quantized=False
-    )
+    work = StageWork(shape, Workload(2, 256, 1), MicroBatches(2, 2), "float32", quantized=False)
+    estimated = temporary_bytes(work, StageEnds())
     assert seen.peak <= estimated <= 3 * seen.peak
 
 
@@ -148,9 +149,9 @@ def test_temporaries_cover_what_sampling_allocates(
     with torch.inference_mode(), PeakBytes() as seen:
         Sampler(()).sample(batch, logits)
     shape = replace(OPT_30B, hidden_size=64, intermediate_size=64)
-    estimated = temporary_bytes(
-        shape, Workload(requests, 1, 1), requests, requests, dtype, False, True, quantized=False
-    )
+    sizes = MicroBatches(requests, requests)
+    work = StageWork(shape, Workload(requests, 1, 1), sizes, dtype, quantized=False)
+    estimated = temporary_bytes(work, StageEnds(head=True))
     assert seen.peak + logits.nbytes <= estimated
 
 
@@ -159,9 +160,9 @@ def test_ends_are_the_librarys_tensors(model_type: str) -> None:
     shape, model = tiny(model_type)
     layers = sum(weight.nbytes for weight in model.parameters() if weight.dim() >= 1)
     ends = layers - shape.layers * layer_weight_bytes(shape, 16, device(), "float32")
-    one_stage = embedding_bytes(shape, "float32") + final_bytes(shape, "float32", on_first=True)
-    assert one_stage == ends
-    apart = final_bytes(shape, "float32") - final_bytes(shape, "float32", on_first=True)
+    shared = head_bytes(shape, "float32", on_first=True)
+    assert embedding_bytes(shape, "float32") + norm_bytes(shape, "float32") + shared == ends
+    apart = head_bytes(shape, "float32") - shared
     head = model.get_output_embeddings().weight.nbytes
     assert apart == (head if shape.tied_embeddings else 0)
 
@@ -204,8 +205,8 @@ def test_kv_cache_is_the_tensors_of_every_request() -> None:
 
 def test_stage_adds_up() -> None:
     t4 = device()
-    arguments = (OPT_30B, WORKLOAD, 4, 8, "float16", t4, True, False)
-    fixed = fixed_stage_memory(*arguments)
+    work = StageWork(OPT_30B, WORKLOAD, MicroBatches(4, 8), "float16")
+    fixed = fixed_stage_memory(work, t4, StageEnds.of(0, 2))
     assert fixed.total == fixed.fixed
     assert (fixed.weights, fixed.kv_cache, fixed.final) == (0, 0, 0)
     kv = kv_cache_bytes_per_layer(OPT_30B, WORKLOAD, 16, "float16")
@@ -229,14 +230,15 @@ def test_runtime_is_only_what_a_gpu_takes() -> None:
 
 def test_larger_micro_batches_and_logits_need_more() -> None:
     def peak(prefill: int, decode: int, last: bool, quantized: bool = True) -> int:
-        return temporary_bytes(
-            OPT_30B, WORKLOAD, prefill, decode, "float16", False, last, quantized
-        )
+        sizes = MicroBatches(prefill, decode)
+        work = StageWork(OPT_30B, WORKLOAD, sizes, "float16", quantized)
+        return temporary_bytes(work, StageEnds(head=last))
 
     assert peak(1, 8, False) < peak(8, 8, False) < peak(32, 32, False)
     assert peak(1, 1, False, quantized=False) < peak(1, 1, False)
     short = replace(WORKLOAD, prompt_length=1)
-    logits = temporary_bytes(OPT_30B, short, 1, 32, "float16", False, True, False)
+    work = StageWork(OPT_30B, short, MicroBatches(1, 32), "float16", quantized=False)
+    logits = temporary_bytes(work, StageEnds(head=True))
     assert logits > 32 * OPT_30B.vocab_size * 8
 
 
@@ -244,7 +246,8 @@ def test_paper_cluster_1_needs_quantization_and_8_bits_fit() -> None:
     """OPT-13B on one V100-32GB: 16 bit runs out of memory there, int8 fits (LLM-PQ table 4)."""
     shape, v100 = model_shape("opt-13b"), device("V100-32G")
     kv = kv_cache_bytes_per_layer(shape, WORKLOAD, 16, "float16")
-    fixed = fixed_stage_memory(shape, WORKLOAD, 1, 32, "float16", v100, True, True)
+    work = StageWork(shape, WORKLOAD, MicroBatches(1, 32), "float16")
+    fixed = fixed_stage_memory(work, v100, StageEnds.of(0, 1))
     need = {
         bits: stage_memory(shape, [bits] * 40, kv, v100, "float16", fixed).total for bits in (8, 16)
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.cluster.accelerators import registry
+from planner.cluster.accelerators import Accelerator, registry
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
@@ -54,13 +54,13 @@ def test_llama_30b_prompts(name: str, tokens: int, ms: float) -> None:
 
 
 @pytest.mark.parametrize("accelerator", registry(), ids=lambda entry: entry.name)
-@pytest.mark.parametrize("bits", BITWIDTHS)
-def test_times_rise_with_work(accelerator: object, bits: int) -> None:
-    gpu = device(accelerator.name)  # type: ignore[attr-defined]
+def test_times_rise_with_work(accelerator: Accelerator) -> None:
+    gpu = device(accelerator.name)
     dtype = gpu.default_dtype
-    for time in (OPT_30B.layer_prefill_s, OPT_30B.layer_decode_s):
-        assert 0 < time(gpu, bits, 1, 128, dtype) <= time(gpu, bits, 8, 128, dtype)
-        assert time(gpu, bits, 8, 128, dtype) < time(gpu, bits, 8, 2048, dtype)
+    for bits in BITWIDTHS:
+        for time in (OPT_30B.layer_prefill_s, OPT_30B.layer_decode_s):
+            assert 0 < time(gpu, bits, 1, 128, dtype) <= time(gpu, bits, 8, 128, dtype)
+            assert time(gpu, bits, 8, 128, dtype) < time(gpu, bits, 8, 2048, dtype)
     assert 0 < OPT_30B.final_s(gpu, 1, dtype) < OPT_30B.final_s(gpu, 64, dtype)
     assert 0 < OPT_30B.embedding_s(gpu, 1, dtype) < OPT_30B.embedding_s(gpu, 4096, dtype)
 

@@ -20,7 +20,7 @@ from planner.model.finding import model_shape
 from planner.optimiser.problem import AssignmentProblem, evaluate
 from planner.options import PlanOptions
 from planner.plan.builder import build_plan
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.search import search
 from planner.workload import Workload
@@ -58,7 +58,7 @@ def costs_of(options: PlanOptions = OPTIONS, uneven: bool = False) -> CostModel:
 
 
 @cache
-def planned(uneven: bool = False, group: int = 2) -> tuple[Plan, CostModel, PlannedAssignment]:
+def planned(uneven: bool = False, group: int = 2) -> tuple[PlanSpec, CostModel, PlannedAssignment]:
     costs = costs_of(replace(OPTIONS, group=group), uneven)
     plan = build_plan(costs, "opt-125m", search(costs), "default", ())
     return plan, costs, planned_assignment(plan, costs)

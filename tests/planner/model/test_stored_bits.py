@@ -18,9 +18,9 @@ from planner.options import PlanOptions
 from planner.search.search import find_plan
 from planner.stored_bits import with_stored_bits
 from planner.workload import Workload
+from quant.backends.selection import backend_name
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
-from quant.scheme import backend_name
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

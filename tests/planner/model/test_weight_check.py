@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from planner.model.families import shape_from_config
-from planner.model.weight_names import WEIGHT_NAMES, end_tensors, layer_tensors
+from planner.model.expected_tensors import end_tensors, layer_tensors
+from planner.model.families.table import FAMILIES
+from planner.model.finding import shape_from_config
 from tests.actors.models import CONFIGS
 
 
@@ -19,11 +20,11 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_from_config(name, json.loads(config.to_json_string()))
-    names = WEIGHT_NAMES[shape.model_type]
+    names = FAMILIES[shape.model_type].architecture
     expected = end_tensors(shape) | {
-        f"{names.heads[0]}.weight": (shape.vocab_size, shape.word_embedding_size)
+        f"{names.head_names[0]}.weight": (shape.vocab_size, shape.word_embedding_size)
     }
     for index in range(shape.layers):
         for tensor, size in layer_tensors(shape).items():
-            expected[f"{names.layers}.{index}.{tensor}"] = size
+            expected[f"{names.layers_path}.{index}.{tensor}"] = size
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected

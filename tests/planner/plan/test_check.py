@@ -18,7 +18,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.checkpoint.gptq_config import GptqConfig
@@ -44,15 +44,15 @@ STAND_IN = {"emulate": {"time_scale": 0, "stand_in": "small"}}
 
 def planned(
     cluster: ClusterSpec, model: str | ModelShape, workload: Workload, **options: object
-) -> tuple[Plan, ModelShape]:
+) -> tuple[PlanSpec, ModelShape]:
     shape = model_shape(model) if isinstance(model, str) else model
     return find_plan(cluster, shape, shape.name, workload, PlanOptions.of(options)), shape
 
 
-def assert_agrees(plan: Plan, shape: ModelShape) -> None:
+def assert_agrees(plan: PlanSpec, shape: ModelShape) -> None:
     """As it was made, and as it is read back."""
     check_plan(plan, shape)
-    again = Plan.from_json(plan.to_json())
+    again = PlanSpec.from_json(plan.to_json())
     assert again == plan
     check_plan(again, shape)
     check_plan(again, None)
@@ -113,7 +113,7 @@ def test_a_plan_of_profiles_agrees(tmp_path: Path) -> None:
 
 
 @cache
-def made() -> tuple[Plan, ModelShape]:
+def made() -> tuple[PlanSpec, ModelShape]:
     """Emulated T4s and V100 beside a CPU."""
     cluster = ClusterSpec.from_dict({**MIXED, **EMULATE})
     plan, shape = planned(cluster, "opt-125m", SMALL, bits=[4, 16], keep_all_devices=True)
@@ -164,7 +164,7 @@ def test_edited_figures_are_refused(changes: list[Change], message: str) -> None
     content = json.loads(plan.to_json())
     for path, to in changes:
         change(*path, to=to)(content)
-    edited = Plan.from_json(json.dumps(content), "edited.json")
+    edited = PlanSpec.from_json(json.dumps(content), "edited.json")
     with pytest.raises(SpecError, match=message) as refusal:
         check_plan(edited, shape, "edited.json")
     assert str(refusal.value).startswith("edited.json: field ")
@@ -205,4 +205,4 @@ def test_a_plan_of_before_margins_is_taken() -> None:
         assert stage.pop("memory_margin_bytes") == 0
     for name in ("memory_margin", "strict_profiles"):
         del content["origin"]["options"][name]
-    check_plan(Plan.from_json(json.dumps(content)), shape)
+    check_plan(PlanSpec.from_json(json.dumps(content)), shape)

@@ -19,7 +19,7 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.phases import Phase
 from planner.plan.modelled_times import LengthCurve, ModelledTimes, modelled_times
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.quality.sensitivity import default_sensitivity
@@ -153,7 +153,7 @@ def test_a_plan_with_a_stand_in_is_that_of_the_real_cluster() -> None:
         assert played == replace(
             stage, emulated=True, custom_resource=None, modelled=played.modelled
         )
-    assert Plan.from_json(emulated.to_json()) == emulated
+    assert PlanSpec.from_json(emulated.to_json()) == emulated
 
 
 def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
@@ -164,7 +164,7 @@ def test_older_plans_and_those_without_a_time_scale_carry_none() -> None:
     del content["stand_in"]
     for stage in content["stages"]:
         assert stage.pop("modelled") is None
-    assert Plan.from_json(json.dumps(content)) == plan
+    assert PlanSpec.from_json(json.dumps(content)) == plan
 
 
 def test_a_bad_table_is_named_by_its_field() -> None:
@@ -172,7 +172,7 @@ def test_a_bad_table_is_named_by_its_field() -> None:
     content = json.loads(plan.to_json())
     content["stages"][0]["modelled"]["decode"][0]["seconds"].append(1.0)
     with pytest.raises(SpecError, match=r"stages\.0\.modelled\.decode\.0.*ascending"):
-        Plan.from_json(json.dumps(content))
+        PlanSpec.from_json(json.dumps(content))
 
 
 @pytest.mark.parametrize("method", ["uniform", "pipeedge"])
@@ -186,7 +186,7 @@ def test_baselines_make_plans_that_can_be_run(method: str, tmp_path: Path) -> No
     assert {bits for stage in plan.stages for bits in stage.bitwidths} == {named[method].bitwidth}
     assert plan.solver.status == method
     plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
+    assert PlanSpec.load(tmp_path / "plan.json") == plan
 
 
 def test_a_baseline_that_does_not_fit_says_so() -> None:

@@ -18,7 +18,7 @@ from planner.optimiser.problem import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan, simulate_solution
 from planner.plan.origin import PlanOrigin
-from planner.plan.plan import PLAN_VERSION, Baseline, Plan
+from planner.plan.spec import PLAN_VERSION, Baseline, PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.simulation.simulation import Simulated
 from planner.workload import Workload
@@ -27,7 +27,7 @@ from tests.planner.edits import Edit, change, remove
 
 
 @cache
-def made(group: int = 1) -> tuple[Plan, Simulated]:
+def made(group: int = 1) -> tuple[PlanSpec, Simulated]:
     """OPT-1.3B (24 layers) on three of four devices; the second one holds no layer."""
     cluster = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [3, 1])
     shape, options = model_shape("opt-1.3b"), PlanOptions(group=group)
@@ -52,8 +52,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
     plan, _ = made()
     path = tmp_path / "plan.json"
     plan.save(path)
-    assert Plan.load(path) == plan
-    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert PlanSpec.load(path) == plan
+    assert PlanSpec.from_json(plan.to_json()).to_json() == plan.to_json()
     assert json.loads(path.read_text())["version"] == PLAN_VERSION
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
@@ -183,7 +183,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, damage: Edit, message: str) -
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
     with pytest.raises(SpecError, match=message) as refusal:
-        Plan.load(path)
+        PlanSpec.load(path)
     assert str(path) in str(refusal.value)
 
 
@@ -200,22 +200,22 @@ def test_damaged_plans_are_refused(tmp_path: Path, damage: Edit, message: str) -
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        Plan.from_json(text, "plan.json")
+        PlanSpec.from_json(text, "plan.json")
 
 
 def test_whole_numbers_may_stand_for_others() -> None:
     plan = made()[0]
     content = json.loads(plan.to_json())
     content["time_scale"], content["solver"]["theta"] = 0, 1
-    assert Plan.from_json(json.dumps(content)) == plan
+    assert PlanSpec.from_json(json.dumps(content)) == plan
 
 
 def test_unreadable_and_unwritable_files(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot read plan"):
-        Plan.load(tmp_path / "missing.json")
+        PlanSpec.load(tmp_path / "missing.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot read plan"):
-        Plan.load(tmp_path / "bytes.json")
+        PlanSpec.load(tmp_path / "bytes.json")
     with pytest.raises(SpecError, match="cannot write the plan"):
         made()[0].save(tmp_path / "nowhere" / "plan.json")
 
@@ -229,5 +229,5 @@ def test_impossible_file_names_leave_nothing(
     with pytest.raises(SpecError, match="cannot write the plan to"):
         made()[0].save(name)
     with pytest.raises(SpecError, match="cannot read plan"):
-        Plan.load(name)
+        PlanSpec.load(name)
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]

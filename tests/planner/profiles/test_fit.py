@@ -19,8 +19,8 @@ from planner.profiles.fit import (
     read_profiles,
     write_profiles,
 )
+from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow
-from planner.profiles.use import applies
 from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS
 

@@ -10,7 +10,7 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.profiles.loading import LoadRow, Origin, loading_path, loading_s, read_loading
 from planner.profiles.loading import write_loading as write
 from planner.search.search import find_plan
@@ -27,13 +27,13 @@ def load(bits: int, origin: Origin, seconds: float, device: str = "T4") -> LoadR
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> PlanSpec:
     cluster = ClusterSpec.from_counts(["T4"], [3])
     options = PlanOptions(bits=(4, 16), keep_all_devices=True, group=4)
     return find_plan(cluster, model_shape("opt-30b"), "opt-30b", Workload(8, 128, 10), options)
 
 
-def test_the_slowest_stage_counts(plan: Plan) -> None:
+def test_the_slowest_stage_counts(plan: PlanSpec) -> None:
     name = plan.stages[0].accelerator
     rows = [
         load(16, "checkpoint", 1.0, name),

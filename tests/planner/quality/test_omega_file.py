@@ -17,7 +17,6 @@ from planner.quality.sensitivity import (
     MeasuredPoint,
     OmegaContent,
     load_omega,
-    load_sensitivity,
     save_omega,
 )
 from quant.common.errors import SpecError
@@ -36,23 +35,23 @@ def test_plain_arrays_in_both_orders(suffix: str, order: list[int], tmp_path: Pa
         np.save(path, MATRIX[:, order].astype(np.float32))
     else:
         path.write_text(json.dumps(MATRIX[:, order].tolist()))
-    assert load_sensitivity(path, SHAPE, BITS) == pytest.approx(MATRIX, rel=1e-6)
-    assert load_sensitivity(path, SHAPE, (4, 16)) == pytest.approx(MATRIX[:, [1, 3]], rel=1e-6)
+    assert load_omega(path, SHAPE, BITS).matrix == pytest.approx(MATRIX, rel=1e-6)
+    assert load_omega(path, SHAPE, (4, 16)).matrix == pytest.approx(MATRIX[:, [1, 3]], rel=1e-6)
 
 
 def test_layers_as_keys(tmp_path: Path) -> None:
     rows = {str(i): dict(zip(map(str, BITS), row, strict=True)) for i, row in enumerate(MATRIX)}
     path = tmp_path / "omega.json"
     path.write_text(json.dumps(dict(reversed(rows.items()))))
-    assert load_sensitivity(path, SHAPE, (3, 8)) == pytest.approx(MATRIX[:, [0, 2]])
+    assert load_omega(path, SHAPE, (3, 8)).matrix == pytest.approx(MATRIX[:, [0, 2]])
     del rows["7"]
     path.write_text(json.dumps(rows))
     with pytest.raises(SpecError, match="11 layers; 0 to 11 are needed"):
-        load_sensitivity(path, SHAPE, BITS)
+        load_omega(path, SHAPE, BITS)
     rows["7"] = {"3": 1.0}
     path.write_text(json.dumps(rows))
     with pytest.raises(SpecError, match="layer 7 has other bitwidths"):
-        load_sensitivity(path, SHAPE, BITS)
+        load_omega(path, SHAPE, BITS)
 
 
 @pytest.mark.parametrize("form", ["bare", "named", "layers", "bits of layers"])
@@ -101,7 +100,7 @@ def test_the_remedy_works(name: str, tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, env={**os.environ, "PATH": path})
     assert {each.name for each in tmp_path.iterdir()} == {name, "omega.json"}
-    assert load_sensitivity(tmp_path / "omega.json", SHAPE, BITS) == pytest.approx(MATRIX)
+    assert load_omega(tmp_path / "omega.json", SHAPE, BITS).matrix == pytest.approx(MATRIX)
 
 
 def test_arrays_that_are_none(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import (
     MeasuredPoint,
@@ -112,7 +112,7 @@ def omega_file(path: Path) -> Path:
     return path
 
 
-def planned(path: Path, gib: float = 0.76, **options: object) -> Plan:
+def planned(path: Path, gib: float = 0.76, **options: object) -> PlanSpec:
     cluster = ClusterSpec.from_counts(["T4", "V100"], [1, 1])
     quick = {
         "head": "last",
@@ -141,10 +141,10 @@ def test_plan_stays_within_the_perplexity_asked_for(tmp_path: Path) -> None:
         assert forecast.max_omega == pytest.approx(2 * most, rel=1e-3)
         assert forecast.increase == pytest.approx(0.5 * plan.solver.sensitivity, rel=1e-3)
         assert forecast.high <= most * (1 + 1e-6)
-        same = planned(path, max_omega=forecast.max_omega)
-        assert [s.bitwidths for s in same.stages] == [s.bitwidths for s in plan.stages]
-        assert Plan.from_json(plan.to_json()) == plan
         omegas.append(plan.solver.sensitivity)
+    assert PlanSpec.from_json(plan.to_json()) == plan
+    same = planned(path, max_omega=forecast.max_omega)
+    assert [s.bitwidths for s in same.stages] == [s.bitwidths for s in plan.stages]
     assert omegas == sorted(omegas)
     assert omegas[0] < omegas[-1]
 

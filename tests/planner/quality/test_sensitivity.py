@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.model.finding import model_shape
-from planner.quality.sensitivity import default_sensitivity, load_sensitivity, save_sensitivity
+from planner.quality.sensitivity import OmegaContent, default_sensitivity, load_omega, save_omega
 from quant.common.errors import SpecError
 
 SHAPE = model_shape("opt-125m")
@@ -27,14 +27,14 @@ def test_default_is_noise_of_the_step() -> None:
 
 def test_round_trip_and_choice_of_columns(tmp_path: Path) -> None:
     path = tmp_path / "omega.json"
-    save_sensitivity(path, MATRIX, BITS, SHAPE.fingerprint())
-    assert load_sensitivity(path, SHAPE, BITS) == pytest.approx(MATRIX)
-    assert load_sensitivity(path, SHAPE, (4, 16)) == pytest.approx(MATRIX[:, [1, 3]])
+    save_omega(path, OmegaContent(BITS, SHAPE.fingerprint(), MATRIX))
+    assert load_omega(path, SHAPE, BITS).matrix == pytest.approx(MATRIX)
+    assert load_omega(path, SHAPE, (4, 16)).matrix == pytest.approx(MATRIX[:, [1, 3]])
 
 
 def test_bare_array_is_taken(tmp_path: Path) -> None:
     (tmp_path / "omega.json").write_text(json.dumps(MATRIX.tolist()))
-    assert load_sensitivity(tmp_path / "omega.json", SHAPE, BITS) == pytest.approx(MATRIX)
+    assert load_omega(tmp_path / "omega.json", SHAPE, BITS).matrix == pytest.approx(MATRIX)
 
 
 def content(**changes: object) -> object:
@@ -65,12 +65,12 @@ def content(**changes: object) -> object:
 def test_bad_files(tmp_path: Path, value: object, message: str) -> None:
     (tmp_path / "omega.json").write_text(json.dumps(value))
     with pytest.raises(SpecError, match=message):
-        load_sensitivity(tmp_path / "omega.json", SHAPE, BITS)
+        load_omega(tmp_path / "omega.json", SHAPE, BITS)
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read as JSON"):
-        load_sensitivity(tmp_path / "none.json", SHAPE, BITS)
+        load_omega(tmp_path / "none.json", SHAPE, BITS)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(SpecError, match="cannot be read as JSON"):
-        load_sensitivity(tmp_path / "bad.json", SHAPE, BITS)
+        load_omega(tmp_path / "bad.json", SHAPE, BITS)

@@ -80,7 +80,7 @@ def test_a_uniform_plan_is_that_of_the_comparison() -> None:
     plan = Cluster(paper_cluster(7)).plan("bloom-176b", PAPER, method="uniform")
     assert {bits for stage in plan.stages for bits in stage.bitwidths} == {4}
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in plan.stages)
-    beside = {each.name: each for each in plan.data.baselines}
+    beside = {each.name: each for each in plan.spec.baselines}
     assert plan.predicted.latency_s == pytest.approx(beside["uniform"].latency_s)
     assert list(beside) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
 
@@ -127,7 +127,7 @@ def test_pipeedge_splits_the_batch_by_the_stages_and_takes_the_highest_bitwidth(
     problem = whole.problem(cluster.devices, MicroBatches(1, 1))
     assert problem.layers * problem.layer_bytes[:, 0].min() > problem.memory_bytes.sum()
     plan = Cluster(cluster).plan("opt-30b", PAPER, method="pipeedge")
-    assert plan.data.micro_batches == MicroBatches(8, 8)
+    assert plan.spec.micro_batches == MicroBatches(8, 8)
     assert {bits for stage in plan.stages for bits in stage.bitwidths} == {8}
 
 

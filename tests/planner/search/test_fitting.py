@@ -18,7 +18,7 @@ from planner.micro_batches import MicroBatches, pairs_up_to
 from planner.model.finding import model_shape
 from planner.optimiser.heuristics.uniform import even_sizes
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.fitting import searched_sizes
 from planner.search.remedies import PlanningRequest, remedies_of_memory
 from planner.search.search import REMEDY_PLANNER, find_plan, planning_costs
@@ -30,7 +30,7 @@ SHAPE = model_shape("opt-125m")
 SEEDS = range(40)
 
 
-def planned(request: PlanningRequest) -> Plan:
+def planned(request: PlanningRequest) -> PlanSpec:
     return find_plan(request.cluster, request.shape, "m", request.workload, request.options)
 
 

@@ -10,7 +10,7 @@ import pytest
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.search.front import trace_front
 from planner.search.pareto import Point, finest_within
 from planner.search.search import find_plan
@@ -23,7 +23,7 @@ WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
 PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True)
 
 
-def plan(options: PlanOptions) -> Plan:
+def plan(options: PlanOptions) -> PlanSpec:
     return find_plan(CLUSTER, SHAPE, "opt-13b", WORKLOAD, options)
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pulp
@@ -24,11 +23,11 @@ from planner.optimiser.problem import Assignment, stage_times
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
-from planner.plan.plan import Plan
+from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines import baselines
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.front import front_json, front_svg, trace_front
+from planner.search.front import front_json, trace_front
 from planner.search.orders.enumeration import distinct_orders
 from planner.search.search import PlanSearch, cost_model, find_plan
 from planner.search.search import search as whole_search
@@ -287,7 +286,7 @@ def test_the_head_goes_where_it_is_better(name: str) -> None:
 def test_bounds_on_quality_and_latency_are_kept() -> None:
     shape, cluster = model_shape("opt-13b"), ClusterSpec.from_counts(["T4-16GB"], [2])
 
-    def plan(**options: Any) -> Plan:
+    def plan(**options: Any) -> PlanSpec:
         chosen = PlanOptions(**options, head="last", keep_all_devices=True)
         return find_plan(cluster, shape, "opt-13b", WORKLOAD, chosen)
 
@@ -317,9 +316,6 @@ def test_the_front_runs_from_fastest_to_finest() -> None:
         assert near.omega > far.omega
         assert near.theta < far.theta
     assert json.loads(front_json(points))[0]["theta"] == points[0].theta
-    svg = ElementTree.fromstring(front_svg(points))
-    circles = svg.findall("{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == len(points)
 
 
 def test_a_missing_solver_is_replaced_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from actors.messages import FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
-from actors.schedule.pipeline import drive
-from actors.schedule.static import QueueScheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.schedule.static import StaticScheduler
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
@@ -31,6 +31,7 @@ from planner.simulation.simulation import (
 )
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.actors.local_pipeline import drive
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ def test_order_is_that_of_the_scheduler(
     ]
     recorded = RecordingPipeline(stages)
     recorded.last_length = workload.total_length - 1
-    scheduler = QueueScheduler(len(requests), prefill, decode, stages)
+    scheduler = StaticScheduler(QueueSizes(len(requests), prefill, decode), stages)
     scheduler.add(requests, last=True)
     for _ in drive(scheduler, recorded):
         pass

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.cache import folder as shard_cache
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
-from quant.cache.layer import CachedLayer, LayerForm, layer_key, new_entry, read_layer
+from quant.cache.layer import CachedLayer, layer_key, new_entry, read_layer
 from quant.checkpoint.tensor_file import TensorWriter, reserved_bytes
-from quant.linear import quantize_linear
+from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor
 
@@ -59,8 +59,7 @@ def stored(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     layer = Layer().bfloat16()
     for name, linear in (("up", layer.up), ("down", layer.down)):
-        how = (FORM.processor, FORM.dtype, FORM.device, FORM.backend)
-        filled = quantize_linear(linear.weight.detach(), None, 4, *how)
+        filled = quantize_linear(linear.weight.detach(), None, FORM)
         filled.bias = linear.bias
         setattr(layer, name, filled)
     layer.requires_grad_(False)

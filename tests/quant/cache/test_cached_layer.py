@@ -6,7 +6,7 @@ import importlib.util
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from transformers import PreTrainedModel
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
 from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.table import KERNEL_RULES
 from quant.cache.folder import ShardCache
-from quant.cache.layer import LayerForm, comes_back, layer_key
+from quant.cache.layer import comes_back, layer_key
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
 from quant.common.errors import CheckpointError
-from quant.linear import QuantizedLinear
-from quant.loading.loader import LayerLoad, load_layer, load_layer_as, loading, module_nbytes
+from quant.linear import LayerForm, QuantizedLinear
+from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import KERNEL_RULES, LinearShape, Processor
+from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
@@ -54,7 +55,7 @@ def load(tiny_model: Build, meta_layer: MetaLayer, layer_list: Callable[[str], s
     ) -> nn.Module:
         name = f"{layer_list(family)}.1"
         module = meta_layer(tiny_model(family), name)
-        load_layer_as(LayerLoad(module, name, form), Checkpoint(folder), cache)
+        load_layer(LayerLoad(module, name, form), Checkpoint(folder), cache)
         return module
 
     return load
@@ -152,13 +153,13 @@ def test_reading_ahead_changes_nothing(
 
     wanted = loads()
     for load in wanted:
-        load_layer_as(load, Checkpoint(tmp_path))
+        load_layer(load, Checkpoint(tmp_path))
     for turn in range(2):
         checkpoint, found = Checkpoint(tmp_path), loads()
         others = ["model.decoder.embed_tokens.weight", "lm_head.weight", "no.such.tensor"]
         with loading(found, others, checkpoint, cache, window_bytes):
             for load in found:
-                load_layer_as(load, checkpoint, cache)
+                load_layer(load, checkpoint, cache)
         assert background_threads() == []
         for load, reference in zip(found, wanted, strict=True):
             assert_equal(load.module, reference.module)
@@ -181,7 +182,7 @@ def test_the_first_error_ends_everything(
     def load_all() -> None:
         with loading(loads, [], checkpoint, cache):
             for load in loads:
-                load_layer_as(load, checkpoint, cache)
+                load_layer(load, checkpoint, cache)
 
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj"):
         load_all()
@@ -276,7 +277,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
     opened = Checkpoint(tmp_path)
     negate(tmp_path, "model.layers.1.mlp.up_proj.weight")
     name = "model.layers.1"
-    load_layer_as(LayerLoad(meta_layer(model, name), name, FORM), opened, cache)
+    load_layer(LayerLoad(meta_layer(model, name), name, FORM), opened, cache)
     assert not cache.folder.exists()
     assert_equal(load(tmp_path, FORM, cache), load(tmp_path, FORM))
 
@@ -378,16 +379,3 @@ def test_bytes_of_another_layout_are_refused() -> None:
         changed = state | {part: torch.cat((state[part][1:-1], state[part][:1]))}
         with pytest.raises(RuntimeError, match="another layout"):
             OneDnnW8A8.from_state(changed, shape, torch.bfloat16)
-
-
-def test_load_layer_takes_a_cache(
-    tiny_model: Build, meta_layer: MetaLayer, cache: ShardCache, tmp_path: Path
-) -> None:
-    model = tiny_model("llama")
-    model.save_pretrained(tmp_path)
-    names: Sequence[str] = ("model.layers.0", "model.layers.0")
-    layers = [meta_layer(model, name) for name in names]
-    for layer, name in zip(layers, names, strict=True):
-        load_layer(layer, Checkpoint(tmp_path), name, 4, HERE, torch.bfloat16, CPU, None, cache)
-    assert_equal(*layers)
-    assert len(list(cache.folder.glob("*.safetensors"))) == 1

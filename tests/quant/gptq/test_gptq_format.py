@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
 from quant.common.errors import CheckpointError, PlanMismatchError
@@ -24,10 +25,10 @@ from quant.gptq.format import (
     to_canonical,
     unpack_words,
 )
-from quant.linear import QuantizedLinear, linear_of_codes
-from quant.loading.loader import load_layer, module_nbytes
+from quant.linear import LayerForm, QuantizedLinear, linear_of_codes
+from quant.loading.loader import LayerLoad, load_layer, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import LinearShape, Processor, rule_for
+from quant.scheme import LinearShape, Processor
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
@@ -143,9 +144,16 @@ def test_what_gptqmodel_packs(bits: int, layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize(
+    ("group", "act_order", "layout"),
+    [
+        (32, False, "gptq"),
+        (64, True, "gptq"),
+        (128, True, "gptq_v2"),
+        (256, False, "gptq_v2"),
+        (256, True, "gptq"),
+    ],
+)
 def test_round_trip_through_a_file(
     bits: int, group: int, act_order: bool, layout: str, tmp_path: Path
 ) -> None:
@@ -187,7 +195,9 @@ def test_products_and_bytes(
     """
     weight = weight_of(bits, rows=64, group=32, act_order=act_order)
     stored = to_canonical(weight)
-    linear = linear_of_codes(stored.canonical, stored.input_order, HERE, dtype, CPU, backend)
+    linear = linear_of_codes(
+        stored.canonical, stored.input_order, LayerForm(bits, HERE, dtype, CPU, backend)
+    )
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(5)).to(dtype)
     exact = x.double() @ meant(weight).t()
     error = float((linear(x).double() - exact).norm() / exact.norm())
@@ -202,7 +212,7 @@ def test_symmetric_zeros_are_exact_on_torch_backends() -> None:
         symmetric = weight_of(bits)
         symmetric.zero.fill_(1 << (bits - 1))
         linear = linear_of_codes(
-            to_canonical(symmetric).canonical, None, PLAIN_CPU, torch.float32, CPU
+            to_canonical(symmetric).canonical, None, LayerForm(bits, PLAIN_CPU, torch.float32, CPU)
         )
         out = linear(torch.eye(256))
         torch.testing.assert_close(out.double(), meant(symmetric).t(), rtol=1e-6, atol=0)
@@ -212,11 +222,11 @@ def test_whole_rows_are_held_in_groups_of_the_usual_size() -> None:
     """So that kernels which know groups of 128 take them, in the bytes that plans count."""
     stored = to_canonical(weight_of(4, rows=64, group=256))
     assert stored.canonical.group == 128
-    linear = linear_of_codes(stored.canonical, None, HERE, torch.bfloat16, CPU)
+    linear = linear_of_codes(stored.canonical, None, LayerForm(4, HERE, torch.bfloat16, CPU))
     usual = quantize(torch.randn(64, 256), 4)
     assert (
         linear.packed.nbytes
-        == linear_of_codes(usual, None, HERE, torch.bfloat16, CPU).packed.nbytes
+        == linear_of_codes(usual, None, LayerForm(4, HERE, torch.bfloat16, CPU)).packed.nbytes
     )
 
 
@@ -227,7 +237,9 @@ def test_backend_with_codes_of_its_own_gives_way_with_a_warning() -> None:
     preferred = rule_for(turing, 4, LinearShape(256, 64), "float16").name
     assert preferred == "bnb_nf4"
     with pytest.warns(RuntimeWarning, match="bnb_nf4 cannot hold weights that are quantized"):
-        linear = linear_of_codes(canonical, None, turing, torch.float16, CPU, preferred)
+        linear = linear_of_codes(
+            canonical, None, LayerForm(4, turing, torch.float16, CPU, preferred)
+        )
     assert isinstance(linear, QuantizedLinear)
     assert "bnb" not in repr(linear).lower()
 
@@ -270,7 +282,9 @@ def test_a_layer_is_loaded_as_it_is_stored(
     model, name = tiny_model(family), f"{layer_list(family)}.1"
     layer = meta_layer(model, name)
     replace_by_gptq(tmp_path, model, name, bits, act_order)
-    load_layer(layer, Checkpoint(tmp_path), name, bits, PLAIN_CPU, torch.float32, CPU)
+    load_layer(
+        LayerLoad(layer, name, LayerForm(bits, PLAIN_CPU, torch.float32, CPU)), Checkpoint(tmp_path)
+    )
     for inner, linear in model.get_submodule(name).named_modules():
         if isinstance(linear, nn.Linear):
             x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(1))
@@ -296,7 +310,10 @@ def test_other_bits_than_planned(
     layer = meta_layer(model, name)
     replace_by_gptq(tmp_path, model, name, 4, act_order=False)
     with pytest.raises(PlanMismatchError, match=message):
-        load_layer(layer, Checkpoint(tmp_path), name, planned, HERE, torch.float32, CPU)
+        load_layer(
+            LayerLoad(layer, name, LayerForm(planned, HERE, torch.float32, CPU)),
+            Checkpoint(tmp_path),
+        )
 
 
 def test_modules_left_in_16_bits(tmp_path: Path, tiny_model: Build, meta_layer: MetaLayer) -> None:
@@ -306,9 +323,13 @@ def test_modules_left_in_16_bits(tmp_path: Path, tiny_model: Build, meta_layer: 
     checkpoint = Checkpoint(tmp_path)
     layer = meta_layer(model, "model.layers.1")
     with pytest.raises(PlanMismatchError, match=r"down_proj in .* stored with 16 bits, .* layer 4"):
-        load_layer(layer, checkpoint, "model.layers.1", 4, HERE, torch.float32, CPU)
+        load_layer(
+            LayerLoad(layer, "model.layers.1", LayerForm(4, HERE, torch.float32, CPU)), checkpoint
+        )
     untouched = meta_layer(model, "model.layers.0")
-    load_layer(untouched, checkpoint, "model.layers.0", 16, HERE, torch.float32, CPU)
+    load_layer(
+        LayerLoad(untouched, "model.layers.0", LayerForm(16, HERE, torch.float32, CPU)), checkpoint
+    )
     original = model.get_submodule("model.layers.0.mlp.up_proj").weight
     assert torch.equal(untouched.get_submodule("mlp.up_proj").weight, original)
 

@@ -9,13 +9,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
 from quant.common.errors import CheckpointError
-from quant.linear import QuantizedLinear
-from quant.loading.loader import load_layer, load_tensors, module_nbytes
+from quant.linear import LayerForm, QuantizedLinear
+from quant.loading.loader import LayerLoad, load_layer, load_tensors, module_nbytes
 from quant.processor import local_processor
-from quant.scheme import LinearShape, rule_for
+from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")
 HERE = local_processor(CPU)
@@ -43,7 +44,7 @@ def test_sixteen_bits_is_the_stored_layer(
     checkpoint = Checkpoint(tmp_path)
     name = f"{layer_list(family)}.1"
     layer = meta_layer(model, name)
-    load_layer(layer, checkpoint, name, 16, HERE, torch.float32, CPU)
+    load_layer(LayerLoad(layer, name, LayerForm(16, HERE, torch.float32, CPU)), checkpoint)
     expected = model.get_submodule(name).state_dict()
     assert layer.state_dict().keys() == expected.keys()
     for key, tensor in layer.state_dict().items():
@@ -67,7 +68,7 @@ def test_quantized_layer(
     model.save_pretrained(tmp_path)
     name = f"{layer_list(family)}.1"
     layer = meta_layer(model, name)
-    load_layer(layer, Checkpoint(tmp_path), name, bits, HERE, dtype, CPU)
+    load_layer(LayerLoad(layer, name, LayerForm(bits, HERE, dtype, CPU)), Checkpoint(tmp_path))
     original = model.get_submodule(name)
     planned_bytes = 0
     for path, linear in original.named_modules():
@@ -151,7 +152,8 @@ def test_values_that_are_not_finite(
     layer = meta_layer(tiny_model("opt"), "model.decoder.layers.1")
     with pytest.raises(CheckpointError, match=rf"tensor {full_name} in {tmp_path}: .*NaN"):
         load_layer(
-            layer, Checkpoint(tmp_path), "model.decoder.layers.1", bits, HERE, torch.float16, CPU
+            LayerLoad(layer, "model.decoder.layers.1", LayerForm(bits, HERE, torch.float16, CPU)),
+            Checkpoint(tmp_path),
         )
 
 
@@ -186,4 +188,7 @@ def test_tensors_that_do_not_fit(
     change(llama_folder, "model.layers.1.mlp.up_proj.weight", tensor)
     layer = meta_layer(tiny_model("llama"), "model.layers.1")
     with pytest.raises(CheckpointError, match=message):
-        load_layer(layer, Checkpoint(llama_folder), "model.layers.1", 4, HERE, torch.bfloat16, CPU)
+        load_layer(
+            LayerLoad(layer, "model.layers.1", LayerForm(4, HERE, torch.bfloat16, CPU)),
+            Checkpoint(llama_folder),
+        )

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
-from quant.sensitivity.form import VarianceForm
 from quant.sensitivity.gram import Gram, squared_rounding_error, top_eigenvalue
 from quant.sensitivity.indicators import (
     HessianStatistics,
@@ -18,6 +17,7 @@ from quant.sensitivity.indicators import (
     random_indicator,
     weight_noises,
 )
+from quant.sensitivity.variance_form import VarianceForm
 
 BITS = (3, 4, 8, 16)
 CPU = torch.device("cpu")

@@ -1,0 +1,37 @@
+"""The modelled seconds that an emulated stage and its link are held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.messages import MicroBatch
+from planner.plan.modelled_times import ModelledTimes
+from planner.plan.spec import PlanSpec, StagePlan
+
+
+@dataclass(frozen=True)
+class ScaledTimes:
+    """A stage's modelled `times`, of which every second takes `scale` seconds."""
+
+    times: ModelledTimes
+    scale: float
+
+    def compute_s(self, batch: MicroBatch) -> float:
+        """Seconds in which the stage computes `batch`."""
+        lengths = batch.starts if batch.is_decode else batch.counts
+        return self.scale * self.times.compute_s(batch.is_decode, lengths)
+
+    def transfer_s(self, batch: MicroBatch) -> float:
+        """Seconds in which the stage's result of `batch` travels to the next stage."""
+        return self.scale * self.times.transfer_s(int(batch.counts.sum()), len(batch.slots))
+
+
+def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:
+    """The times that `stage` is held to; None where its device is real or takes no modelled time.
+
+    Plans without tabulated times have constant ones, those of full micro-batches.
+    """
+    if not (stage.emulated and plan.time_scale):
+        return None
+    times = stage.modelled or ModelledTimes.constant(stage.prefill_s, stage.decode_s)
+    return ScaledTimes(times, plan.time_scale)

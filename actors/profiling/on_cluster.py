@@ -1,0 +1,95 @@
+"""Measuring in a Ray task that is placed and started as a stage on the device would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayTaskError
+
+from actors.processes.answers import get_answer, get_streamed
+from actors.processes.environment import stage_environment
+from actors.processes.placement import place
+from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
+from actors.profiling.task import ProfileState, ProfileTask, measure
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from quant.common.errors import DeviceError, LlmpqError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A device as placement asks for it."""
+
+    index: int
+    accelerator: str
+    emulated: bool
+    threads: int
+    custom_resource: str | None
+
+    @classmethod
+    def of(cls, device: Device) -> Wanted:
+        """The request of a stage on `device`."""
+        return cls(
+            0, device.accelerator.name, device.emulated, device.threads or 1, device.custom_resource
+        )
+
+
+def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileState]:
+    """As `measure`, on a node that has `device`; needs an initialised Ray.
+
+    Raises `DeviceError` where no node offers the device.
+    """
+    remote = _as_stage(_measure_there, device, num_returns="streaming")
+    with _bare_errors():
+        for reference in get_streamed(remote.remote(task, device.accelerator.name)):
+            yield get_answer(reference)
+
+
+def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoad, ...]:
+    """As `time_loading`, on a node that has `device`; needs an initialised Ray.
+
+    Raises `DeviceError` where no node offers the device.
+    """
+    remote = _as_stage(time_loading, device)
+    with _bare_errors():
+        found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
+    return found
+
+
+def _as_stage(function: Callable[..., Any], device: Device, **options: Any) -> Any:
+    """`function` as a Ray task with the resources and the environment of a stage on `device`."""
+    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
+    remote: Any = ray.remote(function)
+    return remote.options(
+        num_cpus=placement.num_cpus,
+        num_gpus=placement.num_gpus,
+        resources=dict(placement.resources),
+        runtime_env={"env_vars": stage_environment(placement.threads)},
+        max_retries=0,
+        **options,
+    )
+
+
+@contextmanager
+def _bare_errors() -> Iterator[None]:
+    """Raise the project's own errors as they were inside the task."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, LlmpqError):
+            raise error.cause from None
+        raise
+
+
+def _measure_there(task: ProfileTask, accelerator: str) -> Iterator[ProfileState]:
+    """Check the GPU of this process, then measure."""
+    if task.device == "cuda":
+        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+        if name == "no GPU" or find_accelerator(name).name != accelerator:
+            raise DeviceError(f"the task was to measure a {accelerator}, but its node has {name}")
+    yield from measure(task)

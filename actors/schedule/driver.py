@@ -1,0 +1,72 @@
+"""Driving micro-batches through a pipeline of stages, whichever way the stages are reached."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from threading import Lock
+from typing import Any, Protocol
+
+from actors.messages import Finished, MicroBatch, Sampled, TokenIds
+from actors.schedule.scheduler import Scheduler
+from planner.simulation.schedule import UNDER_WAY_PER_STAGE
+
+
+class Pipeline(Protocol):
+    """Stages in a row; micro-batches come back in the order in which they were submitted."""
+
+    stages: int
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
+        """Start a micro-batch of `token_ids` `[sum(counts)]`; returns a handle for `result`."""
+
+    def result(self, handle: Any) -> Sampled:
+        """Wait for the micro-batch's sampled tokens."""
+
+
+class PipelineDriver:
+    """Keeps a pipeline full with the micro-batches of `scheduler`, also from one run to the next.
+
+    At most two micro-batches a stage are under way: enough to hide the hops, and a bound on the
+    hidden states that wait between the stages.
+    """
+
+    def __init__(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._limit = UNDER_WAY_PER_STAGE * pipeline.stages
+        self._under_way: deque[tuple[MicroBatch, Any]] = deque()
+        self._lock = Lock()  # around changes that `so_far` must not see halfway
+
+    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+        """As `Scheduler.so_far`; for any thread."""
+        with self._lock:
+            return self._scheduler.so_far()
+
+    @property
+    def under_way(self) -> int:
+        """Number of micro-batches that were submitted and have not come back."""
+        return len(self._under_way)
+
+    def run(self) -> Iterator[tuple[Finished, ...]]:
+        """Run until the scheduler wants more requests or all have ended; yields those that end."""
+        while not self._scheduler.wants_requests:
+            room = len(self._under_way) < self._limit
+            with self._lock:
+                following = self._scheduler.next_batch() if room else None
+            if following is not None:
+                batch, token_ids = following
+                self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
+            elif self._under_way:
+                batch, handle = self._under_way.popleft()
+                sampled = self._pipeline.result(handle)
+                with self._lock:
+                    finished = self._scheduler.complete(batch, sampled)
+                yield finished
+            else:
+                return
+
+    def drop(self) -> None:
+        """Wait for the micro-batches under way and forget them."""
+        while self._under_way:
+            self._pipeline.result(self._under_way.popleft()[1])

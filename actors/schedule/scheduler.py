@@ -1,0 +1,67 @@
+"""What a scheduling policy is given, and what it must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.transport.message_format import Limits
+from planner.plan.spec import PlanSpec
+
+Policy = Literal["static"]
+
+
+@dataclass(frozen=True)
+class QueueSizes:
+    """KV slots, the planned requests of a micro-batch of each phase, and the scheduling policy."""
+
+    slots: int
+    prefill_micro_batch: int
+    decode_micro_batch: int
+    policy: Policy = "static"
+
+    @classmethod
+    def of(cls, plan: PlanSpec) -> QueueSizes:
+        """The sizes that `plan` asks for."""
+        sizes = plan.micro_batches
+        return cls(plan.workload.global_batch, sizes.prefill, sizes.decode)
+
+    def limits(self, max_tokens: int, columns: int) -> Limits:
+        """The most that messages may hold where a slot has room for `max_tokens`."""
+        rows = max(self.prefill_micro_batch * max_tokens, self.decode_micro_batch)
+        requests = max(self.prefill_micro_batch, self.decode_micro_batch)
+        return Limits(requests, rows, columns, self.slots, max_tokens)
+
+
+class Scheduler(Protocol):
+    """A scheduling policy: plain Python without a device or a clock.
+
+    It decides which micro-batch comes next and takes in the tokens that were sampled. Each policy
+    is one file beside this one, and one entry of `actors.schedule.policies`.
+    """
+
+    def add(self, requests: Sequence[Request], last: bool) -> None:
+        """Put `requests` at the end of the queue; after the `last` ones no more come."""
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether it should be given more requests before it is asked for a micro-batch."""
+
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
+        """The next micro-batch and its token ids, or None when it waits for those under way."""
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        """Take in the tokens of `batch`; returns the requests that ended with it."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests without a KV slot."""
+
+    @property
+    def in_slots(self) -> int:
+        """Number of requests that have a KV slot."""
+
+    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+        """By slot, the `custom_id` of the request that has it, and its new tokens."""

@@ -1,0 +1,123 @@
+"""Loading a stage's shard of the model: its quantized layers, and embedding, norm and head where
+they belong to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from actors.stage.families import architecture_of, empty_model, keep_stage
+from actors.stage.spec import StageSpec
+from quant.cache.folder import ShardCache
+from quant.checkpoint.reader import Checkpoint
+from quant.linear import LayerForm
+from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
+from quant.loading.onednn_linear import prepack, prepack_linears
+from quant.scheme import Processor
+
+
+def load_shard(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    processor: Processor,
+    cache: ShardCache | None,
+) -> PreTrainedModel:
+    """The stage's part of the model, quantized while it is read, or taken from the cache.
+
+    The parts of other stages are pass-throughs.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    architecture = architecture_of(config)
+    model = empty_model(config)
+    keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
+    stack = f"{path}.{architecture.layers}"
+    loads = [
+        LayerLoad(
+            module=getattr(decoder, architecture.layers)[index],
+            name_prefix=f"{stack}.{index}",
+            form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
+        )
+        for index, bits in zip(spec.layers, spec.bitwidths, strict=True)
+    ]
+    names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    ends = [name for name in names if not name.startswith(f"{stack}.")]
+    with loading(loads, ends, checkpoint, cache):
+        for load in loads:
+            load_layer(load, checkpoint, cache)
+            prepack_linears(load.module, processor)
+        load_ends(model, spec, checkpoint, dtype, device)
+    if spec.has_head and not _shares_head(config, spec):
+        model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
+    return model
+
+
+def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
+    """Whether embedding and LM head are one tensor on this stage."""
+    return bool(getattr(config, "tie_word_embeddings", False)) and spec.is_first
+
+
+def load_ends(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
+
+    Raises `CheckpointError` for unusable weights.
+    """
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    path = path_of(model, decoder)
+    owned = (architecture.embedding if spec.is_first else ()) + (
+        architecture.final if spec.is_last else ()
+    )
+    for child in owned:
+        module = getattr(decoder, child)
+        if module is not None:
+            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
+    if spec.has_head:
+        _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        rotary.to(device)
+
+
+def _load_head(
+    model: PreTrainedModel,
+    spec: StageSpec,
+    checkpoint: Checkpoint,
+    embedding_path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Load the LM head, or share the embedding where both are one tensor and live here."""
+    head = model.get_output_embeddings()
+    if _shares_head(model.config, spec):
+        head.weight = model.get_input_embeddings().weight
+        return
+    prefix = embedding_path
+    if not getattr(model.config, "tie_word_embeddings", False):
+        stored = set(checkpoint.names())
+        names = architecture_of(model.config).head_names
+        prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
+    load_tensors(head, checkpoint, prefix, dtype, device)
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Full name of the module `wanted` within `model`."""
+    names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+    return names[id(wanted)]
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all tensors that came from the checkpoint: all but the rotary frequencies."""
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    return module_nbytes(model) - (module_nbytes(rotary) if rotary is not None else 0)

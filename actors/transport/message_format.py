@@ -1,0 +1,252 @@
+"""A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
+
+A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
+begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle. Nothing in it is trusted
+either: the sizes that it states are checked against the plan before memory is allocated for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
+from quant.common.errors import LlmpqError, StageLostError
+
+_PREFIX = struct.Struct("<QQQQQQQ")
+"""Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns."""
+
+_BATCH, _SAMPLED = 0, 1
+_ALIGNMENT = 64
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST = 2**62
+_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
+
+ADMISSION_BYTES = 16 * 2**20
+"""Most bytes of JSON for each request: ids, stop strings, and 256,000 tokens and biases take less.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
+    of hidden states, and the KV `slots` that the stages have, of `max_tokens` each.
+    """
+
+    requests: int
+    rows: int
+    columns: int
+    slots: int
+    max_tokens: int
+
+
+class _Prefix(NamedTuple):
+    """The fields of `_PREFIX`."""
+
+    message_bytes: int
+    kind: int
+    requests: int
+    text_bytes: int
+    dtype: int
+    rows: int
+    columns: int
+
+    @property
+    def array_bytes(self) -> int:
+        return 8 * (2 if self.kind == _SAMPLED else 3) * self.requests
+
+    @property
+    def tensor_begin(self) -> int:
+        return _aligned(_PREFIX.size + self.array_bytes + self.text_bytes)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Bytes of a message with these parts."""
+        return self.tensor_begin + self.rows * self.columns * _DTYPES[self.dtype].itemsize
+
+
+def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+    """A message `[bytes]` of uint8 on the host: `batch` with hidden states `[tokens, hidden_size]`,
+    or just its sampled tokens.
+    """
+    if isinstance(result, Sampled):
+        codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
+        return _message(_SAMPLED, (result.token_ids, codes), b"", None)
+    admitted = json.dumps([asdict(admission) for admission in batch.admitted]).encode()
+    arrays = (batch.slots, batch.starts, batch.counts)
+    text = admitted if batch.admitted else b""
+    return _message(_BATCH, arrays, text, result)
+
+
+def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
+    """Length of the message that begins with `first_frame`; raises as `decode`."""
+    if not _PREFIX.unpack_from(first_frame.numpy().data)[0]:
+        return 0
+    return _prefix(first_frame, limits).message_bytes
+
+
+def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, Tensor] | Sampled:
+    """The content of an encoded `message`; the tensor is a view of it.
+
+    Raises `StageLostError` for what no stage sends: sizes that disagree or go beyond `limits`,
+    slots and positions that do not exist, admissions that are malformed.
+    """
+    data = message.numpy()
+    prefix = _prefix(message, limits)
+    if len(data) < prefix.message_bytes:
+        _refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
+    end = _PREFIX.size + prefix.array_bytes
+    arrays = data[_PREFIX.size : end].view(np.int64).reshape(-1, prefix.requests).copy()
+    if prefix.kind == _SAMPLED:
+        return _sampled(arrays)
+    admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
+    batch = MicroBatch(arrays[0], arrays[1], arrays[2], admitted)
+    _check_batch(batch, prefix.rows, limits)
+    hidden = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
+    return batch, hidden.reshape(prefix.rows, prefix.columns)
+
+
+class Codec(Protocol):
+    """How stages encode their messages: plainly, or with the time of an emulated link."""
+
+    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+        """A message `[bytes]` with the `result` of `batch`."""
+
+    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+        """The content of `message`, when it has arrived."""
+
+    def message_bytes(self, first_frame: Tensor) -> int:
+        """Length of the message that begins with `first_frame`; 0: the end of all messages."""
+
+
+@dataclass(frozen=True)
+class PlainCodec:
+    """Messages of real links, within `limits`."""
+
+    limits: Limits | None = None
+
+    def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
+        return encode(batch, result)
+
+    def decode(self, message: Tensor) -> tuple[MicroBatch, Tensor] | Sampled:
+        return decode(message, self.limits)
+
+    def message_bytes(self, first_frame: Tensor) -> int:
+        return message_bytes(first_frame, self.limits)
+
+
+def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
+    prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
+    if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
+        _refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
+    if prefix.kind == _SAMPLED and prefix.text_bytes + prefix.rows + prefix.columns:
+        _refuse("brings more than the tokens that it says")
+    if not prefix.requests or prefix.message_bytes != prefix.planned_bytes:
+        _refuse(f"says {prefix.message_bytes} bytes, of which {prefix.planned_bytes} have a place")
+    if limits is not None:
+        for what, most in (
+            ("requests", limits.requests),
+            ("rows", limits.rows),
+            ("columns", limits.columns),
+            ("text_bytes", limits.requests * ADMISSION_BYTES),
+        ):
+            if getattr(prefix, what) > most:
+                _refuse(f"says {getattr(prefix, what)} {what}, at most {most} were planned")
+    return prefix
+
+
+def _sampled(arrays: TokenIds) -> Sampled:
+    token_ids, codes = arrays
+    if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
+        _refuse("has tokens or reasons that there are not")
+    return Sampled(token_ids, tuple(_REASONS[code] for code in codes))
+
+
+def _check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
+    """Check `batch` against what the stages hold; hidden states have a row for each token, or for
+    each request.
+    """
+    slots, starts, counts = batch.slots, batch.starts, batch.counts
+    tokens = limits.max_tokens if limits is not None else _MOST
+    most_slots = limits.slots if limits is not None else _MOST
+    inside = (starts >= 0) & (starts <= tokens) & (counts >= 1) & (counts <= tokens)
+    if not (inside & (starts <= tokens - counts)).all():
+        _refuse(f"has positions outside the {tokens} of a slot")
+    if (slots < 0).any() or (slots >= most_slots).any() or len(np.unique(slots)) < len(slots):
+        _refuse(f"has slots that are none of {most_slots}, or one twice")
+    if rows not in (len(slots), int(counts.sum())):
+        _refuse(f"has {rows} rows for {int(counts.sum())} tokens")
+    if any(admission.slot >= most_slots for admission in batch.admitted):
+        _refuse(f"admits requests to slots that are none of {most_slots}")
+    if len(batch.admitted) > len(slots):
+        _refuse(f"admits {len(batch.admitted)} requests and has {len(slots)}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StageLostError(
+        f"a message of another stage {what}; either the nodes have different versions of llmpq, or "
+        "a stranger can reach the ports of the links: choose --transport ray then"
+    )
+
+
+def _message(kind: int, arrays: Sequence[TokenIds], text: bytes, tensor: Tensor | None) -> Tensor:
+    flat = np.concatenate(arrays).view(np.uint8)
+    end = _PREFIX.size + flat.size + len(text)
+    begin = _aligned(end)
+    tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
+    rows, columns = tensor.shape
+    message = host_memory(begin + tensor.nbytes)
+    data = message.numpy()
+    dtype = _DTYPES.index(tensor.dtype)
+    prefix = (len(data), kind, len(arrays[0]), len(text), dtype, rows, columns)
+    _PREFIX.pack_into(data.data, 0, *prefix)
+    data[_PREFIX.size : _PREFIX.size + flat.size] = flat
+    data[end - len(text) : end] = np.frombuffer(text, np.uint8)
+    data[end:begin] = 0
+    message[begin:].view(tensor.dtype).view(rows, columns).copy_(tensor)
+    return message
+
+
+def host_memory(size: int) -> Tensor:
+    """`[size]` bytes of uint8; pinned where this process computes on a GPU, which copies from and
+    to such memory twice as fast and without a detour. Torch keeps freed blocks for the next ones.
+    """
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _admitted(text: bytes) -> tuple[Admission, ...]:
+    """The admissions in `text`, each field of its own type."""
+    try:
+        return tuple(_from_json(each) for each in json.loads(text)) if text else ()
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        LlmpqError,
+    ) as error:
+        _refuse(f"admits requests that are none ({type(error).__name__})")
+
+
+def _from_json(values: dict[str, Any]) -> Admission:
+    sampling = values.pop("sampling")
+    sampling["stop"] = tuple(sampling["stop"])
+    values |= {name: tuple(values[name]) for name in ("generated", "prompt_tokens")}
+    admission = Admission(sampling=Sampling(**sampling), **values)
+    numbers = admission.generated + admission.prompt_tokens
+    numbers += (admission.slot, admission.max_new_tokens)
+    if type(admission.custom_id) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
+        raise ValueError("a field of another type")
+    return admission

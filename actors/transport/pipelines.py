@@ -1,0 +1,142 @@
+"""The pipeline of stages as the first one sees it: over links of gloo, or by calls of Ray.
+
+Either way a stage's result travels as one message, which the next stage decodes and computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+from torch import Tensor
+
+from actors.messages import MicroBatch, Sampled, TokenIds
+from actors.transport.gloo_links import Links
+from actors.transport.message_format import Codec
+from quant.common.errors import StageLostError
+
+ANSWER_S = 1800.0
+"""A micro-batch that takes longer than half an hour to come back hangs."""
+
+RayMessage = npt.NDArray[np.uint8]
+"""A message `[bytes]` as Ray carries it: arrays are shipped without copying them."""
+
+
+class ComputingStage(Protocol):
+    """A stage in its process."""
+
+    def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
+        """As `actors.stage.stage.Stage.step`."""
+
+    def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
+        """As `actors.stage.stage.Stage.finish`."""
+
+    def sent(self) -> None:
+        """Told when what was computed last was passed on."""
+
+
+class RayPipeline:
+    """Stages that pass their results on as objects of Ray's, which the next actor's call names.
+
+    `following` are the actors of the other stages, which must be in the same `epoch`.
+    """
+
+    def __init__(
+        self, first: ComputingStage, following: Sequence[Any], codec: Codec, epoch: int = 0
+    ) -> None:
+        self._first = first
+        self._following = following
+        self._codec = codec
+        self._epoch = epoch
+        self.stages = 1 + len(following)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Any:
+        """Compute the first stage here and hand the result down the pipeline."""
+        result = self._first.compute(batch, torch.from_numpy(token_ids))
+        if not self._following:
+            return batch, result
+        message: Any = self._codec.encode(batch, result).numpy()
+        for actor in self._following:
+            message = actor.step.remote(message, self._epoch)
+        self._first.sent()
+        return batch, message
+
+    def result(self, handle: Any) -> Sampled:
+        """The sampled tokens; the first stage samples them where the LM head lives there."""
+        batch, answer = handle
+        if isinstance(answer, ray.ObjectRef):
+            return _sampled(self._first, batch, self._codec.decode(from_ray(ray.get(answer))))
+        return answer if isinstance(answer, Sampled) else self._first.finish(batch, answer)
+
+
+class GlooPipeline:
+    """Stages that exchange messages over `links`: all but the first one `serve`.
+
+    Answers come in the order of submission.
+    """
+
+    def __init__(self, first: ComputingStage, links: Links, codec: Codec) -> None:
+        self._first, self._codec = first, codec
+        self.stages = links.stages
+        self._down = links.sender(1)
+        self._back = links.receiver(links.stages - 1, ANSWER_S, codec.message_bytes)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
+        """Compute the first stage here and send the result down the pipeline."""
+        result = self._first.compute(batch, torch.from_numpy(token_ids))
+        self._down.send(self._codec.encode(batch, result))
+        self._first.sent()
+        return batch
+
+    def result(self, handle: MicroBatch) -> Sampled:
+        """The sampled tokens; the first stage samples them where the LM head lives there."""
+        return _sampled(self._first, handle, self._codec.decode(self._back.receive()))
+
+
+def _sampled(
+    first: ComputingStage, asked: MicroBatch, answer: tuple[MicroBatch, Tensor] | Sampled
+) -> Sampled:
+    """The tokens of `asked` from the last stage's `answer`, which may be hidden states."""
+    rows = len(answer.token_ids if isinstance(answer, Sampled) else answer[1])
+    if rows != len(asked.slots):
+        raise StageLostError(
+            f"the last stage answered for {rows} requests, asked were {len(asked.slots)}"
+        )
+    return answer if isinstance(answer, Sampled) else first.finish(asked, answer[1])
+
+
+def serve(stage: ComputingStage, links: Links, codec: Codec) -> None:
+    """Compute what comes from the stage before and send it on, for as long as both are there.
+
+    Raises `StageLostError` as `relay` does, and where a link breaks.
+    """
+    from_before = links.receiver(links.index - 1, bytes_of=codec.message_bytes)
+    onward = links.sender((links.index + 1) % links.stages)
+    while True:
+        onward.send(relay(stage, from_before.receive(), codec))
+        stage.sent()
+
+
+def relay(stage: ComputingStage, message: Tensor, codec: Codec) -> Tensor:
+    """Compute the `message` of the stage before; returns the message to the next one.
+
+    Raises `StageLostError` for a message that no stage before this one sends.
+    """
+    content = codec.decode(message)
+    if isinstance(content, Sampled):
+        raise StageLostError("a stage before the last one sampled")
+    batch, hidden = content
+    if len(hidden) != batch.counts.sum():
+        raise StageLostError(
+            f"the stage before sent {len(hidden)} rows for {batch.counts.sum()} tokens"
+        )
+    return codec.encode(batch, stage.compute(batch, hidden))
+
+
+def from_ray(message: RayMessage) -> Tensor:
+    """`message` as a tensor; copied, as Ray's objects may not be changed."""
+    return torch.from_numpy(message.copy())

@@ -1,0 +1,93 @@
+"""The pictures of the README, made from real commands: a plan's batch, and a run in the terminal.
+
+    python -m benchmarks.pictures [--folder docs]
+
+`plan.svg` is the simulated batch of OPT-30b on `cluster_specs/t4_v100_a100.yaml`, as `--trace`
+draws it; `planning.svg` is what `llmpq-algo` prints of that plan. `run.svg` is what `llmpq-dist`
+shows of the demo batch: one moment of the run, and its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 120
+SPECS = ROOT / "cluster_specs"
+_REDRAWN = re.compile(r"\r?(?:\x1b\[(?:2K|1A|\?25[lh])\r?)+")
+_IN_SLOTS = re.compile(r"queued, (\d+) in")
+_PLAN = "--model opt-30b --global_bz 16 --s 512 --n 10"
+
+
+def shown(module: str, arguments: list[str]) -> str:
+    """Run a command line as in a colour terminal; returns all that it writes there."""
+    settings = {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    return done.stderr + done.stdout
+
+
+def busiest(frames: list[str]) -> str:
+    """The moment that shows a run under way: the latest of those with the most slots in use."""
+    used = [int(found[1]) if (found := _IN_SLOTS.search(f)) else -1 for f in frames]
+    return frames[max(range(len(frames)), key=lambda i: (used[i], i))]
+
+
+def save(path: Path, command: str, output: str) -> None:
+    """Write a terminal's text with its colours as an SVG file."""
+    console = Console(record=True, width=COLUMNS, file=StringIO())
+    console.print(Text(f"$ {command}", style="bold"))
+    console.print(Text.from_ansi(output.strip("\n")))
+    console.save_svg(str(path), title="llmpq")
+
+
+def plan_pictures(folder: Path) -> None:
+    """Write `plan.svg` and `planning.svg`."""
+    cluster = "cluster_specs/t4_v100_a100.yaml"
+    arguments = [*_PLAN.split(), "--cluster", cluster, "--trace", str(folder / "plan.svg")]
+    text = shown("llmpq.cli.algo", arguments)
+    save(folder / "planning.svg", f"llmpq-algo {_PLAN} --cluster {cluster}", text)
+
+
+def run_picture(folder: Path) -> None:
+    """Write `run.svg`."""
+    cluster, prompts = "cluster_specs/demo_mixed_cpu.yaml", "examples/demo_prompts.jsonl"
+    with tempfile.TemporaryDirectory() as aside:
+        plan, results = f"{aside}/plan.json", f"{aside}/results.jsonl"
+        asked = ["--model", "examples/demo_model", "--cluster", cluster, "--input", prompts]
+        shown("llmpq.cli.algo", [*asked, "--n", "48", "-o", plan])
+        told = ["--plan", plan, "--cluster", cluster, "--input", prompts, "--output", results]
+        *frames, end = _REDRAWN.split(shown("llmpq.cli.dist", told))
+    text = f"{busiest(frames).strip()}\n\n{end.strip()}"
+    command = f"llmpq-dist --plan plan.json --input {prompts} --output results.jsonl"
+    save(folder / "run.svg", command, text)
+
+
+def main() -> None:
+    """Write all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs")
+    folder = parser.parse_args().folder
+    plan_pictures(folder)
+    run_picture(folder)
+    print(f"plan.svg, planning.svg and run.svg are in {folder}")
+
+
+if __name__ == "__main__":
+    main()

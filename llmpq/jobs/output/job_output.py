@@ -1,0 +1,341 @@
+"""The results of a job on disk: committed shard by shard, joined in the end, each id once.
+
+Beside `results.jsonl` lies the folder `results.jsonl.job` with the manifest and, while the job
+runs, its shards; an output that is a folder holds them itself. The rename of a shard commits it.
+Whatever is cut off then leaves a file that is written over, or one that is read twice: of two
+lines of one id the database counts one, so that joining again gives the same rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.output.earlier_results import EarlierResults
+from llmpq.jobs.output.job_folder import LOCK, JobFolder
+from llmpq.jobs.output.joining import JoinedResults
+from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.result_rows import check_writable
+from llmpq.jobs.output.shard_writer import ShardWriter
+from llmpq.jobs.records.completion_record import (
+    FileRecord,
+    FolderRecord,
+    InputRecord,
+    JobRecord,
+    ReadInputAgain,
+    settled_identities,
+)
+from llmpq.jobs.records.disk import Disk
+from llmpq.jobs.records.input_changes import InputChanges
+from llmpq.jobs.records.lock import OutputLock
+from llmpq.jobs.records.manifest import JobIdentity, Manifest
+from llmpq.jobs.records.row_database import RowDatabase
+from llmpq.jobs.records.row_list import RowList, rows_digest
+from llmpq.jobs.records.shards import Shard, shards_in
+from llmpq.rows.results import Result
+from quant.common.errors import InputError
+from quant.common.file_identity import FileIdentity
+
+_MAY_COMMIT = (Exception, KeyboardInterrupt, SystemExit)
+
+
+class JobOutput:
+    """Context manager that holds the output's lock, and commits what there is when it is left.
+
+    A job calls `load`, then `write` for each result and `finish` once all are there. Raises
+    `InputError` when the output cannot be written, is one of `inputs`, is being written by another
+    process, or holds what llmpq did not write.
+    """
+
+    def __init__(
+        self,
+        named: str | Path,
+        options: OutputOptions | None = None,
+        inputs: Sequence[Path] = (),
+        disk: Disk | None = None,
+    ) -> None:
+        path = self._named = Path(named)
+        path = path.resolve() if path.is_symlink() else path
+        self.path = path
+        self._resumed = 0
+        self._options = options or OutputOptions()
+        self._inputs = inputs
+        self._disk = disk or Disk()
+        self._in_folder = str(named).endswith(os.sep) or path.is_dir()
+        self.folder = path if self._in_folder else path.with_name(path.name + ".job")
+        self._job = JobFolder(self.folder, self._disk)
+        self._writer: ShardWriter | None = None
+        self._manifest: Manifest | None = None
+        self._before: FileIdentity | None = None
+
+    def __enter__(self) -> JobOutput:
+        """Lock the output; nothing else changes before the first result is committed."""
+        try:
+            self._check_target()
+            self._is_new = not self.folder.exists()
+            self._disk.make_folder(self.folder)
+            self._lock = OutputLock(self.folder / LOCK, self.path)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            self._read_manifest()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Commit what there is, unless that has failed already, and unlock."""
+        try:
+            if self._writer is not None:
+                self._writer.stop()
+                may_commit = kind is None or issubclass(kind, _MAY_COMMIT)
+                if self._writer.failure is None and may_commit:
+                    self.commit()
+        finally:
+            self._release()
+
+    def _check_target(self) -> None:
+        if not self._in_folder:
+            check_writable(self._named, self.path)
+        if self.path.exists() and any(self.path.samefile(source) for source in self._inputs):
+            raise InputError(f"output {self.path} is the input too; name another file")
+        if not self._in_folder or not self.path.is_dir() or self._options.overwrite:
+            return
+        foreign = self._job.foreign()
+        if foreign is not None:
+            raise InputError(
+                f"output {self.path} is a folder with other files in it ({foreign}); name an "
+                "empty one, or a file in it"
+            )
+
+    def _read_manifest(self) -> None:
+        found = None if self._options.overwrite else self._job.manifest()
+        self._manifest = found
+        try:
+            shards = shards_in(self.folder)
+            self.exists = found is not None or bool(shards) or self._has_finished_file()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if self._options.resume and not self.exists:
+            raise InputError(f"there is nothing to resume at output {self.path}")
+        newest = max((shard.generation for shard in shards), default=1)
+        self._generation = newest if found is None else found.generation
+        if self._options.overwrite:
+            self._generation = newest + 1
+
+    def recorded(
+        self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
+    ) -> InputRecord | None:
+        """The record of `source` if it is done and neither it nor the output has changed since.
+
+        Reads no rows; None where they must be looked at. Raises `InputError` if the output belongs
+        to another job.
+        """
+        manifest = self._manifest
+        if manifest is None:
+            return None
+        manifest.check_same_job(identity, self.path)
+        record = manifest.record
+        if not manifest.complete or record is None or manifest.input_digest is None:
+            return None
+        if retry_errors and manifest.errors:
+            return None
+        with suppress(OSError):  # reading the rows will say what is wrong
+            if source.matches(record.input) and self._is_unchanged(record.output):
+                return record.input
+        return None
+
+    def _is_unchanged(self, record: FileRecord | FolderRecord) -> bool:
+        shards = shards_in(self.folder)
+        if self._job.holds_leftovers():
+            return False
+        if isinstance(record, FileRecord):
+            return not self._in_folder and not shards and record.matches(self.path)
+        return self._in_folder and record.matches(shards)
+
+    def load(
+        self, identity: JobIdentity, database: RowDatabase, retry_errors: bool = False
+    ) -> None:
+        """Note the results that are there already in `database`, and begin.
+
+        Raises `InputError` if they belong to another job.
+        """
+        if self._manifest is not None:
+            self._manifest.check_same_job(identity, self.path)
+        replaces = self._options.overwrite or bool(self._manifest and self._manifest.replaces)
+        self._finished = not replaces and self._has_finished_file()
+        self._database = database
+        manifest = Manifest.of(identity, self._generation, replaces)
+        number = max((shard.number for shard in self._shards()), default=-1) + 1
+        self._writer = ShardWriter(self._job, manifest, database, number, self._options)
+        earlier = EarlierResults(
+            database, self.path, identity.model, identity.model_name, retry_errors
+        )
+        try:
+            if self._finished:
+                (self._before,) = settled_identities([self.path])
+                earlier.note_file(self.path)
+            for shard in self._shards():
+                earlier.note_shard(shard, self._disk)
+        except OSError as error:
+            raise InputError(f"cannot read output {self.path}: {error.strerror}") from error
+        self._resumed, _ = database.done_counts()
+        self._writer.start()
+
+    def changes(self, extend: bool = False) -> InputChanges:
+        """Compare the rows of the database with those that the job was begun with.
+
+        From then on they are its rows. With `extend`, only rows that a result stands in the way of
+        count. Raises `InputError` where it is not known with which rows the job was begun.
+        """
+        writer = self._loaded()
+        digest = rows_digest(self._database.row_blocks())
+        writer.manifest = replace(writer.manifest, input_digest=digest)
+        blocked = self._database.other_result() is not None
+        earlier = None if extend or not self._resumed else self._earlier_rows(digest)
+        if earlier is None and not blocked:
+            return InputChanges()
+        found = replace(self._database.compare(earlier or ()), blocked=blocked)
+        if earlier is None:
+            return InputChanges(another=found.another, blocked=blocked)
+        return found
+
+    def _earlier_rows(self, digest: str) -> Iterator[bytes] | None:
+        """Records of the rows that the job was begun with, as far as the results do not tell them.
+
+        None if these are the rows of that `digest`, or unknown.
+        """
+        if self._manifest is None:
+            return iter(()) if self._finished else None
+        known = self._manifest.input_digest
+        if known is None or known == digest:
+            return None
+        return iter(()) if self._manifest.complete else RowList(self.folder, known).blocks()
+
+    def results_without_row(self) -> Iterator[str]:
+        """Ids of results whose rows are not in the database."""
+        return self._joined().results_without_row()
+
+    def _joined(self) -> JoinedResults:
+        finished = self.path if self._finished else None
+        return JoinedResults(finished, tuple(self._shards()), self._database)
+
+    def _loaded(self) -> ShardWriter:
+        assert self._writer is not None, "`load` comes first"
+        return self._writer
+
+    def write(self, result: Result) -> bool:
+        """Add a result; False if its id has one already, which stays.
+
+        Raises `InputError` when earlier ones could not be committed.
+        """
+        try:
+            return self._loaded().write(result)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def commit(self) -> None:
+        """Bring everything that was written to disk."""
+        try:
+            self._loaded().commit()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def finish(self, read_input: ReadInputAgain = lambda: None) -> None:
+        """Leave one line for each id, and the manifest of a job that is done.
+
+        By what `read_input` gives, input and output are known again.
+        """
+        writer = self._loaded()
+        writer.stop()
+        self.commit()
+        try:
+            self._finish(writer, read_input())
+        except OSError as error:
+            writer.failure = error
+            raise self._unwritable(error) from error
+
+    def _finish(self, writer: ShardWriter, source: InputRecord | None) -> None:
+        joined = self._joined()
+        written = None
+        if self._in_folder and self._database.replaced:
+            joined.compact(self._disk, self.folder, self._generation)
+        elif not self._in_folder and (joined.shards or self._database.replaced):
+            written = joined.write(self._disk, self.path, self._job.joined)
+        rows, errors = self._database.done_counts()
+        output = self._record(written) if source else None
+        manifest = replace(
+            writer.manifest,
+            replaces=False,
+            complete=True,
+            rows=rows,
+            errors=errors,
+            record=JobRecord.of(source, output) if source and output else None,
+        )
+        if writer.begun or manifest != self._manifest:
+            self._job.write_manifest(manifest)
+        self._job.clean_up(self._generation if self._in_folder else None)
+
+    def _record(self, written: str | None) -> FileRecord | FolderRecord | None:
+        """The record of the output.
+
+        None if somebody else has changed it since it was read, or since this digest of it was
+        `written`.
+        """
+        if self._in_folder:
+            return FolderRecord.of(self._shards())
+        record = FileRecord.of(self.path, self.path.name)
+        if record is None or written is not None:
+            return record if record and record.digest == written else None
+        return record if FileIdentity.of(self.path) == self._before else None
+
+    def _shards(self) -> list[Shard]:
+        return self._job.shards(self._generation)
+
+    def _has_finished_file(self) -> bool:
+        return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
+
+    @property
+    def committed(self) -> int:
+        """Rows of this run that are on disk."""
+        return self._writer.committed if self._writer is not None else 0
+
+    def resume_hint(self) -> str:
+        """A message's words for where to go on; empty where nothing is kept."""
+        begun = self._writer is not None and self._writer.begun
+        if not begun and self._manifest is None:
+            return ""
+        return f" in {self.folder}; {self._same_command()} goes on from there"
+
+    def committed_message(self) -> str:
+        """A message's words for the rows on disk, of earlier runs too, and where to go on."""
+        return f"{self._resumed + self.committed} rows are committed{self.resume_hint()}"
+
+    def _same_command(self) -> str:
+        return "the same command" + " without --overwrite" * self._options.overwrite
+
+    def _unwritable(self, error: OSError) -> InputError:
+        kept = ""
+        if self.committed:
+            kept = (
+                f"; {self.committed} rows of this run are committed in {self.folder}, and "
+                f"{self._same_command()} goes on from there"
+            )
+        return InputError(f"cannot write output {self.path}: {error.strerror}{kept}")
+
+    def _release(self) -> None:
+        self._lock.release()
+        if self._is_new and not (self._writer is not None and self._writer.begun):
+            with suppress(OSError):  # somebody else has put something there
+                self.folder.rmdir()

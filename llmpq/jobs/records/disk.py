@@ -1,0 +1,121 @@
+"""Changes that a job makes to the disk, one call each, so that tests can fail any of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_DIGEST_BYTES = 16
+
+
+def new_digest() -> Any:
+    """An empty digest of a whole file."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def file_digest(path: Path) -> str:
+    """Digest of all bytes of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, new_digest).hexdigest()
+
+
+class Disk:
+    """Calls of the operating system."""
+
+    def open_new(self, path: Path) -> int:
+        """Descriptor of a new, empty file."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, descriptor: int, data: Any) -> int:
+        """Number of bytes written, which may be fewer than given."""
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        """Bring a file or folder to the disk."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Replace `target` by `source`, at once."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink(missing_ok=True)
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it; one that exists stays."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Bring the names in a folder to the disk."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Sink(io.RawIOBase):
+    """An open file that libraries write to; `error` is an OSError they may have swallowed."""
+
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk = disk
+        self._descriptor = descriptor
+        self._seen = new_digest()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`."""
+        left = memoryview(data).cast("B")
+        self._seen.update(left)
+        size = len(left)
+        try:
+            while left:
+                left = left[self._disk.write(self._descriptor, left) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return size
+
+    def digest(self) -> str:
+        """Digest of the bytes written, as `file_digest` gives it."""
+        return str(self._seen.hexdigest())
+
+
+def commit_file(disk: Disk, path: Path, aside: Path, fill: Callable[[Sink], object]) -> str:
+    """Write a file that is there whole or not at all, also after a power cut; returns its digest.
+
+    `fill` writes it under the name `aside` in the same file system; it is brought to the disk and
+    then gets its name. Where there is no room for it, it is removed. Other than in
+    `quant.common.whole_file`, each call can be made to fail in tests, content need not fit the
+    memory, and the name aside is known, so that the next run finds what a kill has left.
+    """
+    descriptor = disk.open_new(aside)
+    try:
+        try:
+            sink = Sink(disk, descriptor)
+            fill(sink)
+            if sink.error is not None:
+                raise sink.error
+            disk.fsync(descriptor)
+        finally:
+            disk.close(descriptor)
+        disk.rename(aside, path)
+        disk.sync_folder(path.parent)
+        return sink.digest()
+    except OSError:
+        with suppress(OSError):
+            disk.unlink(aside)
+        raise

@@ -1,0 +1,277 @@
+"""Rows that a job has to do and has done, on disk: memory does not grow with their number."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from itertools import islice
+from typing import Any, NamedTuple
+
+from llmpq.jobs.records.input_changes import NAMED, InputChanges, Places
+from llmpq.jobs.records.row_list import RECORD_BYTES
+from llmpq.rows.ids import FINGERPRINT_HEX
+from quant.common.errors import InputError
+
+CACHE_KIB = 32 * 1024
+"""Pages of the database in memory; the operating system caches the rest of its file."""
+
+BATCH_ROWS = 1000
+"""Rows noted in one call of the database, as a call costs more than a row."""
+
+_TABLES = (
+    "CREATE TABLE wanted (id BLOB PRIMARY KEY, fingerprint TEXT, place INT, tokens INT, kind INT) "
+    "WITHOUT ROWID",
+    "CREATE TABLE done (id BLOB PRIMARY KEY, fingerprint TEXT, failed INT, source INT, line INT, "
+    "forgotten INT) WITHOUT ROWID",
+)
+
+
+_WANT = "INSERT OR IGNORE INTO wanted VALUES (?, ?, ?, ?, ?)"
+_RECORD = "INSERT OR IGNORE INTO done VALUES (?, ?, ?, ?, ?, ?)"
+_SUMS = "COUNT(*), COALESCE(SUM(w.tokens), 0)"
+_BOTH = "wanted w JOIN done d ON d.id = w.id WHERE NOT d.forgotten"
+
+
+class Kind(IntEnum):
+    """Kind of a row of the input: one that can run, or not (`BAD`).
+
+    A bad row without an id of its own is `NAMELESS`: it is named by its place, so that the same row
+    elsewhere is another one.
+    """
+
+    GOOD = 0
+    BAD = 1
+    NAMELESS = 2
+
+
+_KEY_BYTES, _HEX = 16, FINGERPRINT_HEX
+_NOTHING = f"'{'0' * _HEX}'"  # the digits of a row that cannot run
+_DIGITS = f"CASE kind WHEN {Kind.GOOD} THEN substr(fingerprint, -{_HEX}) ELSE {_NOTHING} END"
+_RECORDS = f"SELECT hex(id) || {_DIGITS} FROM wanted WHERE kind < {Kind.NAMELESS} ORDER BY id"
+_EARLIER = "INSERT OR IGNORE INTO earlier "
+_FAILED = "EXISTS (SELECT 1 FROM done d WHERE d.id = e.id AND d.failed)"
+_NEW = (
+    f"FROM wanted w WHERE kind < {Kind.NAMELESS} "
+    "AND NOT EXISTS (SELECT 1 FROM earlier e WHERE e.id = w.id)"
+)
+_ANOTHER = (
+    f"FROM wanted w JOIN earlier e ON e.id = w.id WHERE kind < {Kind.NAMELESS} "
+    f"AND e.digits <> {_DIGITS} AND e.digits <> {_NOTHING} AND NOT {_FAILED}"
+)
+_GONE = (
+    f"FROM earlier e WHERE e.digits <> {_NOTHING} AND NOT {_FAILED} "
+    "AND NOT EXISTS (SELECT 1 FROM wanted w WHERE w.id = e.id)"
+)
+
+
+class Wanted(NamedTuple):
+    """A row of the input; `tokens` that it may generate at most."""
+
+    custom_id: str
+    fingerprint: str
+    place: int
+    tokens: int
+    kind: Kind = Kind.GOOD
+
+
+class Progress(NamedTuple):
+    """Numbers of rows and tokens: `rows` of the input, `done` ones, and `failed` ones of these.
+
+    `tokens_left` is what the others may generate at most.
+    """
+
+    rows: int
+    done: int
+    failed: int
+    tokens_left: int
+
+
+class Done(NamedTuple):
+    """A result: in line `line` of the file `source`, `failed` if it is an error.
+
+    An error is `forgotten` if its row is to run again.
+    """
+
+    fingerprint: str
+    failed: bool
+    source: int
+    line: int
+    forgotten: bool = False
+
+
+class RowDatabase:
+    """Rows to do and rows done, in a temporary file without a name, which no kill leaves behind.
+
+    `replaced` counts the results that have a newer one, or are forgotten: lines that the output
+    must lose in the end. Raises `InputError` when its folder (SQLITE_TMPDIR, TMPDIR, /var/tmp) is
+    full.
+    """
+
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{CACHE_KIB}"):
+            self._database.execute(f"PRAGMA {setting}")
+        self._database.execute("BEGIN")
+        for table in _TABLES:
+            self._database.execute(table)
+        self.replaced = 0
+
+    def want(self, custom_id: str, fingerprint: str, place: int) -> int | None:
+        """Note a row of the input; returns the place where the same id stands already, or None."""
+        key = _key(custom_id)
+        if self._insert(_WANT, (key, fingerprint, place, 0, Kind.GOOD)):
+            return None
+        return self._place(key)
+
+    def want_all(self, rows: Iterable[Wanted]) -> tuple[int, int] | None:
+        """Note many rows of the input.
+
+        Where an id comes twice, returns its second place and its first.
+        """
+        keyed = ((_key(row.custom_id), *row[1:]) for row in rows)
+        while batch := list(islice(keyed, BATCH_ROWS)):
+            if self._insert_all(_WANT, batch) < len(batch):
+                for key, _, place, *_ in batch:
+                    earlier = self._place(key)
+                    if earlier != place:
+                        return place, earlier
+        return None
+
+    def wanted(self, custom_id: str) -> str | None:
+        """Fingerprint of a row of the input."""
+        found = self._one("SELECT fingerprint FROM wanted WHERE id = ?", _key(custom_id))
+        return None if found is None else str(found[0])
+
+    def progress(self) -> Progress:
+        """Number of rows and tokens that are done and left."""
+        rows, tokens = self._database.execute(f"SELECT {_SUMS} FROM wanted w").fetchone()
+        done, done_tokens, failed = self._database.execute(
+            f"SELECT {_SUMS}, COALESCE(SUM(d.failed), 0) FROM {_BOTH} "
+            "AND d.fingerprint = w.fingerprint"
+        ).fetchone()
+        return Progress(rows, done, failed, tokens - done_tokens)
+
+    def other_result(self) -> int | None:
+        """Place of the first row that has a result, and no error, of another fingerprint."""
+        query = f"SELECT MIN(w.place) FROM {_BOTH} AND d.fingerprint <> w.fingerprint"
+        (place,) = self._database.execute(f"{query} AND NOT d.failed").fetchone()
+        return place if place is None else int(place)
+
+    def row_blocks(self) -> Iterator[bytes]:
+        """Records of the rows of the input, many at once, without those that are nameless.
+
+        Their order does not depend on where they stand.
+        """
+        found = self._database.execute(_RECORDS)
+        while batch := found.fetchmany(BATCH_ROWS):
+            yield bytes.fromhex("".join(digits for (digits,) in batch))
+
+    def compare(self, earlier: Iterable[bytes]) -> InputChanges:
+        """Differences to the rows of the records `earlier`, and to those with results."""
+        self._database.execute("DROP TABLE IF EXISTS earlier")
+        self._database.execute(
+            "CREATE TABLE earlier (id BLOB PRIMARY KEY, digits TEXT) WITHOUT ROWID"
+        )
+        for block in earlier:
+            ends = range(RECORD_BYTES, len(block) + 1, RECORD_BYTES)
+            records = (block[end - RECORD_BYTES : end] for end in ends)
+            rows = [(each[:_KEY_BYTES], each[_KEY_BYTES:].hex()) for each in records]
+            self._insert_all(_EARLIER + "VALUES (?, ?)", rows)
+        self._insert_all(_EARLIER + "SELECT id, substr(fingerprint, ?) FROM done", [(-_HEX,)])
+        (gone,) = self._database.execute(f"SELECT COUNT(*) {_GONE}").fetchone()
+        return InputChanges(self._places(_NEW), gone, self._places(_ANOTHER))
+
+    def _places(self, rows: str) -> Places:
+        (count,) = self._database.execute(f"SELECT COUNT(*) {rows}").fetchone()
+        first = self._database.execute(f"SELECT place {rows} ORDER BY place LIMIT {NAMED}")
+        return Places(count, tuple(place for (place,) in first))
+
+    def record(self, custom_id: str, done: Done) -> bool:
+        """Note a result; returns whether it counts.
+
+        Of two the later counts, unless it is an error or the earlier is none.
+        """
+        key = _key(custom_id)
+        if not self._insert(_RECORD, (key, *done)):
+            return self._replace(key, done)
+        self.replaced += done.forgotten
+        return True
+
+    def record_all(self, results: Iterable[tuple[str, Done]]) -> None:
+        """Note many results, as `record` does one."""
+        keyed: Iterator[tuple[Any, ...]]
+        keyed = ((_key(custom_id), *done) for custom_id, done in results)
+        while batch := list(islice(keyed, BATCH_ROWS)):
+            if self._insert_all(_RECORD, batch) == len(batch):
+                self.replaced += sum(row[-1] for row in batch)
+                continue
+            for key, *values in batch:
+                done = Done(*values)
+                if self._done(key) == done:
+                    self.replaced += done.forgotten
+                else:
+                    self._replace(key, done)
+
+    def _replace(self, key: bytes, done: Done) -> bool:
+        """Note a second result of a row; returns whether it counts."""
+        earlier = self._done(key)
+        if earlier is not None and not (earlier.failed or earlier.forgotten):
+            self.replaced += 1
+            return False
+        self.replaced += (earlier is not None and not earlier.forgotten) + done.forgotten
+        self._insert(_RECORD.replace("IGNORE", "REPLACE"), (key, *done))
+        return True
+
+    def done(self, custom_id: str) -> Done | None:
+        """The result that counts of an id."""
+        return self._done(_key(custom_id))
+
+    def _done(self, key: bytes) -> Done | None:
+        found = self._one(
+            "SELECT fingerprint, failed, source, line, forgotten FROM done WHERE id = ?", key
+        )
+        return None if found is None else Done(*found)
+
+    def _place(self, key: bytes) -> int:
+        return int(self._one("SELECT place FROM wanted WHERE id = ?", key)[0])
+
+    def counts(self, custom_id: str, source: int, line: int) -> bool:
+        """Whether this line is the one that the output keeps of its id."""
+        done = self.done(custom_id)
+        return (
+            done is not None and not done.forgotten and (done.source, done.line) == (source, line)
+        )
+
+    def done_counts(self) -> tuple[int, int]:
+        """Number of results that the output keeps, and of errors among them."""
+        query = "SELECT COUNT(*), COALESCE(SUM(failed), 0) FROM done WHERE NOT forgotten"
+        rows, failed = self._database.execute(query).fetchone()
+        return int(rows), int(failed)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self._database.close()
+
+    def _insert(self, query: str, values: tuple[Any, ...]) -> int:
+        return self._insert_all(query, (values,))
+
+    def _insert_all(self, query: str, rows: Sequence[tuple[Any, ...]]) -> int:
+        """Insert rows; returns how many were new."""
+        try:
+            return self._database.executemany(query, rows).rowcount
+        except sqlite3.OperationalError as error:
+            raise InputError(
+                f"the list of ids does not fit the temporary folder: {error}; set SQLITE_TMPDIR to "
+                "a folder with about 150 bytes a row free"
+            ) from error
+
+    def _one(self, query: str, key: bytes) -> Any:
+        return self._database.execute(query, (key,)).fetchone()
+
+
+def _key(custom_id: str) -> bytes:
+    """A digest of 128 bits: two ids of 10^9 share one by chance once in 10^20 jobs."""
+    content = custom_id.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()

@@ -1,0 +1,139 @@
+"""Plans and bitwidths as subjects of an evaluation, on the device and in the types at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.perplexity import Perplexity
+from llmpq.quality.scoring import Subject, evaluate
+from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+from llmpq.tokenizing.requests import load_tokenizer
+from planner.cluster.accelerators import find_accelerator
+from planner.model.finding import model_shape
+from planner.plan.spec import PlanSpec, StagePlan
+from quant.checkpoint.model_reference import resolve
+from quant.common.errors import SpecError
+from quant.loading.emulated_kernels import LayerScheme
+from quant.processor import local_processor
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor
+
+
+def evaluate_plan(
+    plan: PlanSpec,
+    text: Document | Iterable[Document],
+    model: str | None,
+    options: EvaluationOptions,
+) -> Perplexity:
+    """Perplexity of `plan` on `text`; see `llmpq.Plan.evaluate`."""
+    folder = resolve(checkpoint_reference(plan, model))
+    shape_for_plan(plan, folder)
+    device = device_of(options.device)
+    windows = windows_of(as_documents(text), folder, options)
+    subject = plan_subject(plan, "plan", device, options.dtype)
+    (result,) = evaluate(folder, windows, [subject], device)
+    return result
+
+
+def windows_of(documents: Sequence[Document], folder: Path, options: EvaluationOptions) -> Windows:
+    """The documents as windows of token ids of the model in `folder`."""
+    length = options.sequence_length
+    if length is None:
+        length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
+    return token_windows(documents, load_tokenizer(folder), length, options.max_tokens)
+
+
+def plan_subject(plan: PlanSpec, name: str, device: torch.device, dtype: str) -> Subject:
+    """`plan` with every layer as its stage's device would hold it; `dtype` as in the options."""
+    kept = [_type_here(stage.dtype if dtype == AUTO else dtype, device) for stage in plan.stages]
+    layers = [
+        LayerScheme(
+            bits,
+            stage.backends.get(bits),
+            computed,
+            _processor(stage),
+            stage.dtype,
+            plan.rounding,
+            plan.kv_bits,
+        )
+        for stage, computed in zip(plan.stages, kept, strict=True)
+        for bits in stage.bitwidths
+    ]
+    head = kept[0] if plan.head_on_first else kept[-1]
+    return Subject(name, tuple(layers), kept[0], head)
+
+
+def bits_subject(
+    bitwidths: Sequence[int],
+    layers: int,
+    device: torch.device,
+    dtype: str,
+    rounding: str = ROUNDINGS[0],
+) -> Subject:
+    """This machine's kernels at one bitwidth for all layers, or at one for each.
+
+    Raises `SpecError` for bitwidths that are none, or not one a layer.
+    """
+    for bits in bitwidths:
+        if bits not in BITWIDTHS:
+            raise SpecError(f"bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
+    if len(bitwidths) not in (1, layers):
+        raise SpecError(
+            f"{len(bitwidths)} bitwidths where the model has {layers} layers; give one number for "
+            "all, or one for each layer"
+        )
+    uniform = len(bitwidths) == 1
+    computed = compute_dtype(dtype, device)
+    schemes = [LayerScheme(bits, dtype=computed, rounding=rounding) for bits in bitwidths]
+    name = f"{bitwidths[0]} bit" if uniform else "mixed"
+    return Subject(name, tuple(schemes * layers if uniform else schemes), computed, computed)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name on this machine.
+
+    Raises `SpecError` for any but auto, cpu and cuda, `DeviceError` where there is no GPU.
+    """
+    if name not in (AUTO, "cpu", "cuda"):
+        raise SpecError(f"device {name!r} is not one of auto, cpu, cuda")
+    if name == AUTO:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    local_processor(device)
+    return device
+
+
+def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The type of that name, or with `auto` float32 on a CPU and a GPU's 16-bit type.
+
+    Raises `SpecError` for a name that is none.
+    """
+    return _type_here(_usual_dtype(device) if dtype == AUTO else dtype, device)
+
+
+def _usual_dtype(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+
+
+def _type_here(dtype: str, device: torch.device) -> torch.dtype:
+    """`dtype`, or float32 where this device could only emulate it."""
+    if dtype not in DTYPE_BYTES:
+        raise SpecError(f"compute type {dtype!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+    if dtype == "float16" and device.type == "cpu":
+        return torch.float32
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if dtype == "bfloat16" and old:
+        return torch.float32
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
+def _processor(stage: StagePlan) -> Processor:
+    """Whose kernels the stage runs: an emulated one computes on a host's CPU."""
+    return Processor() if stage.emulated else find_accelerator(stage.accelerator).processor

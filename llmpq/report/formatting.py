@@ -1,0 +1,93 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from quant.common.units import GIB, KIB, MIB
+
+MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
+
+DIGITS = 9  # of a value that is worth writing; what follows is the rounding of sums
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that keeps them short."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            return f"{_signed(count / unit, 2)}{SPACE}{name}"
+    return f"{_signed(count, 0)}{SPACE}bytes"
+
+
+def seconds(value: float) -> str:
+    """Seconds, milliseconds or microseconds, with about four digits."""
+    value = float(f"{value:.{DIGITS}g}")
+    if value == 0:
+        return f"0{SPACE}s"
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(value) >= unit or name == "µs":
+            scaled = value / unit
+            digits = 1 if abs(scaled) >= 100 else 2
+            return f"{_signed(scaled, digits)}{SPACE}{name}"
+    return ""
+
+
+def change(value: float, least: float = 0.0) -> str:
+    """A difference in seconds with its sign; "none" up to `least`."""
+    if abs(value) <= least:
+        return "none"
+    return ("+" if value > 0 else "") + seconds(value)
+
+
+def size_change(count: float) -> str:
+    """A difference in bytes with its sign."""
+    return ("+" if count > 0 else "") + size(count)
+
+
+def percent(share: float) -> str:
+    """A share with one decimal, or none from 10 % on."""
+    return f"{share * 100:.{0 if abs(share) >= 0.1 else 1}f}{SPACE}%"
+
+
+def number(value: float) -> str:
+    """Four significant digits."""
+    return f"{value:.4g}".replace("-", MINUS)
+
+
+def rate(bytes_per_s: float) -> str:
+    """Bytes per second in the decimal units of data sheets."""
+    return f"{bytes_per_s / 1e9:.4g}{SPACE}GB/s"
+
+
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """For instance "1 layer" and "3 layers"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def layer_span(layers: range) -> str:
+    """For instance "layer 7", or "layers 8 to 11"."""
+    return f"{'layer' if len(layers) == 1 else 'layers'} {layer_numbers(layers)}"
+
+
+def layer_numbers(layers: range) -> str:
+    """For instance "7", "8 to 11", or "none"."""
+    if len(layers) < 2:
+        return str(layers.start) if layers else "none"
+    return f"{layers.start} to {layers.stop - 1}"
+
+
+def listed(names: list[str], word: str = "and") -> str:
+    """For instance "a, b and c"."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} {word} {names[-1]}"
+
+
+def shortened(name: str, most: int) -> str:
+    """A name of at most `most` characters, its middle left out."""
+    if len(name) <= most:
+        return name
+    head = (most - 1) // 2
+    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
+
+
+def _signed(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}".replace("-", MINUS)

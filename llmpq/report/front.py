@@ -1,0 +1,153 @@
+"""The Pareto front, latency of a batch against summed sensitivity: a picture and its plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.report.formatting import number, seconds
+from llmpq.report.rendering import render
+from planner.explanation.explain import Explanation
+from planner.plan.spec import PlanSpec
+from planner.search.front import FrontPoint, front_json
+from quant.common.errors import SpecError
+from quant.common.whole_file import write_whole
+
+WIDTH, HEIGHT = 480, 300
+LEFT, RIGHT, TOP, BOTTOM = 74, 24, 22, 56
+TICKS = 4
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """A plan by its simulated latency and its summed sensitivity, and the theta that gives it.
+
+    `bits`: mean bitwidth of a layer, None where it is not to be shown.
+    """
+
+    theta: float
+    latency_s: float
+    sensitivity: float
+    bits: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The figures of the plan in words."""
+        bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
+        return (
+            f"theta {number(self.theta)}: {seconds(self.latency_s)}, "
+            f"sensitivity {number(self.sensitivity)}{bits}"
+        )
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to pixels; `low` and `high` are at `first` and `last`."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], first: float, last: float) -> Axis:
+        """An axis from the least to the greatest value, with a margin."""
+        low, high = min(values), max(values)
+        margin = 0.08 * (high - low) or abs(low) or 1.0
+        return cls(max(0.0, low - margin), high + margin, first, last)
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        share = (value - self.low) / (self.high - self.low)
+        return self.first + share * (self.last - self.first)
+
+    @property
+    def ticks(self) -> Sequence[tuple[float, str]]:
+        """Pixels with their values, of as many decimals as tell neighbours apart."""
+        step = (self.high - self.low) / TICKS
+        decimals = max(0, 1 - math.floor(math.log10(step)))
+        values = [self.low + step * number for number in range(TICKS + 1)]
+        return [(self.at(value), f"{value:.{decimals}f}") for value in values]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A scatter of `points`, fastest first, of which `present` is drawn large."""
+
+    points: Sequence[PlanPoint]
+    present: PlanPoint | None = None
+    width: int = WIDTH
+    height: int = HEIGHT
+
+    @property
+    def latency(self) -> Axis:
+        """Seconds a batch, from left to right."""
+        return Axis.over([point.latency_s for point in self.points], LEFT, self.width - RIGHT)
+
+    @property
+    def sensitivity(self) -> Axis:
+        """Summed sensitivity, from the bottom up."""
+        values = [point.sensitivity for point in self.points]
+        return Axis.over(values, self.height - BOTTOM, TOP)
+
+    @property
+    def spots(self) -> Sequence[tuple[float, float, PlanPoint]]:
+        """Each point with its pixels."""
+        x, y = self.latency, self.sensitivity
+        return [(x.at(point.latency_s), y.at(point.sensitivity), point) for point in self.points]
+
+
+@dataclass(frozen=True)
+class Front:
+    """Plans that no other one beats in both, fastest first, from those of `thetas`, ascending."""
+
+    present: PlanPoint
+    points: Sequence[PlanPoint]
+    thetas: Sequence[float]
+
+
+def front_of(
+    plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
+) -> Front | None:
+    """The given front, else what other thetas gave, with `plan`; None where neither is known."""
+    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
+    others = [PlanPoint(each.theta, each.latency_s, each.omega) for each in front]
+    if not others and explanation is not None:
+        others = [
+            PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
+            for answer in explanation.answers.of("theta")
+        ]
+    if not others:
+        return None
+    thetas = sorted({point.theta for point in (present, *others)})
+    return Front(present, _undominated([present, *others]), thetas)
+
+
+def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
+    """Points that no other one beats in both, fastest first; the first given one of equals."""
+    kept: list[PlanPoint] = []
+    for point in sorted(points, key=lambda each: (each.latency_s, each.sensitivity)):
+        if not kept or point.sensitivity < kept[-1].sensitivity:
+            kept.append(point)
+    return kept
+
+
+def write_front(path: str | Path, points: Sequence[FrontPoint]) -> None:
+    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all.
+
+    Raises SpecError for any other ending, and where it cannot be written.
+    """
+    target = Path(path)
+    if target.suffix == ".svg":
+        plans = [PlanPoint(each.theta, each.latency_s, each.omega, each.bits) for each in points]
+        text = render("front.svg.j2", chart=Chart(plans))
+    elif target.suffix == ".json":
+        text = front_json(points)
+    else:
+        raise SpecError(f"{target}: the front is written as .svg or .json")
+    try:
+        write_whole(target, text)
+    except OSError as error:
+        raise SpecError(f"cannot write {target}: {error.strerror}") from error

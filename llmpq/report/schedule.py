@@ -1,0 +1,43 @@
+"""The simulated schedule as Gantt charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.report.formatting import shortened
+from planner.simulation.simulation import Simulated
+from planner.simulation.trace import GanttOptions, gantt_svg
+
+GANTT_WIDTH = 800  # pixels of the drawing; with its labels as wide as the page's text
+LABEL_LENGTH = 24
+ROUNDS_SHOWN = 4  # decode rounds after the first tokens, in the second picture
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A Gantt chart, `svg`, under its title."""
+
+    title: str
+    svg: str
+
+
+def schedule_pictures(simulated: Simulated, devices: Sequence[str]) -> list[Picture]:
+    """The simulated batch as two pictures: all of it, and the turn from prefill to decode."""
+    labels = [shortened(device, LABEL_LENGTH) for device in devices]
+    views = [("The whole batch", GanttOptions(width=GANTT_WIDTH))]
+    turn = _turn(simulated)
+    if turn is not None:
+        views.append(("From prefill to decode", turn))
+    return [Picture(title, gantt_svg(simulated, labels, options)) for title, options in views]
+
+
+def _turn(simulated: Simulated) -> GanttOptions | None:
+    """A few decode rounds around the time of the last first token, if the batch is longer."""
+    decode_s = simulated.latency_s - simulated.prefill_s
+    steps = simulated.workload.new_tokens - 1
+    if steps <= 2 * ROUNDS_SHOWN or simulated.stages == 1:
+        return None
+    span_s = ROUNDS_SHOWN * decode_s / steps
+    start_s = max(0.0, simulated.prefill_s - span_s)
+    return GanttOptions(start_s, simulated.prefill_s + span_s, GANTT_WIDTH)

@@ -1,0 +1,94 @@
+"""The checkpoint that a plan is run with: where it is, and whether plan and options fit it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from actors.messages import Sampling
+from llmpq.jobs.records.manifest import JobIdentity
+from llmpq.jobs.records.model_digest import model_digest
+from llmpq.model_check import checked_shape
+from llmpq.rows.sampling_defaults import job_sampling
+from llmpq.run.options import RunOptions
+from llmpq.tokenizing.requests import beyond_vocabulary
+from planner.model.finding import ModelShape, shape_at_hand
+from planner.plan.check import check_plan
+from planner.plan.spec import PlanSpec
+from planner.workload import check_length
+from quant.checkpoint.model_reference import local_path, resolve
+from quant.common.errors import PlanMismatchError, SpecError
+
+
+def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
+    """The place of the weights in a form that is valid on every node: an absolute folder or hub id.
+
+    That is `model` if given, else what the plan was made from.
+    """
+    reference = model or plan.model.source
+    named = local_path(reference, "give a folder or a hub id")
+    return str(named.resolve()) if named is not None and named.is_dir() else reference
+
+
+def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
+    """Shape of the model in `folder`; raises `PlanMismatchError` if the plan is for another one."""
+    shape = checked_shape(folder)
+    if shape.fingerprint() != plan.model.fingerprint:
+        raise PlanMismatchError(
+            f"{folder} holds {shape.name} ({shape.layers} layers, hidden size "
+            f"{shape.hidden_size}), the plan is for {plan.model.name} ({plan.model.layers} "
+            "layers); plan again for this model or pass --model"
+        )
+    planned = {bits for stage in plan.stages for bits in stage.bitwidths}
+    if shape.stored is not None and not shape.stored.mixed and planned != {shape.stored.bits}:
+        raise PlanMismatchError(
+            f"{folder} is quantized already, all of it with {shape.stored.bits} bits, but the plan "
+            f"has layers of {', '.join(map(str, sorted(planned)))}; plan for the checkpoint itself "
+            "or pass the original 16-bit one as --model"
+        )
+    return shape
+
+
+def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str) -> ModelShape:
+    """Shape of the model that computes, which is the stand-in where the plan has one.
+
+    Raises `SpecError` and `PlanMismatchError` where the plan of the file `source`, the `sampling`
+    and the model in `folder` do not go together.
+    """
+    most = sampling.max_new_tokens
+    if (most or 0) > plan.workload.new_tokens:
+        raise SpecError(
+            f"max_new_tokens is {most}, the plan has room for {plan.workload.new_tokens}; plan "
+            "with a larger --n"
+        )
+    shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
+    check_plan(plan, _planned_shape(plan) if plan.stand_in else shape, source)
+    check_length(shape, plan.workload)
+    beyond = beyond_vocabulary(sampling, shape.vocab_size)
+    if beyond:
+        raise SpecError(beyond)
+    return shape
+
+
+def _planned_shape(plan: PlanSpec) -> ModelShape | None:
+    """Shape of the model that a stand-in plays, where it can be told without the network."""
+    shape = shape_at_hand(plan.model.source)
+    return shape if shape and shape.fingerprint() == plan.model.fingerprint else None
+
+
+def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") -> JobIdentity:
+    """The model and sampling that all rows of a job share, found without torch; `source` is the
+    plan's file.
+
+    Raises what `Run` raises for a model or options that do not go with the plan.
+    """
+    checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
+    folder = resolve(checkpoint, weights=False)
+    found = job_sampling(options.sampling, options.generation_config, folder, plan.workload)
+    shape_for_run(plan, found.sampling, folder, source)
+    most = found.sampling.max_new_tokens or plan.workload.new_tokens
+    return JobIdentity(
+        model_digest(folder, checkpoint),
+        plan.model.name,
+        replace(found.sampling, max_new_tokens=most),
+    )

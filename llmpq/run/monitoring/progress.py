@@ -1,0 +1,160 @@
+"""Showing how far a run is: live in a terminal, or as a line every few seconds in a log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from llmpq.rows.results import Result
+from llmpq.run.monitoring.meter import RunState
+from llmpq.run.monitoring.slow_stages import slow_stages
+from planner.plan.spec import PlanSpec
+
+LOG_INTERVAL_S = 5.0
+
+
+class RunProgress:
+    """Context manager that counts `total` results as they come and shows what the stages do.
+
+    With `plan`, a stage that turns out slower than planned is named once.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        clock: Callable[[], float] = time.monotonic,
+        plan: PlanSpec | None = None,
+    ) -> None:
+        self._console = console
+        self._total = total
+        self._clock = clock
+        self._plan = plan
+        self._named: set[int] = set()
+        self._done = self._tokens = 0
+        self._began = self._logged = clock()
+        self._state: RunState | None = None
+        self._lock = threading.Lock()  # results and states come from two threads
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("loading stages", total=total, tokens=0)
+        self._live = Live(console=console, get_renderable=self._render)
+
+    def __enter__(self) -> RunProgress:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._print(f"loading stages for {self._total} prompts")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+        else:
+            self._log(last=True)
+
+    def count(self, result: Result) -> None:
+        """Count one result."""
+        self._done += 1
+        self._tokens += len(result.token_ids)
+        self._log()
+
+    def show(self, state: RunState) -> None:
+        """Show the run's state; can be called from any thread."""
+        self._state = state
+        self._name_slow_stages(state)
+        self._log()
+
+    def change_plan(self, plan: PlanSpec) -> None:
+        """Compare stages with another plan, which is run from now on."""
+        self._plan = plan
+        self._named.clear()
+
+    def note(self, line: str) -> None:
+        """Print a line above the figures."""
+        self._print(line)
+
+    def _name_slow_stages(self, state: RunState) -> None:
+        if self._plan is None:
+            return
+        for slow in slow_stages(self._plan, state.stages):
+            if slow.stage not in self._named:
+                self._named.add(slow.stage)
+                self._print(str(slow))
+
+    def _render(self) -> Group:
+        """Draw the bar, which is updated only here: results may come by the ten thousand."""
+        state = self._state
+        if state is not None or self._done:
+            tokens = max(self._tokens, 0 if state is None else state.tokens)
+            self._bar.update(
+                self._task, completed=self._done, tokens=tokens, description="generating"
+            )
+        lines = [] if state is None else list(state_lines(state))
+        return Group(self._bar, *(Text(line) for line in lines))
+
+    def _log(self, last: bool = False) -> None:
+        """Print a line, unless there is a terminal or the last one was printed just now."""
+        with self._lock:
+            now = self._clock()
+            if (not last and now - self._logged < LOG_INTERVAL_S) or self._console.is_terminal:
+                return
+            self._logged = now
+        parts = [f"{self._done} of {self._total} prompts"]
+        if self._state is None or last:
+            parts += [f"{self._tokens} tokens", f"{now - self._began:.0f} s"]
+        else:
+            parts += state_lines(self._state)
+        self._print(", ".join(parts))
+
+    def _print(self, line: str) -> None:
+        """Print one line however long, and never as markup: device names come from users."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def state_lines(state: RunState) -> Iterator[str]:
+    """The state in up to three lines: tokens and time left, busy shares, queue."""
+    limit = "" if state.max_tokens is None else f" of at most {state.max_tokens}"
+    yield (f"{state.tokens}{limit} tokens, {state.tokens_per_s:.1f} tokens/s, {_time_left(state)}")
+    if state.busy_share:
+        yield f"busy {_shares(state.busy_share)} (in all {_shares(state.whole_busy_share)})"
+    if state.queue is not None:
+        yield (
+            f"{state.queue.waiting} requests queued, {state.queue.in_slots} in "
+            f"{state.queue.slots} slots, {state.queue.micro_batches} micro-batches under way"
+        )
+
+
+def _time_left(state: RunState) -> str:
+    if state.time_left is None:
+        return "time to go not known yet"
+    return f"{duration(state.time_left.seconds)} to go (by {state.time_left.by})"
+
+
+def _shares(shares: Sequence[float]) -> str:
+    return "/".join(f"{share:.0%}" for share in shares)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03, or as 2:03 below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

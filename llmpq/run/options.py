@@ -1,0 +1,115 @@
+"""What a user can choose about a run; the same names in Python and on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.messages import TRANSPORTS, Sampling, Transport
+from actors.recovery.policy import OnDeviceLoss, Recovery
+from llmpq.rows.row import merge_sampling
+from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
+from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
+from planner.option_rules import Rule, refuse_ignored, refuse_unknown
+from quant.cache.settings import CacheSettings, cache_settings
+from quant.common.errors import SpecError
+
+SAMPLING_OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))
+"""Names that can be given beside those of `RunOptions`, in place of its `sampling`."""
+
+CACHE_RULE = Rule(
+    ("cache_dir", "cache_limit_gib"),
+    "nothing is kept then; give one of them",
+    beside="no_cache",
+)
+_RULES = (
+    CACHE_RULE,
+    Rule(SAMPLING_OPTIONS, "that settles it; name it there", beside="sampling"),
+)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a plan is run; the command line has the same names (`hang_s` is `--hang_s`).
+
+    `model`: folder or hub id of the weights, where not the plan's own. `sampling`: a `Sampling`
+    settles every field; a mapping those that it names, and the others are those of the model's
+    generation_config.json, or with `generation_config` "none" greedy. `address`: the Ray cluster
+    to join; without one, a Ray that is initialised or in RAY_ADDRESS, else a local one. Each node
+    keeps its packed layers in `cache_dir` (its user's cache folder) for the next start,
+    `cache_limit_gib` at most (100, or half of the free space), unless `no_cache`. `transport`
+    between stages: "gloo", "ray", or "auto", which is gloo where it connects. `trace`: file for
+    every micro-batch's times, for Perfetto, beside the simulated batch. When a device is gone for
+    `replace_s`, `on_device_loss` is "replan" for what is left, "wait" or "fail"; a stage without
+    progress for `hang_s` is started again; a row in flight at `retries` faults is run apart from
+    the others. A row whose chat template or tokens take more than `row_s` becomes an error.
+
+    Raises `SpecError` for a value out of range.
+    """
+
+    model: str | None = None
+    sampling: SamplingInput = None
+    generation_config: GenerationConfigUse = "model"
+    address: str | None = None
+    cache_dir: str | Path | None = None
+    cache_limit_gib: float | None = None
+    no_cache: bool = False
+    transport: Transport = "auto"
+    trace: str | Path | None = None
+    on_device_loss: OnDeviceLoss = Recovery.on_device_loss
+    retries: int = Recovery.retries
+    hang_s: float = Recovery.hang_s
+    replace_s: float = Recovery.replace_s
+    row_s: float = ROW_S
+
+    def __post_init__(self) -> None:
+        """Check every value that can be checked without the plan and its model."""
+        CacheSettings(limit_gib=self.cache_limit_gib)
+        Limits(row_s=self.row_s)
+        _ = self.recovery
+        if isinstance(self.sampling, Mapping):
+            merge_sampling(Sampling(), self.sampling)
+        for name, choices in (
+            ("transport", TRANSPORTS),
+            ("generation_config", GENERATION_CONFIGS),
+        ):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choices)
+                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> RunOptions:
+        """Options by name, fields of `Sampling` among them; raises `SpecError` for a name that does
+        not exist, and for an option that the others make useless.
+        """
+        own = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown(options, (*own, *SAMPLING_OPTIONS), "option of a run")
+        refuse_ignored(options, _RULES)
+        given = {name: value for name, value in options.items() if name in own}
+        sampling = {
+            name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None
+        }
+        return cls(**{**given, "sampling": sampling} if sampling else given)
+
+    @property
+    def cache(self) -> CacheSettings:
+        """Where each node keeps packed layers; SpecError for the home folder of nobody."""
+        return cache_settings(self.cache_dir, self.cache_limit_gib, self.no_cache)
+
+    @property
+    def recovery(self) -> Recovery:
+        """How the run goes on after faults."""
+        return Recovery(
+            retries=self.retries,
+            hang_s=self.hang_s,
+            replace_s=self.replace_s,
+            on_device_loss=self.on_device_loss,
+        )
+
+    @property
+    def trace_path(self) -> Path | None:
+        """The trace file, if one is to be written."""
+        return None if self.trace is None else Path(self.trace)

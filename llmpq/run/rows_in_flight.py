@@ -1,0 +1,94 @@
+"""Rows on their way from the request that is handed to the stages to the result."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from actors.messages import Finished, Request
+from llmpq.rows.results import Result
+from llmpq.rows.row import BadRow
+from llmpq.run.monitoring.meter import RunMeter
+from llmpq.tokenizing.requests import RequestMaker
+
+NOT_FINITE = (
+    "the model's logits are not finite: its values overflow the compute type on some stage; plan "
+    "with --dtype float32, or bfloat16 where every GPU has it"
+)
+
+BAD_ROWS_AT_ONCE = 256
+"""Rows that cannot run which are put aside at most while the next request is looked for."""
+
+BAD_ROWS_S = 5.0
+"""Seconds for which they are put aside at most: one whose tokens take too long may cost `row_s`."""
+
+
+class RowsInFlight:
+    """Makes results of finished requests and of rows that cannot run; tells `meter` of each.
+
+    `rows` counts all results, `errors` those that failed, `tokens` what was generated;
+    `first_error` is the first result that failed.
+    """
+
+    def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
+        self._maker, self._meter = maker, meter
+        self._requests: dict[str, Request] = {}
+        self._bad_rows: deque[BadRow] = deque()
+        self.rows = self.errors = self.tokens = 0
+        self.first_error: Result | None = None
+
+    def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
+        """The requests among `items`; bad rows are put aside, and None comes where `bad_results`
+        should be given out before more is read.
+        """
+        since_s = time.monotonic()
+        for item in items:
+            if isinstance(item, Request):
+                self._requests[item.custom_id] = item
+                yield item
+            else:
+                self._bad_rows.append(item)
+                is_late = time.monotonic() - since_s > BAD_ROWS_S
+                if len(self._bad_rows) < BAD_ROWS_AT_ONCE and not is_late:
+                    continue
+                yield None
+            since_s = time.monotonic()
+
+    def bad_results(self) -> Iterator[Result]:
+        """Results of the rows that were put aside."""
+        while self._bad_rows:
+            yield self.bad_result(self._bad_rows.popleft())
+
+    def bad_result(self, row: BadRow) -> Result:
+        """The result of a row that cannot run."""
+        self._meter.leave_out()
+        return self._failed(row.custom_id, row.error)
+
+    def results(self, finished: Sequence[Finished]) -> Iterator[Result]:
+        """Results of finished requests, with their texts."""
+        requests = [self._requests.pop(each.custom_id) for each in finished]
+        answers = self._maker.texts(
+            [
+                (each.token_ids, request.sampling.stop)
+                for each, request in zip(finished, requests, strict=True)
+            ]
+        )
+        for each, request, answer in zip(finished, requests, answers, strict=True):
+            self.tokens += len(each.token_ids)
+            self._meter.end(len(each.token_ids), request.max_new_tokens)
+            error = (each.error or NOT_FINITE) if each.finish_reason == "error" else None
+            if error is None and answer.error is not None:
+                error = f"its tokens cannot be turned into text: {answer.of}: {answer.error}"
+            if error is not None:
+                yield self._failed(each.custom_id, error, each.token_ids)
+                continue
+            self.rows += 1
+            yield Result(each.custom_id, answer.text, each.token_ids, each.finish_reason)
+
+    def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
+        result = Result(custom_id, None, token_ids, None, error)
+        self.rows += 1
+        self.errors += 1
+        self.first_error = self.first_error or result
+        return result

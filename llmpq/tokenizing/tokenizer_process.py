@@ -1,0 +1,304 @@
+"""The driver's side of the process that tokenizes: tasks in, answers out, one process at a time.
+
+No content of a row meets native code here. A task that takes too long or ends the process is
+answered with its cause, and the others go on in a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from llmpq.tokenizing import worker
+from quant.common.errors import CheckpointError, DeviceError, SpecError
+from quant.common.safe_text import SECRET_VARIABLES, printable
+
+ROW_S = 30.0
+"""Seconds for a row: a prompt of a million tokens takes about one."""
+
+ROW_BYTES = 2 << 30
+"""Memory for a row: a prompt of a million tokens takes 0.5 GiB, the process itself 0.1 GiB."""
+
+MOST_ROW_S = 86_400.0
+"""One day. More would mean no limit, and poll takes at most 2^31 milliseconds."""
+
+_LOAD_S = 120.0
+_LOAD_BYTES = 8 << 30  # a tokenizer.json of 30 MB takes about 1 GiB
+_GRACE_S = 10.0  # the process ends itself in time; this is for one that cannot
+_PIPE_BYTES = 1 << 16
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+_REMEDY = "take the model's own files again (those beside its weights on the hub)"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a row.
+
+    `row_s` seconds, `row_bytes` of memory beyond that of the process, and `most_tokens` (None: any
+    number).
+    """
+
+    row_s: float = ROW_S
+    row_bytes: int = ROW_BYTES
+    most_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the range; raises `SpecError`."""
+        if not 0 < self.row_s <= MOST_ROW_S:
+            raise SpecError(
+                f"row_s is {self.row_s:g}; give seconds above 0 and at most {MOST_ROW_S:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcome of a task: `ids` or `text`, or the `error` and what it is `of`.
+
+    `tokens` or `characters` give a number that is too large, in place of ids.
+    """
+
+    ids: tuple[int, ...] | None = None
+    text: str | None = None
+    tokens: int | None = None
+    characters: int | None = None
+    error: str | None = None
+    of: str = "tokenizer"
+
+
+class _Task(NamedTuple):
+    number: int
+    of: str
+    line: bytes
+
+
+class TokenizerProcess:
+    """Runs the tokenizer of the model in `folder`; answers come in the order of the tasks.
+
+    It is ready when `wait` returns. `behind_bytes`: size of the tasks without an answer.
+    `on_failure` is called with what a task did to the process, and with the seconds that it cost.
+    `program`: the Python file that the process runs.
+    """
+
+    def __init__(self, folder: Path, limits: Limits, program: Path = Path(worker.__file__)) -> None:
+        self.limits = limits
+        self.on_failure: Callable[[str, float], None] = lambda cause, lost_s: None
+        self.most_characters: int | None = None
+        self._folder = folder
+        self._program = program
+        self.behind_bytes = 0
+        self._numbers = 0
+        self._waiting: deque[_Task] = deque()
+        self._answers: dict[int, Answer] = {}
+        self._retried = -1
+        self._heard_s = time.monotonic()
+        self._is_ready = False
+        self._start()
+
+    def wait(self) -> None:
+        """Wait until it is loaded; raises `CheckpointError` where it cannot be, naming the file."""
+        while not self._is_ready:
+            self._exchange()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present process."""
+        return self._process.pid
+
+    def submit(self, task: Mapping[str, Any]) -> int:
+        """Add a task (see `worker.py`); returns its number.
+
+        Raises ValueError or TypeError if it is no JSON.
+        """
+        self._numbers += 1
+        line = json.dumps(task).encode() + b"\n"
+        of = "chat template or tokenizer" if "chat" in task else "tokenizer"
+        self._waiting.append(_Task(self._numbers, of, line))
+        self.behind_bytes += len(line)
+        self._outgoing += line
+        if len(self._outgoing) >= _PIPE_BYTES and self._is_ready:
+            self._write()
+        return self._numbers
+
+    def answer(self, number: int) -> Answer:
+        """The answer to that task, which can be asked for once.
+
+        Raises `CheckpointError` where a new process cannot be started.
+        """
+        self.wait()
+        self._heard_s = time.monotonic()
+        while number not in self._answers:
+            self._exchange()
+        return self._answers.pop(number)
+
+    def ask(self, task: Mapping[str, Any]) -> Answer:
+        """The answer to one task."""
+        return self.answer(self.submit(task))
+
+    def close(self) -> None:
+        """End the process; no task can be given to it, and no answer asked for, from then on."""
+        self._end()
+
+    def _start(self) -> None:
+        settings = {
+            "folder": str(self._folder),
+            "load_s": _LOAD_S,
+            "load_bytes": _LOAD_BYTES,
+            **vars(self.limits),
+        }
+        command = [sys.executable, "-P", str(self._program), json.dumps(settings)]
+        self._process = _started(command)
+        self._end = weakref.finalize(self, _end, self._process)
+        self._in, self._out = _fd(self._process.stdin), _fd(self._process.stdout)
+        os.set_blocking(self._in, False)
+        self._outgoing = bytearray().join(task.line for task in self._waiting)
+        self._incoming = bytearray()
+        self._is_ready = False
+
+    def _exchange(self) -> None:
+        """Write tasks and read answers, waiting for either for a limited time."""
+        assert self._end.alive, "its pipes are closed, and their numbers may be others' by now"
+        limit_s = self.limits.row_s if self._is_ready else _LOAD_S
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        if self._outgoing:
+            poll.register(self._in, select.POLLOUT)
+        events = dict(poll.poll((limit_s + _GRACE_S) * 1000))
+        if self._in in events:
+            self._write()
+        if self._out in events:
+            self._take(os.read(self._out, _PIPE_BYTES))
+        elif not events:
+            self._ended(is_late=True)
+
+    def _write(self) -> None:
+        assert self._end.alive, "as in `_exchange`"
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._in, self._outgoing[:_PIPE_BYTES])]
+        except (BlockingIOError, BrokenPipeError):  # reading finds a broken one
+            return
+
+    def _take(self, read: bytes) -> None:
+        self._incoming += read
+        if read:
+            self._heard_s = time.monotonic()
+        if not read:
+            self._ended()
+        elif b"\n" in read:
+            *lines, self._incoming = self._incoming.split(b"\n")
+            for line in lines:
+                content = json.loads(line)
+                if self._is_ready:
+                    self._settle(_answer(content))
+                else:
+                    self._take_first(content)
+
+    def _settle(self, answer: Answer) -> None:
+        """Note the answer to the oldest task."""
+        task = self._waiting.popleft()
+        self.behind_bytes -= len(task.line)
+        self._answers[task.number] = answer
+
+    def _take_first(self, content: Mapping[str, Any]) -> None:
+        if "error" in content:
+            self.close()
+            raise self._unusable(content["file"], content["error"])
+        self._is_ready = True
+        self.most_characters = content["most_characters"]
+        for text in content["warnings"]:
+            warnings.warn(f"the tokenizer in {self._folder}: {printable(text)}", stacklevel=4)
+
+    def _ended(self, is_late: bool = False) -> None:
+        """Give the task in hand its cause, as the process is gone, and the others a new process."""
+        self.close() if is_late else self._process.wait()
+        code = -signal.SIGALRM if is_late else self._process.returncode
+        self.close()
+        if not self._is_ready:
+            late = f"took more than {_LOAD_S:g} s, as on a slow disk: copy the folder to a fast one"
+            raise self._unusable(str(self._folder), f"loading it {_why(code, late)}")
+        cause = _why(code, f"took more than {self.limits.row_s:g} s (--row_s)")
+        if self._waiting:
+            task = self._waiting[0]
+            if -code in _FROM_OUTSIDE and task.number != self._retried:
+                self._retried = task.number  # perhaps another process was to blame
+            else:
+                self._settle(Answer(error=cause, of=task.of))
+                self.on_failure(cause, time.monotonic() - self._heard_s)
+        self._start()
+
+    def _unusable(self, file: str, why: str) -> CheckpointError:
+        if "trust_remote_code" in why:
+            why = "it brings code of its own, which llmpq does not run"
+        return CheckpointError(
+            f"the tokenizer in {self._folder} cannot be loaded: {file}: {why}; {_REMEDY}"
+        )
+
+
+def _answer(content: Mapping[str, Any]) -> Answer:
+    if "ids" in content:
+        return Answer(ids=tuple(content["ids"]))
+    if "error" in content:  # a template may raise any text
+        return Answer(error=printable(content["error"]), of=content["of"])
+    return Answer(**content)
+
+
+def _why(code: int, late: str) -> str:
+    """Words for exit code `code`; `late` where the alarm ended the process."""
+    if code == -signal.SIGALRM:
+        return late
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"ended the process ({name}), as too much memory or recursion does"
+    return f"ended the process (exit code {code})"
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # Rust reports every panic there
+            bufsize=0,
+            env=_environment(),
+        )
+    except OSError as error:
+        raise DeviceError(
+            f"the process that tokenizes cannot be started: {error.strerror}; free memory or "
+            "processes"
+        ) from error
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the process: no secrets, no network, no threads, no reports of panics."""
+    kept = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    return kept | {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RUST_BACKTRACE": "0",
+    }
+
+
+def _fd(pipe: IO[bytes] | None) -> int:
+    assert pipe is not None
+    return pipe.fileno()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()

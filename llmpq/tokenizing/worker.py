@@ -1,0 +1,275 @@
+"""The process that runs a model's tokenizer and chat template, on one row at a time.
+
+It is started by the path of this file and imports nothing of llmpq, so that it is ready as soon as
+transformers is; torch, which tokenizers do without, is kept out. Its settings come as JSON in its
+only argument, tasks as one JSON object a line, and each is answered by one line before the next is
+looked at: `{"text": …}` and `{"chat": [messages]}` by `ids`, or by the `tokens` or `characters`
+that are too many; `{"ids": […]}` by `text`; any by the `error` of what (`of`) failed. The first
+line that it writes says what was loaded, or why nothing was.
+
+The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
+holds for native code too and where nobody is left to watch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FLOOR_CHARACTERS = 1 << 17
+"""Characters that are tokenized whatever was planned, which takes some milliseconds."""
+
+SLACK = 4
+"""Characters that a normalizer may take away for each that a token stands for."""
+
+ERROR_CHARACTERS = 500
+_WARNINGS = 5
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+          "config.json", "vocab.json", "chat_template.json")  # fmt: skip
+
+
+class Worker:
+    """A loaded tokenizer; `most_tokens` of a row, None for any number."""
+
+    def __init__(self, folder: Path, most_tokens: int | None) -> None:
+        self.tokenizer = _load(folder)
+        self.most_tokens = most_tokens
+        self.most_characters: int | None = None
+        if most_tokens is not None:
+            longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+            self.most_characters = max(FLOOR_CHARACTERS, SLACK * most_tokens * longest)
+        self._probed = self._probe()
+
+    def answer(self, line: str) -> dict[str, Any]:
+        """The answer to a task; a row's content may make third-party code raise anything."""
+        of = "tokenizer"
+        try:
+            task = json.loads(line)
+            if "ids" in task:
+                text = self.tokenizer.decode(task["ids"], skip_special_tokens=True)
+                text.encode()  # half a surrogate pair could not be written
+                return {"text": text}
+            if "chat" in task:
+                of = "chat template"
+                text = self._render(task["chat"])
+                of = "tokenizer"
+                return self._encoded(text, add_special_tokens=False)
+            return self._encoded(task["text"])
+        except BaseException as error:  # a Rust panic is a BaseException
+            words = error_words(error)
+            if not isinstance(error, Exception) and self._probe() != self._probed:
+                raise  # what panicked is broken from now on
+            return {"error": words, "of": of}
+
+    def _render(self, messages: list[Mapping[str, Any]]) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        except ValueError as error:
+            if self.tokenizer.chat_template:  # some tokenizers have their own way instead
+                raise
+            raise ValueError("the model has none; give a prompt instead of messages") from error
+        return text
+
+    def _encoded(self, text: str, **options: bool) -> dict[str, Any]:
+        if self.most_characters is not None and len(text) > self.most_characters:
+            return {"characters": len(text)}
+        ids = self.tokenizer(text, verbose=False, **options)["input_ids"]
+        if self.most_tokens is not None and len(ids) > self.most_tokens:
+            return {"tokens": len(ids)}
+        return {"ids": ids}
+
+    def _probe(self) -> Any:
+        """Tokens of a fixed text, which stay the same as long as the tokenizer is whole."""
+        try:
+            return self.tokenizer("a 1", verbose=False)["input_ids"]
+        except BaseException as error:  # as in `answer`
+            return error_words(error)
+
+
+def error_words(error: BaseException) -> str:
+    """An error in words, cut where they are many."""
+    if isinstance(error, MemoryError):
+        return "more memory than a row may take"
+    text = str(error)[:ERROR_CHARACTERS]
+    spoken = isinstance(error, ValueError) or type(error).__name__ == "TemplateError"
+    if text and spoken:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _load(folder: Path) -> Any:
+    """Load the tokenizer; raises what transformers raises, and `ValueError` without tokens."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if not tokenizer.vocab_size:
+        raise ValueError("its vocabulary is empty")
+    templates = tokenizer.chat_template or {}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    for template in templates.values():
+        _compile(template)
+    return tokenizer
+
+
+_NEW_TAG = re.compile("unknown tag '(?!end|el)")
+"""An unknown tag may be one of a later transformers, unless it ends or continues something."""
+
+
+class BrokenTemplateError(ValueError):
+    """A chat template that cannot be compiled."""
+
+
+def _compile(template: Any) -> None:
+    """Raise `BrokenTemplateError` for a chat template that no row could be rendered with."""
+    from jinja2 import TemplateSyntaxError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag that transformers adds to jinja."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja's own form)
+
+        def parse(self, parser: Any) -> Any:
+            """Parse what stands in the tag."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    try:
+        if not isinstance(template, str):
+            raise TypeError(f"it is a {type(template).__name__}, not a text")
+        environment.from_string(template)
+    except TemplateSyntaxError as error:
+        if not _NEW_TAG.search(str(error.message)):
+            where = f" (line {error.lineno} of it)"
+            raise BrokenTemplateError(f"{error.message}{where}") from error
+    except (SyntaxError, RecursionError, MemoryError, TypeError, ValueError) as error:
+        raise BrokenTemplateError(error_words(error)) from error
+
+
+def _faulty_file(folder: Path, error: BaseException) -> str:
+    """The file that `error` is about, as far as that can be told, else the folder."""
+    if isinstance(error, BrokenTemplateError):
+        own = folder / "chat_template.jinja"
+        return str(own if own.exists() else folder / "tokenizer_config.json")
+    for name in _FILES:
+        try:
+            if (folder / name).exists():
+                content = json.loads((folder / name).read_bytes())
+                if not isinstance(content, dict):
+                    return str(folder / name)
+        except (OSError, ValueError, RecursionError, MemoryError):
+            return str(folder / name)
+    if (folder / "tokenizer.json").exists():
+        try:
+            from tokenizers import Tokenizer
+
+            if Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size(False):
+                return str(folder)
+        except BaseException:  # as in `Worker.answer`
+            pass
+        return str(folder / "tokenizer.json")
+    return str(folder)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let the process have so much beyond what it has; no limit where the system tells no size."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + more_bytes
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def alarm(seconds: float) -> None:
+    """The kernel ends the process after so long, unless it is told another time (0: never)."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def answer_line(answer: Mapping[str, Any]) -> bytes:
+    """The answer as JSON."""
+    ids = answer.get("ids")
+    if ids is None:
+        return json.dumps(answer).encode()
+    return b'{"ids": %a}' % ids  # Python's form of a list of integers is JSON's, and quicker
+
+
+class _Warnings(logging.Handler):
+    """Collects the warnings of transformers while it loads."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the warning."""
+        if len(self.texts) < _WARNINGS and "PyTorch" not in record.getMessage():
+            self.texts.append(record.getMessage()[:ERROR_CHARACTERS])
+
+
+def _first_line(folder: Path, most_tokens: int | None) -> tuple[Worker | None, dict[str, Any]]:
+    noted = _Warnings()
+    logging.getLogger("transformers").addHandler(noted)
+    try:
+        worker = Worker(folder, most_tokens)
+    except BaseException as error:  # as in `Worker.answer`
+        return None, {"error": error_words(error), "file": _faulty_file(folder, error)}
+    finally:
+        logging.getLogger("transformers").removeHandler(noted)
+    return worker, {"most_characters": worker.most_characters, "warnings": noted.texts}
+
+
+def serve(settings: Mapping[str, Any]) -> None:
+    """Load, then answer until there are no more tasks."""
+    channel = os.dup(1)
+    os.dup2(2, 1)  # prints of libraries are no answers
+
+    def send(content: bytes) -> None:
+        left = memoryview(content + b"\n")
+        while left:
+            left = left[os.write(channel, left) :]
+
+    limit_memory(settings["load_bytes"])
+    alarm(settings["load_s"])
+    worker, first = _first_line(Path(settings["folder"]), settings["most_tokens"])
+    alarm(0)
+    send(json.dumps(first).encode())
+    if worker is None:
+        return
+    limit_memory(settings["row_bytes"])
+    row_s = settings["row_s"]
+    for line in sys.stdin:
+        alarm(row_s)
+        answer = answer_line(worker.answer(line))
+        alarm(0)  # reading the answer may take as long as it likes
+        send(answer)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    try:
+        serve(json.loads(sys.argv[1]))
+    except BrokenPipeError:  # the process that asked has ended
+        os._exit(0)

@@ -1,0 +1,353 @@
+"""The plan: what runs where, with how many bits, in which micro-batches, what it should cost, and
+why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+
+from planner.cluster.file import TimeScale
+from planner.costs.memory import StageMemory
+from planner.micro_batches import MicroBatches
+from planner.plan.modelled_times import ModelledTimes
+from planner.plan.origin import PlanOrigin
+from planner.workload import Workload
+from quant.backends.table import KERNEL_RULES
+from quant.common.errors import SpecError
+from quant.common.whole_file import write_whole
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
+
+PLAN_VERSION = 1
+_STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+_MAX_BYTES = 2**60
+"""An exbibyte: a stage of more is a typing error."""
+_MAX_LAYERS = 2**16
+_MAX_THREADS = 2**16
+_MAX_SECONDS = 1e9
+"""Most seconds of one micro-batch: three decades."""
+
+
+def _as_range(value: Any) -> Any:
+    """Turn `[first, end]` into a range; ValueError, which pydantic reports, for anything else."""
+    match value:
+        case range():
+            return value
+        case [int(first), int(end)] if (
+            bool not in (type(first), type(end)) and 0 <= first <= end <= _MAX_LAYERS
+        ):
+            return range(first, end)
+    raise ValueError(f"give [first, end], whole numbers from 0 to {_MAX_LAYERS}, not {value!r:.40}")
+
+
+def _one_of(choices: Collection[int | str]) -> AfterValidator:
+    """A validator that refuses what is not among `choices`."""
+
+    def check(value: int | str) -> int | str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(map(str, choices))}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _known_backends(backends: dict[int, str]) -> dict[int, str]:
+    """Refuse a backend that is not one of its bitwidth's."""
+    for bits, backend in backends.items():
+        names = [rule.name for rule in KERNEL_RULES if rule.bits == bits]
+        if backend not in names:
+            raise ValueError(f"{bits} bit has no backend {backend!r}; choose one of {names}")
+    return backends
+
+
+def _no_negative_part(memory: StageMemory) -> StageMemory:
+    parts = astuple(memory)
+    if min(parts) < 0 or max(parts) > _MAX_BYTES:
+        raise ValueError(f"{parts} bytes; each part is 0 to {_MAX_BYTES}")
+    return memory
+
+
+Bits = Annotated[int, _one_of(BITWIDTHS)]
+Bytes = Annotated[int, Field(ge=0, le=_MAX_BYTES)]
+Seconds = Annotated[float, Field(ge=0, le=_MAX_SECONDS)]
+Positive = Annotated[float, Field(gt=0)]
+LayerRange = Annotated[
+    range,
+    BeforeValidator(_as_range),
+    PlainSerializer(lambda layers: [layers.start, layers.stop], return_type=list[int]),
+]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PlannedModel:
+    """The planned model: as the user named it, its family and the fingerprint of its shape."""
+
+    source: str
+    name: str
+    model_type: str
+    layers: Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
+    fingerprint: str
+
+
+@dataclass(frozen=True, config=_STRICT)
+class StagePlan:
+    """One stage: its device, its layers with a bitwidth each, its memory and its times.
+
+    `layers` is half-open; `backends` names the kernel backend of each bitwidth in use. Times are of
+    one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
+    back). `memory_limit_bytes` is what the plan may fill: the device's memory without
+    `memory_margin_bytes`, which stay free. `modelled` has the seconds of any micro-batch, to which
+    an emulated device is held.
+    """
+
+    index: int
+    device: str
+    accelerator: str
+    node: str
+    emulated: bool
+    threads: Annotated[int, Field(ge=1, le=_MAX_THREADS)]
+    custom_resource: str | None
+    dtype: Annotated[str, _one_of(DTYPE_BYTES)]
+    layers: LayerRange
+    bitwidths: tuple[Bits, ...]
+    backends: Annotated[dict[int, str], AfterValidator(_known_backends)]
+    memory: Annotated[StageMemory, AfterValidator(_no_negative_part)]
+    memory_bytes: Bytes
+    memory_limit_bytes: Annotated[int, Field(ge=1, le=_MAX_BYTES)]
+    prefill_s: Seconds
+    decode_s: Seconds
+    prefill_comm_s: Seconds
+    decode_comm_s: Seconds
+    provenance: str
+    modelled: ModelledTimes | None = None
+    memory_margin_bytes: Bytes = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Prediction:
+    """The time that one global batch should take, by simulating the schedule that is run.
+
+    `prefill_s` until every request has its first token, `decode_s` from then on; the bottlenecks
+    are the stages that compute longest in a phase, `busy_share` is what each stage computes of the
+    latency. `objective_latency_s` is the closed form of the plan's objective, by which plans were
+    ranked.
+    """
+
+    latency_s: Positive
+    prefill_s: Seconds
+    decode_s: Seconds
+    tokens_per_s: Positive
+    prefill_bottleneck: int
+    decode_bottleneck: int
+    busy_share: tuple[float, ...]
+    objective_latency_s: float
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PerplexityForecast:
+    """The perplexity that the plan's bitwidths should cost, by the points of the omega file.
+
+    `increase` over `baseline`, the perplexity at 16 bit on the text measured; `low` and `high` are
+    the ends of its interval. Where `max_increase` was asked for, `max_omega` is the summed
+    sensitivity that it came to.
+    """
+
+    baseline: float
+    increase: float
+    low: float
+    high: float
+    points: int
+    max_increase: float | None = None
+    max_omega: float | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SolverRecord:
+    """How the plan was found, and how far from the optimum it can be.
+
+    `objective` is latency plus `theta` times the summed sensitivity; `gap` is relative to it.
+    """
+
+    objective_kind: str
+    method: str
+    solver: str
+    status: str
+    theta: float
+    objective: float
+    sensitivity: float
+    gap: float
+    seconds: float
+    candidates: int
+    solved: int
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Baseline:
+    """A simpler plan for the same cluster; `bitwidth` is None where bits are mixed.
+
+    All figures are None where it does not fit.
+    """
+
+    name: str
+    bitwidth: int | None
+    latency_s: Positive | None
+    tokens_per_s: Positive | None
+    sensitivity: float | None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which pydantic reports with the field, where only some are None."""
+        if (
+            len({each is None for each in (self.latency_s, self.tokens_per_s, self.sensitivity)})
+            > 1
+        ):
+            raise ValueError("give latency_s, tokens_per_s and sensitivity, or null for all three")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PlanSpec:
+    """Everything `llmpq-dist` needs, as versioned JSON with these very names.
+
+    With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
+    is how stages round weights while they load. `stand_in`: the small model that computes in place
+    of the planned one on emulated devices. `origin`: what the plan was made from, to explain it and
+    to make it again when devices are lost.
+    """
+
+    version: int
+    model: PlannedModel
+    workload: Workload
+    cluster: str
+    cluster_fingerprint: str
+    time_scale: TimeScale
+    micro_batches: MicroBatches
+    head_on_first: bool
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
+    unused_devices: tuple[str, ...]
+    predicted: Prediction
+    solver: SolverRecord
+    sensitivity_source: str
+    baselines: tuple[Baseline, ...] = field(default_factory=tuple)
+    perplexity: PerplexityForecast | None = None
+    rounding: Annotated[str, _one_of(ROUNDINGS)] = ROUNDINGS[0]
+    kv_bits: Annotated[int, _one_of(KV_BITWIDTHS)] = FULL_BITS
+    stand_in: Annotated[str, Field(min_length=1)] | None = None
+    origin: PlanOrigin | None = None
+
+    def to_json(self) -> str:
+        """The plan as indented JSON."""
+        return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; an existing file is replaced whole or not at all."""
+        target = Path(path)
+        if not target.name:
+            raise SpecError(f"cannot write the plan to {str(path)!r}: no file name; name a file")
+        try:
+            write_whole(target, self.to_json())
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            raise SpecError(f"cannot write the plan to {target}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanSpec:
+        """Read a plan; raises `SpecError` naming file and field."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SpecError(f"cannot read plan {path}: {error}") from error
+        return cls.from_json(text, str(path))
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "plan") -> PlanSpec:
+        """The plan in `text`; raises `SpecError` naming `source` and the field."""
+        try:
+            content = json.loads(text)
+            json.dumps(content, ensure_ascii=False).encode()  # no half of a surrogate pair
+        except json.JSONDecodeError as error:
+            raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
+            raise SpecError(f"{source}: not a plan: {error}") from error
+        if not isinstance(content, Mapping) or "stages" not in content:
+            raise SpecError(f"{source}: not a plan; make one with llmpq-algo -o plan.json")
+        if content.get("version") != PLAN_VERSION:
+            raise SpecError(
+                f"{source}: plan version {content.get('version')!r}, this llmpq reads "
+                f"{PLAN_VERSION}; plan again with llmpq-algo"
+            )
+        try:
+            plan = _ADAPTER.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = first["msg"].removeprefix("Value error, ")
+            where = ".".join(str(part) for part in first["loc"])
+            found = first["input"]
+            if not isinstance(found, dict | list):
+                problem += f" (found {found!r:.40})"
+            raise SpecError(f"{source}: field {where}: {problem}") from error
+        except SpecError as error:
+            raise SpecError(f"{source}: {error}") from error
+        plan.check(source)
+        return plan
+
+    def check(self, source: str = "plan") -> None:
+        """Raise `SpecError` unless the stages, in order, cover every layer once, each on a device
+        of its own. `planner.plan.check` checks the figures.
+        """
+        sizes, batch = self.micro_batches, self.workload.global_batch
+        if not (1 <= sizes.prefill <= batch and 1 <= sizes.decode <= batch):
+            raise SpecError(
+                f"{source}: field micro_batches: {sizes.prefill} and {sizes.decode} requests of a "
+                f"batch of {batch}; give 1 to {batch}"
+            )
+        predicted, count = self.predicted, len(self.stages)
+        slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)
+        if len(predicted.busy_share) != count or not all(0 <= each < count for each in slowest):
+            raise SpecError(f"{source}: field predicted: not of {count} stages; plan again")
+        self._check_devices(source)
+        expected = 0
+        for position, stage in enumerate(self.stages):
+            if stage.index != position:
+                raise SpecError(
+                    f"{source}: field stages.{position}.index: {stage.index} where {position} "
+                    "belongs; keep the stages in order"
+                )
+            if stage.layers.start != expected or len(stage.layers) != len(stage.bitwidths):
+                raise SpecError(
+                    f"{source}: field stages.{position}.layers: {stage.layers} with "
+                    f"{len(stage.bitwidths)} bitwidths where layer {expected} should begin"
+                )
+            expected = stage.layers.stop
+        if expected != self.model.layers:
+            raise SpecError(
+                f"{source}: stages hold {expected} of {self.model.layers} layers; plan again"
+            )
+
+    def _check_devices(self, source: str) -> None:
+        """Raise `SpecError` where a device is named twice."""
+        met: dict[str, str] = {}
+        used = ((f"stages.{stage.index}.device", stage.device) for stage in self.stages)
+        unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
+        for where, device in (*used, *unused):
+            if device in met:
+                raise SpecError(
+                    f"{source}: field {where}: {device!r:.80} stands in {met[device]} already; a "
+                    "device holds one stage, or none: plan again"
+                )
+            met[device] = where
+
+
+_ADAPTER: TypeAdapter[PlanSpec] = TypeAdapter(PlanSpec)

@@ -1,0 +1,83 @@
+"""Which kernel backend holds a weight on a device, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quant.backends.table import KERNEL_RULES, KernelRule
+from quant.common.errors import SpecError
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, GROUP_SIZES, LinearShape, Processor
+
+_ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
+"""Hidden sizes of language models are multiples of 64: the backend of this shape is the usual
+one."""
+
+
+def rule_for(
+    processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
+) -> KernelRule:
+    """The rule of `backend`, or of the first backend that takes this weight.
+
+    SpecError for an unknown bitwidth, compute type or backend, or where the named backend cannot
+    hold the weight.
+    """
+    rules = _rules_of(bits, dtype)
+    if backend is None:
+        return next(rule for rule in rules if rule.supports(processor, shape, dtype))
+    named = _named(rules, bits, backend)
+    if not named.supports(processor, shape, dtype):
+        raise SpecError(
+            f"backend {backend} cannot hold a {bits}-bit weight of {shape.out_features} x "
+            f"{shape.in_features} in {dtype} on {_describe(processor)}; {rules[-1].name} can"
+        )
+    return named
+
+
+def fallback_rule(bits: int) -> KernelRule:
+    """The rule of the backend for `bits` that runs everywhere, on any shape and compute type."""
+    return next(rule for rule in reversed(KERNEL_RULES) if rule.bits == bits)
+
+
+def layer_rule(
+    processor: Processor, bits: int, shape: LinearShape, dtype: str, backend: str | None = None
+) -> KernelRule:
+    """The rule of one linear of a layer planned for `backend`.
+
+    Differs from `rule_for` where the named backend does not take the shape: the backend that takes
+    every shape holds it then.
+    """
+    if backend is None:
+        return rule_for(processor, bits, shape, dtype)
+    named = _named(_rules_of(bits, dtype), bits, backend)
+    return named if named.supports(processor, shape, dtype) else fallback_rule(bits)
+
+
+def backend_name(processor: Processor, bits: int, dtype: str, is_stored: bool = False) -> str:
+    """The preferred backend for weights of ordinary shape; odd shapes may get another one.
+
+    `is_stored`: for weights that the checkpoint holds quantized already.
+    """
+    shape = replace(_ORDINARY_SHAPE, stored_group=GROUP_SIZES[0]) if is_stored else _ORDINARY_SHAPE
+    return rule_for(processor, bits, shape, dtype).name
+
+
+def _rules_of(bits: int, dtype: str) -> list[KernelRule]:
+    if bits not in BITWIDTHS:
+        raise SpecError(f"bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
+    if dtype not in DTYPE_BYTES:
+        raise SpecError(f"compute type {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return [rule for rule in KERNEL_RULES if rule.bits == bits]
+
+
+def _named(rules: list[KernelRule], bits: int, backend: str) -> KernelRule:
+    for rule in rules:
+        if rule.name == backend:
+            return rule
+    names = ", ".join(rule.name for rule in rules)
+    raise SpecError(f"no backend {backend!r} for {bits} bits; choose one of {names}")
+
+
+def _describe(processor: Processor) -> str:
+    if processor.compute_capability is None:
+        return f"a CPU with {', '.join(sorted(processor.instruction_sets)) or 'no AVX-512'}"
+    return "a GPU of compute capability {}.{}".format(*processor.compute_capability)

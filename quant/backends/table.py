@@ -1,0 +1,216 @@
+"""The table of kernel backends: for each its sizes, devices, speed and kernel class, without torch.
+
+The planner sizes and times stages with these entries and the kernels allocate by them too, so that
+a plan and the bytes really allocated cannot drift apart. Bytes are those of the tensors; what an
+allocator rounds up to is the planner's slack.
+
+A new backend is one file with its kernel (a `quant.backends.base.PackedWeight`) and one entry of
+`KERNEL_RULES`, which names that class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quant.scheme import DTYPE_BYTES, FULL_BITS, GROUP_SIZES, LinearShape, Processor
+
+INT8PACK_COLUMNS = 16
+"""Weights that torch's int8 CPU kernel reads at once, beyond the end of a row if need be."""
+
+NF4_BLOCK = 64
+"""bitsandbytes' default block size for 4-bit weights; a block is quantized by its own maximum."""
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """The time of a kernel beside that of the plain 16-bit product, for estimates.
+
+    `rate`: share of the 16-bit arithmetic rate. `integer`: the product runs at the int8 rate
+    instead. `passes`: bytes moved per weight to restore it to 16 bits, from `restores_from` rows
+    on; `few_passes`: the same for fewer rows. `scalar`: share of the datasheet's float32 rate that
+    products of fewer rows reach where they do not run on the matrix units, else None.
+    `overhead_s`: small kernels around each product.
+    """
+
+    rate: float = 1.0
+    integer: bool = False
+    passes: float = 0.0
+    restores_from: int = 1
+    few_passes: float = 0.0
+    scalar: float | None = None
+    overhead_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class KernelRule:
+    """When a backend can hold a weight matrix at `bits`, and how many bytes it then allocates.
+
+    `supports(processor, shape, dtype)` and `nbytes(shape, dtype)`; `dtype` is the compute type's
+    name (a key of `DTYPE_BYTES`). Biases are not counted: they stay in the compute type.
+    `kernel` is the class that packs and multiplies, as `module.Class` below `quant.backends`; None
+    for a plain `nn.Linear`.
+    """
+
+    name: str
+    bits: int
+    supports: Callable[[Processor, LinearShape, str], bool]
+    nbytes: Callable[[LinearShape, str], int]
+    kernel: str | None
+    cost: KernelCost = field(default=KernelCost())
+
+
+def _anywhere(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    return True
+
+
+def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Check what `_convert_weight_to_int4pack_for_cpu` and its matmul do, and for bfloat16.
+
+    The kernel also takes float32 and float16, at a hundredth of the speed.
+    """
+    whole_groups = shape.group in GROUP_SIZES
+    return processor.is_cpu and dtype == "bfloat16" and whole_groups and not shape.out_features % 16
+
+
+def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for VNNI, without which u8 x s8 products saturate, and whole 64 x 64 tiles, which are
+    packed without padding.
+    """
+    whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
+    vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
+    return vnni and whole_tiles and dtype in ("bfloat16", "float32")
+
+
+def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for rows that the kernel does not read beyond, and bfloat16, which alone has a fast
+    path.
+    """
+    whole = shape.in_features % INT8PACK_COLUMNS == 0
+    return processor.is_cpu and dtype == "bfloat16" and whole
+
+
+def _nf4_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for compute capability 6.0, rows of whole blocks, as bitsandbytes' decode kernel does,
+    and a weight that is not quantized already: its codes are not those of nf4.
+    """
+    whole_blocks = shape.in_features % NF4_BLOCK == 0
+    return _has_capability(processor, (6, 0)) and whole_blocks and shape.stored_group is None
+
+
+def _bnb_int8_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for INT8 tensor cores: compute capability 7.5."""
+    return _has_capability(processor, (7, 5))
+
+
+def _cuda_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
+    """Ask for groups of whole runs of 32 columns, the 8 rows of a block, and a type of the GPU."""
+    least = {"float16": (6, 0), "bfloat16": (8, 0)}.get(dtype)
+    if least is None or not _has_capability(processor, least):
+        return False
+    return shape.group in GROUP_SIZES and shape.out_features >= 8
+
+
+def _has_capability(processor: Processor, least: tuple[int, int]) -> bool:
+    return processor.compute_capability is not None and processor.compute_capability >= least
+
+
+def _plain_bytes(shape: LinearShape, dtype: str) -> int:
+    return shape.parameters * DTYPE_BYTES[dtype]
+
+
+def _groups_bytes(shape: LinearShape) -> int:
+    """Bytes of scale and zero of every group, 16 bit each (bfloat16)."""
+    return 4 * shape.out_features * (shape.in_features // shape.group)
+
+
+def _packed_3bit_bytes(shape: LinearShape, dtype: str) -> int:
+    """Bytes of three planes of one bit per weight, rows padded to whole bytes, and the groups."""
+    return 3 * shape.out_features * -(-shape.in_features // 8) + _groups_bytes(shape)
+
+
+def _packed_4bit_bytes(shape: LinearShape, dtype: str) -> int:
+    """Bytes of two codes per byte, each row padded to whole bytes, and the groups."""
+    return shape.out_features * -(-shape.in_features // 2) + _groups_bytes(shape)
+
+
+def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
+    """Bytes of one 8-bit code per weight and a 32-bit scale per output row."""
+    return shape.parameters + 4 * shape.out_features
+
+
+def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
+    """Bytes of codes, a 32-bit compensation (in the packed blob) and scale per row, and one zero.
+
+    Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds
+    4 bytes per padded row.
+    """
+    return shape.parameters + 8 * shape.out_features + 4
+
+
+def _nf4_bytes(shape: LinearShape, dtype: str) -> int:
+    """Bytes of two codes per byte, a 32-bit maximum per block, and a table of 16 32-bit values."""
+    return shape.parameters // 2 + 4 * (shape.parameters // NF4_BLOCK) + 4 * 16
+
+
+# int*pack: measured on one AVX-512 core against bf16 (benchmarks.linear). A few rows are multiplied
+# in float32, at 0.35 to 0.4 of the rate of bf16; from 96 (24 for 8 bit) on, weights are restored,
+# which takes as long as the product of 130 rows in bf16 (40 for 8 bit). 3 bit is always restored to
+# 4, by one row in 0.7 of the time of bf16.
+_INT3PACK_COST = KernelCost(passes=45.0, restores_from=96, few_passes=3.4, scalar=0.44)
+_INT4PACK_COST = KernelCost(passes=42.0, restores_from=96, scalar=0.44)
+_INT8PACK_COST = KernelCost(passes=14.0, restores_from=24, scalar=0.37)
+# Measured: 2.7, 2.0, 1.8 and 1.6 times as fast as bf16 at 1, 8, 64 and 512 rows.
+_ONEDNN_COST = KernelCost(integer=True)
+# A fused kernel multiplies one row; for more the matrix is written and read once in 16 bit.
+_NF4_COST = KernelCost(passes=4.0, restores_from=2)
+# Outliers and row scales cost part of the int8 rate, and a dozen small kernels surround each
+# product (LLM-PQ's T4 profiles: prefill 40.6 ms against 67.0 in fp16, decode 6.1 against 5.9).
+_BNB_INT8_COST = KernelCost(rate=0.8, integer=True, overhead_s=1.5e-4)
+# Up to 24 rows multiply-adds in float32, which are half of the instructions (counted in the code
+# for compute capability 9.0); then restored, as nf4. Estimated: no GPU has run them yet.
+_CUDA_COST = KernelCost(passes=4.0, restores_from=25, scalar=0.45)
+# torch_* below: unpack, subtract, scale in float32 and convert are about six passes of 4 bytes. On
+# a CPU blocks of rows stay in its caches: 0.3 to 0.8 times as fast as bf16.
+
+KERNEL_RULES: tuple[KernelRule, ...] = (
+    KernelRule("plain", FULL_BITS, _anywhere, _plain_bytes, kernel=None),
+    KernelRule(
+        "int3pack", 3, _int4pack_supports, _packed_3bit_bytes, "cpu.int3pack.Int3Pack",
+        _INT3PACK_COST,
+    ),
+    KernelRule(
+        "int4pack", 4, _int4pack_supports, _packed_4bit_bytes, "cpu.int4pack.Int4Pack",
+        _INT4PACK_COST,
+    ),
+    KernelRule(
+        "onednn_w8a8", 8, _onednn_supports, _onednn_bytes, "cpu.onednn_w8a8.OneDnnW8A8",
+        _ONEDNN_COST,
+    ),
+    KernelRule(
+        "int8pack", 8, _int8pack_supports, _int8_row_bytes, "cpu.int8pack.Int8Pack",
+        _INT8PACK_COST,
+    ),
+    KernelRule("bnb_nf4", 4, _nf4_supports, _nf4_bytes, "bnb.BnbNf4", _NF4_COST),
+    KernelRule("bnb_int8", 8, _bnb_int8_supports, _int8_row_bytes, "bnb.BnbInt8", _BNB_INT8_COST),
+    KernelRule(
+        "cuda_3bit", 3, _cuda_supports, _packed_3bit_bytes, "cuda.packed.Cuda3Bit", _CUDA_COST
+    ),
+    KernelRule(
+        "cuda_4bit", 4, _cuda_supports, _packed_4bit_bytes, "cuda.packed.Cuda4Bit", _CUDA_COST
+    ),
+    KernelRule("cuda_8bit", 8, _cuda_supports, _int8_row_bytes, "cuda.packed.Cuda8Bit", _CUDA_COST),
+    KernelRule(
+        "torch_3bit", 3, _anywhere, _packed_3bit_bytes, "portable.torch_3bit.Torch3Bit",
+        KernelCost(passes=28.0),
+    ),
+    KernelRule(
+        "torch_4bit", 4, _anywhere, _packed_4bit_bytes, "portable.torch_4bit.Torch4Bit",
+        KernelCost(passes=24.0),
+    ),
+    KernelRule(
+        "torch_8bit", 8, _anywhere, _int8_row_bytes, "portable.torch_8bit.Torch8Bit",
+        KernelCost(passes=20.0),
+    ),
+)  # fmt: skip
+"""Every backend in order of preference; the last of each bitwidth runs everywhere, on any shape."""

@@ -1,0 +1,144 @@
+"""Emulating the kernels of another device: layers with the weights that they would round to.
+
+A kernel backend that does not run here still says which weight it stands for
+(`PackedWeight.represent`): the linear is then computed plainly with that weight, so that its
+rounding is the planned one. What a kernel does to activations is not modelled: LLM.int8() and
+oneDNN round them to 8 bit too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quant.backends.base import CanonicalPacked
+from quant.backends.registry import BACKENDS
+from quant.backends.selection import layer_rule
+from quant.backends.table import KernelRule
+from quant.canonical import dequantize, quantize
+from quant.checkpoint.reader import Checkpoint
+from quant.linear import LayerForm, dtype_name
+from quant.loading.loader import LayerLoad, load_layer, load_tensors
+from quant.rounding import Rounding
+from quant.scheme import FULL_BITS, LinearShape, Processor
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """How one decoder layer is held, on this machine or as planned for another device.
+
+    `backend` names a kernel backend of `bits`, None the preferred one; `dtype` is the type to
+    compute in where it differs from that of the other layers. With `planned_for` the layer is that
+    of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
+    are represented. `rounding` is one of `quant.scheme.ROUNDINGS`, `kv_bits` are the bits of keys
+    and values.
+    """
+
+    bits: int = FULL_BITS
+    backend: str | None = None
+    dtype: torch.dtype | None = None
+    planned_for: Processor | None = None
+    planned_dtype: str = "float32"
+    rounding: str = "nearest"
+    kv_bits: int = FULL_BITS
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Where and in which type layers are computed; `processor` is that of `device`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    processor: Processor
+
+    def in_type(self, dtype: torch.dtype | None) -> Compute:
+        """This with another type; None leaves it unchanged."""
+        return self if dtype is None else replace(self, dtype=dtype)
+
+
+class RepresentedLinear(nn.Module):
+    """A linear layer with the plain weight `[out, in]` that a backend multiplies with.
+
+    It is no `nn.Linear`, so that the loader does not fill it a second time.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply `x` `[..., in]` to `[..., out]`."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+def load_layer_as_planned(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    name_prefix: str,
+    scheme: LayerScheme,
+    compute: Compute,
+) -> frozenset[str]:
+    """Fill a decoder layer on the meta device by `scheme`; returns the names of backends
+    represented.
+
+    Errors are those of `quant.loading.loader.load_layer`, and DeviceError where a package that is
+    needed for a backend is missing. A checkpoint that is quantized already has the same weights on
+    every device: no backend is represented then.
+    """
+    compute = compute.in_type(scheme.dtype)
+    represented = set()
+    if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
+        for name, linear in list(module.named_modules()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            rule = _foreign_rule(linear, scheme, compute)
+            if rule is None:
+                continue
+            rounding = Rounding.of_tensor(scheme.rounding, f"{name_prefix}.{name}")
+            stored = _stored(linear, checkpoint, f"{name_prefix}.{name}", compute)
+            weight = _represented(stored, rule, rounding).to(compute.dtype)
+            parent, _, attribute = name.rpartition(".")
+            filled = RepresentedLinear(weight, linear.bias)
+            setattr(module.get_submodule(parent), attribute, filled)
+            represented.add(rule.name)
+    form = LayerForm(
+        scheme.bits,
+        compute.processor,
+        compute.dtype,
+        compute.device,
+        scheme.backend,
+        scheme.rounding,
+    )
+    load_layer(LayerLoad(module, name_prefix, form), checkpoint)
+    return frozenset(represented)
+
+
+def _foreign_rule(linear: nn.Linear, scheme: LayerScheme, compute: Compute) -> KernelRule | None:
+    """The rule by which the planned processor holds this linear; None where it is the same here."""
+    assert scheme.planned_for is not None, "the scheme is of this machine"
+    shape = LinearShape(linear.in_features, linear.out_features)
+    bits, dtype = scheme.bits, dtype_name(compute.dtype)
+    planned = layer_rule(scheme.planned_for, bits, shape, scheme.planned_dtype, scheme.backend)
+    here = layer_rule(compute.processor, bits, shape, dtype, scheme.backend)
+    return None if here is planned else planned
+
+
+def _stored(
+    linear: nn.Linear, checkpoint: Checkpoint, full_name: str, compute: Compute
+) -> torch.Tensor:
+    """Load the stored weight in float32."""
+    stored = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    load_tensors(stored, checkpoint, full_name, torch.float32, compute.device)
+    return stored.weight.detach()
+
+
+def _represented(weight: torch.Tensor, rule: KernelRule, rounding: Rounding) -> torch.Tensor:
+    """Round a weight as the backend of `rule` does."""
+    backend = BACKENDS[rule.name]
+    if issubclass(backend, CanonicalPacked):
+        return dequantize(quantize(weight, rule.bits, rounding=rounding))
+    return backend.represent(weight)

@@ -1,0 +1,74 @@
+"""Compiling loops with numba, where it is installed (extra `cpu`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+_FAST_SUMS = {"reassoc", "contract", "nsz"}
+"""Allows sums in any order, but keeps the meaning of NaN and infinity, which the sampler checks."""
+
+_one_at_a_time = threading.Lock()
+
+
+@cache
+def has_numba() -> bool:
+    """Whether loops can be compiled; logs a warning once where they cannot."""
+    found = find_spec("numba") is not None
+    if not found:
+        logging.getLogger(__name__).warning(
+            "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
+        )
+    return found
+
+
+@contextmanager
+def torch_threads() -> Iterator[None]:
+    """Let compiled loops run on as many threads as torch has here.
+
+    Only one thread at a time may enter numba's thread pool: others wait.
+    """
+    import numba
+
+    settings: Any = numba.config
+    with _one_at_a_time:
+        numba.set_num_threads(min(torch.get_num_threads(), settings.NUMBA_NUM_THREADS))
+        yield
+
+
+def compiled_loop(function: Any, parallel: bool) -> Any:
+    """`function` compiled with sums in any order, its `prange` on several threads if `parallel`."""
+    import numba
+
+    settings: Any = numba.config
+    settings.THREADING_LAYER = "workqueue"  # idle threads sleep
+    return numba.njit(parallel=parallel, fastmath=_FAST_SUMS, nogil=True)(function)
+
+
+@cache
+def widening(dtype: torch.dtype) -> Any:
+    """A compiled function that makes a float32 of a stored element of `dtype`."""
+    import numba
+    from llvmlite import ir
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    if dtype in (torch.float32, torch.int8):
+        return numba.njit(lambda number: np.float32(number), inline="always")
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (bits,) = arguments
+        if dtype == torch.float16:
+            return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+        word = builder.shl(builder.zext(bits, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(word, ir.FloatType())  # bfloat16: the upper half of a float32
+
+    return intrinsic(lambda context, bits: (types.float32(types.uint16), code))

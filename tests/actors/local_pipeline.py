@@ -1,0 +1,41 @@
+"""A pipeline whose stages are all in this process, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from actors.messages import Finished, MicroBatch, Sampled, StageStats, TokenIds
+from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.scheduler import Scheduler
+from actors.stage.stage import Stage
+
+
+class LocalPipeline:
+    """Stages that compute one after the other."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self.stages = len(stages)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
+        """Compute the micro-batch now."""
+        x: torch.Tensor | Sampled = torch.from_numpy(token_ids)
+        for stage in self._stages:
+            assert not isinstance(x, Sampled), "a stage before the last one sampled"
+            x = stage.step(batch, x)
+        return x if isinstance(x, Sampled) else self._stages[0].finish(batch, x)
+
+    def result(self, handle: Sampled) -> Sampled:
+        """What `submit` computed."""
+        return handle
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """Figures of every stage."""
+        return tuple(stage.stats() for stage in self._stages)
+
+
+def drive(scheduler: Scheduler, pipeline: Pipeline) -> Iterator[tuple[Finished, ...]]:
+    """Run a scheduler that has all of its requests dry; yields those that ended."""
+    return PipelineDriver(scheduler, pipeline).run()

@@ -1,0 +1,109 @@
+"""Messages as bytes, and links between two processes' ends, which here are threads of one."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.transport.gloo_links import FRAME_BYTES, Links
+from actors.transport.message_format import decode, encode, message_bytes
+from quant.common.errors import StageLostError
+from tests.actors.linking import meet
+
+
+def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch:
+    sampling = Sampling(
+        0.7, 5, 0.9, -3, None, ("ende", "\0"), True, 0.1, 1.1, 0.5, -0.5, {7: -100.0, 12: 0.25}
+    )
+    return MicroBatch(
+        slots=np.arange(requests) * 2,
+        starts=np.arange(requests) % 3,
+        counts=np.full(requests, tokens),
+        admitted=tuple(
+            Admission(i, f"{custom_id}{i}", 9, sampling, (4, 4), (1, 2**40))
+            for i in range(requests // 2)
+        ),
+    )
+
+
+def assert_equal(found: MicroBatch, wanted: MicroBatch) -> None:
+    assert found.slots.tolist() == wanted.slots.tolist()
+    assert found.starts.tolist() == wanted.starts.tolist()
+    assert found.counts.tolist() == wanted.counts.tolist()
+    assert found.admitted == wanted.admitted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("requests", "tokens", "width"), [(1, 1, 1), (3, 5, 7), (16, 1, 48)])
+def test_a_batch_comes_out_as_it_went_in(
+    dtype: torch.dtype, requests: int, tokens: int, width: int
+) -> None:
+    batch = a_batch(requests, tokens)
+    hidden = torch.randn(requests * tokens, width).to(dtype)
+    message = encode(batch, hidden)
+    assert message.dtype == torch.uint8
+    assert message_bytes(message) == len(message)
+    found = decode(torch.cat([message, torch.full((99,), 7, dtype=torch.uint8)]))
+    assert not isinstance(found, Sampled)
+    assert_equal(found[0], batch)
+    assert found[1].dtype == dtype
+    assert torch.equal(found[1], hidden)
+
+
+def test_strided_hidden_states_and_sampled_tokens() -> None:
+    batch = a_batch(4, 2)
+    hidden = torch.randn(16, 6)[::2].T.contiguous().T
+    found = decode(encode(batch, hidden))
+    assert not isinstance(found, Sampled)
+    assert torch.equal(found[1], hidden)
+    sampled = Sampled(np.array([5, 2**40, 0, 1]), (None, "stop", "length", "error"))
+    answer = decode(encode(batch, sampled))
+    assert isinstance(answer, Sampled)
+    assert answer.token_ids.tolist() == sampled.token_ids.tolist()
+    assert answer.finish_reasons == sampled.finish_reasons
+
+
+@pytest.fixture
+def linked() -> tuple[Links, Links]:
+    first, second = meet(2)
+    return first, second
+
+
+def test_messages_arrive_in_order_whatever_their_size(linked: tuple[Links, Links]) -> None:
+    """The sender is ahead of the receiver, and waits when it is too far; some need many frames."""
+    sender, receiver = linked[0].sender(1), linked[1].receiver(0, 20.0)
+    sizes = [1, 1000, 3 * 10**6, 5, 1, 2 * 10**6, 1, 10]
+    tensors = [torch.randn(2, size) for size in sizes]
+    batches = [a_batch(2, 1, f"{i}-") for i in range(len(sizes))]
+    assert max(t.nbytes for t in tensors) > 3 * FRAME_BYTES
+    with ThreadPoolExecutor(1) as pool:
+        sent = [
+            pool.submit(sender.send, encode(*pair)) for pair in zip(batches, tensors, strict=True)
+        ]
+        for batch, tensor in zip(batches, tensors, strict=True):
+            found = decode(receiver.receive())
+            assert not isinstance(found, Sampled)
+            assert_equal(found[0], batch)
+            assert torch.equal(found[1], tensor)
+        assert [each.result() for each in sent] == [None] * len(sizes)
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_messages_of_about_a_frame(linked: tuple[Links, Links], extra: int) -> None:
+    batch = a_batch(1, 1)
+    room = FRAME_BYTES - len(encode(batch, torch.empty(1, 0, dtype=torch.float16)))
+    hidden = torch.randn(1, room // 2 + extra).half()
+    receiver, sender = linked[0].receiver(1, 20.0), linked[1].sender(0)
+    sender.send(encode(batch, hidden))
+    found = decode(receiver.receive())
+    assert not isinstance(found, Sampled)
+    assert torch.equal(found[1], hidden)
+
+
+def test_a_silent_peer_is_lost_when_the_time_is_up(linked: tuple[Links, Links]) -> None:
+    with pytest.raises(StageLostError, match="stage 1 cannot be reached"):
+        linked[0].receiver(1, 0.05).receive()

@@ -1,0 +1,100 @@
+"""Ray workers as forks of one process that has imported torch and transformers already.
+
+A worker that starts by itself imports them for seconds, and every stage of a run is a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MOST_BYTES = 1 << 20
+"""Of a worker's arguments and environment."""
+
+
+@contextmanager
+def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield the `runtime_env` of a Ray whose workers are forked, through a socket in `folder`."""
+    address = folder / "workers"
+    python = [sys.executable, str(Path(__file__))]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [*python, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline(), "the process to fork from has ended"
+        yield {"py_executable": " ".join([python[0], "-S", "-E", python[1], str(address)])}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def serve(address: str) -> None:
+    """Fork a worker for every connection."""
+    prepare()
+    assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
+        print("ready", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                become_worker(connection)
+            connection.close()
+
+
+def prepare() -> None:
+    """Import and compile what takes long."""
+    import torch
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    from actors.attention.cpu_decode import warm_up
+    from actors.emulation import emulation  # noqa: F401
+
+    torch.set_num_threads(1)  # numba's own threads do not survive a fork
+    for dtype in (torch.float32, torch.bfloat16):
+        warm_up(dtype)
+
+
+def become_worker(connection: socket.socket) -> None:
+    """Run the program that the other side was asked for, with its variables and its files."""
+    message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
+    words = [os.fsdecode(word) for word in message.split(b"\0")]
+    count = int(words[0])
+    sys.argv[:] = words[1 : 1 + count]
+    os.environ.clear()
+    os.environ.update(word.split("=", 1) for word in words[1 + count :])
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit()
+
+
+def call(address: str, arguments: list[str]) -> None:
+    """Have a worker forked, and stay as long as it lives."""
+    variables = [f"{name}={value}" for name, value in os.environ.items()]
+    message = os.fsencode("\0".join([str(len(arguments)), *arguments, *variables]))
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        socket.send_fds(connection, [message], [0, 1, 2])
+        connection.recv(1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        serve(sys.argv[1])
+    else:
+        call(sys.argv[1], sys.argv[2:])

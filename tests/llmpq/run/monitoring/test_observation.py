@@ -1,0 +1,179 @@
+"""Real runs seen while they run: states, a trace file, and metrics scraped from the node."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.messages import Request, Sampling
+from actors.stage_group import GroupOptions, StageGroup
+from actors.telemetry.meter import TelemetryOptions
+from llmpq import Cluster, Plan, Workload
+from llmpq.run.monitoring.meter import RunMeter, RunState, generated
+from llmpq.run.monitoring.monitor import monitored
+from planner.plan.simulate import simulate_plan
+from tests.actors.models import random_prompts
+from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH
+
+REPORT_MS = 500  # in place of Ray's 10 s, so that metrics are there soon
+PROMPTS = 12
+JOB = "watched"
+
+
+@pytest.fixture(scope="module")
+def group(
+    tiny: tuple[Path, Any], plan: Plan, worker_environment: dict[str, str]
+) -> Iterator[StageGroup]:
+    """Three stages that note all, under a Ray that reports metrics often; runs add up."""
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        num_cpus=2,
+        runtime_env=worker_environment,
+        _system_config={"metrics_report_interval_ms": REPORT_MS},
+    )
+    try:
+        with StageGroup(
+            plan.spec, str(tiny[0]), GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
+        ) as stages:
+            yield stages
+    finally:
+        ray.shutdown()
+
+
+def requests() -> list[Request]:
+    prompts = random_prompts([1 + i % 16 for i in range(PROMPTS)])
+    sampling = Sampling(ignore_eos=True)
+    return [Request(str(i), p, NEW_TOKENS, sampling) for i, p in enumerate(prompts)]
+
+
+def spans_of(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """The run's own, by stage."""
+    events = json.loads(path.read_text())["traceEvents"]
+    simulated = {e["tid"] for e in events if e["ph"] == "X" and e["pid"] == 1}
+    assert simulated == {0, 1, 2}
+    mine = [e for e in events if e["ph"] == "X" and e["pid"] == 0]
+    return {stage: [e for e in mine if e["tid"] == stage] for stage in range(3)}
+
+
+def test_a_trace_holds_every_micro_batch_of_every_stage(
+    group: StageGroup, plan: Plan, tmp_path: Path
+) -> None:
+    path, states = tmp_path / "trace.json", list[RunState]()
+    meter = RunMeter(PROMPTS, PROMPTS * NEW_TOKENS)
+    with monitored(group, plan.spec, meter, [states.append], path):
+        for finished in group.generate(requests()):
+            for each in finished:
+                meter.end(len(each.token_ids), NEW_TOKENS)
+        figures = group.observer.figures()
+    assert figures is not None
+    meter.add(figures)
+    stages = spans_of(path)
+    for stats, spans in zip(figures, stages.values(), strict=True):
+        computed = _computed(spans)
+        assert len(computed) == stats.micro_batches > 2 * NEW_TOKENS
+        assert sum(e["args"]["tokens"] for e in computed) == (
+            stats.prefill_tokens + stats.decode_tokens
+        )
+        assert sum(e["dur"] for e in computed) / 1e6 <= stats.busy_s + 1e-6
+        ends = [e["ts"] + e["dur"] for e in spans]
+        assert all(b["ts"] >= end - 1e-3 for end, b in zip(ends, spans[1:], strict=False))
+    for before, after in ((0, 1), (1, 2)):
+        pairs = list(zip(_computed(stages[before]), _computed(stages[after]), strict=True))
+        assert all(a["name"] == b["name"] for a, b in pairs)
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairs), "causality across clocks"
+    state = meter.state()
+    assert state.tokens == generated(figures[-1]) >= PROMPTS * NEW_TOKENS
+    assert state.prompts == PROMPTS
+    assert state.queue is not None
+    assert (state.queue.waiting, state.queue.in_slots, state.queue.micro_batches) == (0, 0, 0)
+    assert all(0 < share <= 1 for share in state.whole_busy_share)
+
+
+def _computed(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in spans if e["cat"] in ("prefill", "decode")]
+
+
+def test_a_loaded_plan_is_simulated_as_while_planning(
+    tiny: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Stages of emulated devices hold modelled times for every micro-batch."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(EMULATED.replace("time_scale: 0", "time_scale: 0.5"))
+    workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
+    plan = Cluster.from_yaml(path).plan(tiny[0], workload, dtype="float32", bits=[16])
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json").spec
+    expected_s = 0.5 * plan.predicted.latency_s
+    assert simulate_plan(loaded).latency_s == pytest.approx(expected_s, rel=1e-9)
+
+
+def test_a_run_that_is_interrupted_leaves_a_trace(
+    group: StageGroup, plan: Plan, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+
+    def interrupted() -> None:
+        with monitored(group, plan.spec, RunMeter(None, None), [], path):
+            next(group.generate(requests()))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert all(_computed(spans) for spans in spans_of(path).values())
+
+
+def scraped(job: str) -> dict[tuple[str, str, str, str], float]:
+    """Values of the node's metrics by name, stage, phase, and state or kind."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("ray_llmpq_") and f'job="{job}"' in line:
+            name, rest = line.split("{", 1)
+            tags = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+            kind = tags.get("state", tags.get("kind", tags.get("le", "")))
+            value = float(line.rpartition(" ")[2])
+            key = name.removeprefix("ray_llmpq_"), tags["stage"], tags.get("phase", ""), kind
+            found[key] = value
+    return found
+
+
+def test_prometheus_gets_the_figures_of_every_stage(group: StageGroup, plan: Plan) -> None:
+    """Scraped from the metrics port of the node, as Prometheus does."""
+    assert sum(len(finished) for finished in group.generate(requests())) == PROMPTS
+    stats = group.stats()
+    expected: dict[tuple[str, str, str, str], float] = {
+        ("requests", "0", "", "waiting"): 0,
+        ("requests", "0", "", "in_slots"): 0,
+        ("kv_slots", "0", "", "all"): plan.workload.global_batch,
+        ("micro_batches_under_way", "0", "", ""): 0,
+    }
+    for stage, each in enumerate(map(str, range(3))):
+        told = stats[stage]
+        expected["held_bytes", each, "", "weights"] = told.weight_bytes
+        expected["held_bytes", each, "", "kv_cache"] = told.kv_cache_bytes
+        for phase, work in (("prefill", told.prefill), ("decode", told.decode)):
+            expected["tokens_total", each, phase, ""] = work.tokens
+            expected["micro_batches_total", each, phase, ""] = work.micro_batches
+            expected["micro_batch_seconds_count", each, phase, ""] = work.micro_batches
+            expected["busy_seconds_total", each, phase, ""] = pytest.approx(work.seconds, rel=1e-6)
+    for phase, work in (("prefill", stats[2].prefill), ("decode", stats[2].decode)):
+        expected["generated_tokens_total", "2", phase, ""] = work.requests
+    deadline = time.monotonic() + 60
+    found = scraped(JOB)
+    while any(found.get(key) != value for key, value in expected.items()):
+        assert time.monotonic() < deadline, {k: (found.get(k), v) for k, v in expected.items()}
+        time.sleep(0.1)
+        found = scraped(JOB)
+    assert ("generated_tokens_total", "0", "decode", "") not in found, "not sampled there"

@@ -1,0 +1,171 @@
+"""A plan that was loaded from its file explains itself and is simulated as when it was made."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmpq import Cluster, Plan, Workload
+from llmpq.errors import SpecError
+from llmpq.report import report_page
+from llmpq.run.replan import replan
+from planner.cluster.spec import ClusterSpec
+from planner.explanation.what_if import WhatIfOptions
+from planner.model.finding import model_shape
+from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
+from quant.scheme import BITWIDTHS
+from tests.planner.edits import change
+
+MODEL = "opt-125m"
+WORKLOAD = Workload(8, 64, 16)
+ONE_QUESTION = WhatIfOptions(theta_factors=(), link_factor=4.0)
+CLUSTER = {
+    "name": "mixed",
+    "nodes": [
+        {"name": "a", "accelerators": {"T4": 1}, "usable_memory_gib": 0.9},
+        {"name": "b", "accelerators": {"V100-32GB": 1}, "usable_memory_gib": 1.0},
+    ],
+    "network": {"internode_gbit_per_s": 25},
+}
+EMULATED = {**CLUSTER, "emulate": {"time_scale": 0.1, "stand_in": "small"}}
+PROFILE = """device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer
+T4,opt-125m,768,3072,64,0,prefill,16,2,1.5
+T4,opt-125m,768,3072,1,70,decode,16,2,0.5
+"""
+LINKS = "sender,receiver,place,way,payload_bytes,seconds,spread,repetitions\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The present folder, with a profile and an omega file."""
+    (tmp_path / "times.csv").write_text(PROFILE)
+    shape = model_shape(MODEL)
+    matrix = 3 * default_sensitivity(shape, BITWIDTHS)
+    content = OmegaContent(tuple(BITWIDTHS), shape.fingerprint(), matrix)
+    save_omega(tmp_path / "omega.json", content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(cluster: object = CLUSTER, **options: object) -> Plan:
+    spec = ClusterSpec.from_dict(cluster)  # type: ignore[arg-type]
+    return Cluster(spec).plan(MODEL, WORKLOAD, keep_all_devices=True, **options)
+
+
+def loaded(plan: Plan) -> Plan:
+    plan.save("plan.json")
+    return Plan.load("plan.json")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [
+        (CLUSTER, {}),
+        (CLUSTER, {"profiles": "times.csv", "omega_file": Path("omega.json")}),
+        (CLUSTER, {"kv_bits": "auto", "group": 2, "head": "first", "theta": 0.1}),
+        (CLUSTER, {"objective": "paper", "method": "transfer", "memory_margin": 0.0}),
+        (CLUSTER, {"method": "uniform"}),
+        (CLUSTER, {"method": "pipeedge", "bits": [8]}),
+        (CLUSTER, {"max_omega": 1e3}),
+        (EMULATED, {}),
+    ],
+)
+def test_it_says_the_same(
+    cluster: object, options: dict[str, object], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = made(cluster, **options)
+    again = loaded(plan)
+    monkeypatch.chdir(folder.parent)
+    assert again.limits == plan.limits
+    said, first = again.explain(ONE_QUESTION), plan.explain(ONE_QUESTION)
+    assert said.layers == first.layers
+    assert said.stages == first.stages
+    assert said.answers == first.answers
+    assert report_page(again.spec, said) == report_page(plan.spec, first)
+    for suffix in ("svg", "json"):
+        for name, each in (("made", plan), ("loaded", again)):
+            each.trace(folder / f"{name}.{suffix}")
+        traces = [(folder / f"{name}.{suffix}").read_text() for name in ("made", "loaded")]
+        assert traces[0] == traces[1]
+
+
+def test_so_does_one_that_was_planned_again(folder: Path) -> None:
+    """For devices that are left, which the origin names."""
+    first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD)
+    again = loaded(Plan(replan(first.spec, ["node0/T4-16GB:1"])))
+    assert len(again.costs.cluster.devices) == 2
+    again.report("page.html")
+    assert "Why" in Path("page.html").read_text()
+
+
+def test_costs_of_a_plan_that_was_just_made_are_not_computed_again(folder: Path) -> None:
+    plan = made(profiles="times.csv")
+    (folder / "times.csv").unlink()
+    assert plan.explain(ONE_QUESTION).stages == plan.limits
+
+
+def edited(*path: str | int, to: object) -> Callable[[Path], None]:
+    """A change of the plan file."""
+    import json
+
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / "plan.json").read_text())
+        change(*path, to=to)(content)
+        (folder / "plan.json").write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "times.csv").unlink(), r"times\.csv is not what it was"),
+        (
+            lambda folder: (folder / "times.csv").write_text(PROFILE + "\n"),
+            r"times\.csv is not what it was when the plan was made.*llmpq-algo",
+        ),
+        (lambda folder: (folder / "omega.json").unlink(), r"omega\.json is not what it was"),
+        (
+            lambda folder: (folder / "times.links.csv").write_text(LINKS),
+            r"times\.links\.csv is not what it was",
+        ),
+        (edited("model", "source", to="./gone"), "compute its costs again: model ./gone: no such"),
+        (edited("model", "source", to="opt-1.3b"), "opt-1.3b is not the opt-125m of the plan"),
+        (edited("predicted", "objective_latency_s", to=77.5), "latency in seconds is 77.5, comp"),
+        (edited("solver", "sensitivity", to=1e6), "sensitivity is 1e[+]06, computed again"),
+        (edited("origin", to=None), "does not say what it was made from.*llmpq-algo"),
+    ],
+)
+def test_what_is_gone_or_changed_is_named(
+    harm: Callable[[Path], None], message: str, folder: Path
+) -> None:
+    made(profiles="times.csv", omega_file="omega.json").save("plan.json")
+    harm(folder)
+    plan = Plan.load("plan.json")
+    for use in (plan.explain, lambda: plan.report("p.html"), lambda: plan.trace("t.svg")):
+        with pytest.raises(SpecError, match=message):
+            use()
+    assert not Path("p.html").exists()
+
+
+def test_files_that_were_only_moved_and_put_back_are_taken(folder: Path) -> None:
+    plan = loaded(made(profiles="times.csv"))
+    shutil.copy("times.csv", "kept.csv")
+    Path("times.csv").unlink()
+    Path("kept.csv").rename("times.csv")
+    assert plan.limits
+
+
+def test_a_plan_file_of_before_is_read(folder: Path) -> None:
+    """Its origin names no digests: figures alone are compared."""
+    plan = made()
+    assert plan.spec.origin is not None
+    origin = replace(plan.spec.origin, files={})
+    text = replace(plan.spec, origin=origin).to_json().replace(',\n  "files": {}', "")
+    assert '"files"' not in text
+    Path("plan.json").write_text(text)
+    assert Plan.load("plan.json").limits == plan.limits

@@ -1,0 +1,143 @@
+"""What a `config.json` may say: no less strict than transformers, and right for models in use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2CLS
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from planner.model.config_check import ACTIVATIONS
+from planner.model.finding import shape_from_config
+from planner.model.rope_check import ROPE_TYPES
+from quant.common.errors import SpecError
+from tests.actors.models import CONFIGS
+
+FAMILIES = {config.model_type: config for config in CONFIGS.values()}
+WRONG: tuple[Any, ...] = ("x", -1, 0, 1.5, [], ["a"], {}, {"a": 1}, True, 10**6, 1e300, None)
+_OF_TRAINING = {"num_labels", "problem_type", "label2id"}
+
+
+def test_activations_are_those_of_transformers() -> None:
+    assert {*ACT2CLS} - ACTIVATIONS == {"prelu", "xielu"}  # with weights of their own
+    assert set(ACT2CLS) >= ACTIVATIONS
+
+
+def test_rope_types_are_those_of_transformers() -> None:
+    assert {*ROPE_INIT_FUNCTIONS} - {*ROPE_TYPES} == {"longrope", "proportional"}
+    assert {*ROPE_TYPES} - {*ROPE_INIT_FUNCTIONS} == {"default"}
+
+
+def values_of(config: PretrainedConfig) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(config.to_json_string())
+    return values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_refuses_is_refused(family: str) -> None:
+    """Every field of its configuration, with values of every type."""
+    config = FAMILIES[family]
+    fields = {field.name for field in dataclasses.fields(config)}
+    fields |= {"rope_theta", "rope_scaling", "torch_dtype"} | {*values_of(config)}
+    missed = []
+    for field in sorted(fields - _OF_TRAINING):
+        for wrong in WRONG:
+            values = values_of(config) | {field: wrong}
+            try:
+                shape_from_config("m", values)
+            except SpecError:
+                continue
+            if not taken(values):
+                missed.append((field, wrong))
+    assert missed == []
+
+
+def taken(values: dict[str, Any]) -> bool:
+    values = dict(values)
+    try:
+        AutoConfig.for_model(values.pop("model_type"), **values)
+    except Exception:  # whatever it is, transformers does not take them
+        return False
+    return True
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+        "original_max_position_embeddings": 64,
+    },
+    "yarn of older files": {"type": "yarn", "factor": 4.0, "attention_factor": 1.1},
+    "yarn without mscale": {"rope_type": "yarn", "factor": 4, "mscale": 1.0, "mscale_all_dim": 0},
+    "linear": {"rope_type": "linear", "factor": 2},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "both spellings": {"rope_type": "linear", "type": "linear", "factor": 2.0},
+}  # fmt: skip
+
+YARN = {"rope_scaling": ROPE["yarn of older files"]}
+
+
+@pytest.mark.parametrize("name", ROPE)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scaled_positions_in_both_places(name: str, key: str) -> None:
+    values = values_of(FAMILIES["llama"]) | {"rope_parameters": None, "rope_theta": 500000.0}
+    assert shape_from_config("m", values | {key: ROPE[name]}).layers
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, r"rope_scaling\.factor is 0"),
+        ({"rope_scaling": ROPE["llama3"] | {"low_freq_factor": 4.0}}, "below high_freq_factor"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling\.type is \['yarn'\]"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope', which llmpq does not run"),
+        ({"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention is an obj"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta is None"),
+        ({"rope_parameters": {"rope_theta": 1e400}}, "rope_theta is inf"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": ROPE["yarn of older files"] | {"beta_fast": "x"}}, "beta_fast is 'x'"),
+        (YARN | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
+        ({"head_dim": 31}, "head size .* is 31"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .* 5 of full_attention"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps is 0.0"),
+        ({"hidden_act": "xielu"}, "hidden_act is 'xielu'"),
+    ],
+)
+def test_what_is_refused_names_the_entry(entries: dict[str, Any], message: str) -> None:
+    values = values_of(FAMILIES["llama"]) | entries
+    with pytest.raises(SpecError, match=message) as caught:
+        shape_from_config("m", values, "/models/m/config.json")
+    assert str(caught.value).startswith("/models/m/config.json: ")
+
+
+def test_a_part_of_a_neox_head_turns() -> None:
+    values = values_of(FAMILIES["gpt_neox"])
+    del values["rope_parameters"]
+    for share in (0.25, 1.0, 0.9):
+        assert shape_from_config("m", values | {"rotary_pct": share}).head_dim == 8
+    for share in (0, 1.1, "x"):
+        with pytest.raises(SpecError, match="rotary_pct is"):
+            shape_from_config("m", values | {"rotary_pct": share})
+    with pytest.raises(SpecError, match="rotary_emb_base is 0"):
+        shape_from_config("m", values | {"rotary_emb_base": 0})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"model_type": "llama", "pad_token_id": -1, "bos_token_id": -1, "torch_dtype": "bfloat16"},
+        {"model_type": "llama", "eos_token_id": [1, 2, 3], "pretraining_tp": 1},
+        {"model_type": "mistral", "sliding_window": None, "attention_dropout": 0.0},
+        {"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 3, "use_mrope": False},
+        {"model_type": "gpt_neox", "rotary_emb_base": 10000, "rotary_pct": 0.25},
+        {"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}, "unknown": [[1]]},
+    ],
+)  # fmt: skip
+def test_configurations_in_use_are_taken(entries: dict[str, Any]) -> None:
+    values = values_of(FAMILIES[entries["model_type"]])
+    values.pop("rope_parameters")
+    assert shape_from_config("m", values | {"rope_theta": 10000} | entries).layers == 5

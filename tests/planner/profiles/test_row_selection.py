@@ -1,0 +1,139 @@
+"""Where times come from is said, and why rows of a profile are not used; strict plans refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from llmpq.run.replan import replan
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
+from planner.search.search import find_plan
+from planner.workload import Workload
+from quant.common.errors import SpecError
+
+SHAPE = model_shape("opt-125m")
+CPU = ClusterSpec.from_dict(
+    {"name": "c", "nodes": [{"accelerators": {"CPU": 2}, "memory_gib": 2, "threads": 2}]}
+)
+HEADER = (
+    "device,model,h1,h2,prompt_length,context_length,phase,bits,batch_size,ms_per_layer,backend,"
+    "dtype,threads\n"
+)
+OURS = {"device": "CPU", "h1": "768", "dtype": "bfloat16", "threads": "2", "backend": ""}
+WHOLE = [("prefill", 8), ("decode", 8), ("prefill", 16), ("decode", 16)]
+
+
+def profile(path: Path, kinds: Iterable[tuple[str, int]] = WHOLE, **other: str) -> Path:
+    """A row for each phase and bitwidth, with what is not as in `OURS`."""
+    row = {**OURS, **other}
+    lines = [
+        f"{row['device']},opt-125m,{row['h1']},3072,{'64,0' if phase == 'prefill' else '1,70'},"
+        f"{phase},{bits},4,2.5,{row['backend']},{row['dtype']},{row['threads']}\n"
+        for phase, bits in kinds
+    ]
+    path.write_text(HEADER + "".join(lines))
+    return path
+
+
+def planned(path: Path, **options: object) -> PlanSpec:
+    given = {"profiles": path, "bits": [8, 16], **options}
+    return find_plan(CPU, SHAPE, "opt-125m", Workload(8, 64, 16), PlanOptions.of(given))
+
+
+DATASHEET = "CPU estimated: roofline of the datasheet"
+REASONS = pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"device": "T4"}, "bits 8, 16: taken on T4-16GB"),
+        ({"threads": "4"}, "bits 8, 16: taken at a thread count of 4, not 2"),
+        ({"dtype": "float32"}, "bits 8, 16: taken in float32, not bfloat16"),
+        ({"kinds": [("prefill", 3)]}, "bits 8, 16: no rows"),
+        (
+            {"kinds": [("prefill", 8)], "backend": "bnb_int8"},
+            "the kernel bnb_int8, not onednn_w8a8",
+        ),
+        ({"kinds": []}, "bits 8, 16: no rows"),
+    ],
+)
+
+
+@REASONS
+def test_why_no_row_is_used(tmp_path: Path, other: dict[str, str], reason: str) -> None:
+    plan = planned(profile(tmp_path / "p.csv", **other))
+    for stage in plan.stages:
+        assert stage.provenance.startswith(DATASHEET)
+        assert reason in stage.provenance
+
+
+@REASONS
+def test_strict_refuses_it(tmp_path: Path, other: dict[str, str], reason: str) -> None:
+    path = profile(tmp_path / "p.csv", **other)
+    with pytest.raises(SpecError, match=r"strict_profiles: .*p\.csv .* node0/CPU:0: ") as refusal:
+        planned(path, strict_profiles=True)
+    assert reason in str(refusal.value)
+    assert "llmpq-profile" in str(refusal.value)
+
+
+def test_a_whole_file_is_fitted_and_strict(tmp_path: Path) -> None:
+    plan = planned(profile(tmp_path / "p.csv"), strict_profiles=True)
+    assert plan.stages[0].provenance == (
+        "CPU fitted to 4 profile rows of p.csv (bits 8, 16); embedding and LM head estimated: "
+        "roofline of the datasheet"
+    )
+    assert plan.origin is not None
+    assert plan.origin.options.strict_profiles
+
+
+def test_a_partial_file_says_what_is_mixed(tmp_path: Path) -> None:
+    path = profile(tmp_path / "p.csv", kinds=WHOLE[:3])
+    told = planned(path).stages[0].provenance
+    assert told.startswith("CPU fitted to 3 profile rows of p.csv (bits 8, 16); estimated: ")
+    assert "(decode of bits 16: no rows)" in told
+    with pytest.raises(SpecError, match=r"node0/CPU:0: decode of bits 16: no rows; measure them"):
+        planned(path, strict_profiles=True)
+    assert planned(path, strict_profiles=True, bits=[8]).stages
+
+
+def test_rows_of_another_model_are_scaled_and_said_so(tmp_path: Path) -> None:
+    path = profile(tmp_path / "p.csv", h1="512")
+    told = planned(path).stages[0].provenance
+    assert "fitted to 4 profile rows of p.csv (bits 8, 16; bits 8, 16: scaled from opt" in told
+    with pytest.raises(SpecError, match="bits 8, 16: scaled from opt-125m"):
+        planned(path, strict_profiles=True)
+
+
+def test_a_compute_type_that_was_asked_for_counts(tmp_path: Path) -> None:
+    """Not the device's own."""
+    path = profile(tmp_path / "p.csv")
+    told = planned(path, dtype="float32").stages[0].provenance
+    assert "taken in bfloat16, not float32" in told
+
+
+def test_measured_times_are_described_alike(tmp_path: Path) -> None:
+    plan = planned(profile(tmp_path / "p.csv"), profile_use="measured")
+    assert plan.stages[0].provenance.startswith("CPU measured in 4 profile rows of p.csv")
+
+
+def test_planning_again_is_as_strict(tmp_path: Path) -> None:
+    path = profile(tmp_path / "p.csv")
+    plan = planned(path, strict_profiles=True, keep_all_devices=True)
+    lost = [plan.stages[0].device]
+    again = replan(plan, lost)
+    assert again.origin is not None
+    assert again.origin.options.strict_profiles
+    profile(path, kinds=WHOLE[:3])
+    with pytest.raises(SpecError, match=r"strict_profiles: .* decode of bits 16"):
+        replan(plan, lost)
+    path.unlink()
+    with pytest.raises(SpecError, match=r"strict_profiles needs .*p\.csv"):
+        replan(plan, lost)
+
+
+def test_strict_without_profiles_has_no_effect() -> None:
+    with pytest.raises(SpecError, match="strict_profiles has no effect without profiles"):
+        PlanOptions.of({"strict_profiles": True})
