@@ -1,38 +1,26 @@
-"""Which requests of a run are not finished, and which of them are suspected of killing stages.
-
-Plain Python without Ray: it says what to run next, and takes in what finished and what went wrong.
-"""
+"""Which requests of a run are not finished, and which of them are suspected of killing stages."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from actors.messages import Finished, Request
+from actors.recovery.faults import Fault
 from quant.common.errors import DeviceError, SpecError, StageLostError
 
 ALONE_FAULTS = 2
 """Faults of a request that runs alone until it is held to be their cause: one may be chance."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What ended a turn: `text` names the stage. `custom_ids` were computed then (None: not known);
-    `short_of_memory`: a stage that would need less for a smaller micro-batch.
-    """
-
-    text: str
-    custom_ids: frozenset[str] | None = None
-    short_of_memory: bool = False
-
-
-class Ledger:
-    """Takes requests from `source` as they are wanted and keeps those that are not finished.
+class RequestLedger:
+    """Takes requests from `source` as they are wanted and keeps those that are not finished. It
+    says what to run next, and takes in what finished and what went wrong.
 
     The source may pause, with a None in the place of a request: whoever reads it has something else
-    to hand out first.
+    to hand out first. While it is read, `reading` is set: an error is not the stages' then.
 
     They are run in turns. A turn that has no fault finishes all there is. After a fault the next
     turn begins with what the last one left. Requests that were computed at `retries` faults are
@@ -46,7 +34,6 @@ class Ledger:
         self._source: Iterator[Request | None] = iter(source)
         self._retries, self._restarts = retries, restarts
         self.reading = self.paused = False
-        self.turns = 0
         self._exhausted = False
         self._unfinished: dict[str, Request] = {}
         self._turn: deque[str] = deque()
@@ -59,12 +46,11 @@ class Ledger:
 
     @property
     def unfinished(self) -> tuple[Request, ...]:
-        """What was taken and has not finished, with the tokens it has."""
+        """Requests that were taken and have not finished, with the tokens they have."""
         return tuple(self._unfinished.values())
 
     def next_turn(self) -> bool:
         """Begin the next turn; False when all requests of the source have finished."""
-        self.turns += 1
         while self._groups:
             self._alone = self._left(self._groups.popleft())
             if self._alone:
@@ -75,7 +61,9 @@ class Ledger:
         return bool(self._turn) or not self._exhausted
 
     def take(self, count: int) -> tuple[Request, ...]:
-        """The next requests of this turn; less than `count` are its last, unless it is `paused`."""
+        """Return the next requests of this turn; fewer than `count` are its last, unless the source
+        has `paused`. Raises `SpecError` for a custom_id that is in the run twice.
+        """
         old = [self._turn.popleft() for _ in range(min(count, len(self._turn)))]
         missing = 0 if self._alone or self._exhausted else count - len(old)
         new = self._read(missing)
@@ -86,10 +74,10 @@ class Ledger:
         return (*(self._unfinished[custom_id] for custom_id in old), *new)
 
     def _read(self, count: int) -> list[Request]:
-        """The next of the source; fewer where it pauses or ends."""
+        """Read requests from the source; fewer where it pauses or ends."""
         new: list[Request] = []
         self.paused = False
-        self.reading = True  # an error of the source's is none of the stages'
+        self.reading = True
         for request in islice(self._source, count):
             if request is None:
                 self.paused = True
@@ -100,7 +88,7 @@ class Ledger:
         return new
 
     def finish(self, finished: Sequence[Finished]) -> tuple[Finished, ...]:
-        """Those of `finished` that had not finished before."""
+        """Take in what has `finished`; return what had not before."""
         new = tuple(f for f in finished if self._unfinished.pop(f.custom_id, None) is not None)
         if new:
             self._in_vain = self._given_up = 0
@@ -114,7 +102,7 @@ class Ledger:
                 self._unfinished[custom_id] = replace(request, generated=tuple(so_far))
 
     def fault(self, fault: Fault) -> tuple[Finished, ...]:
-        """The turn has ended by `fault`; returns requests that are given up for it.
+        """Take in that `fault` has ended the turn; return requests that are given up for it.
 
         Raises `StageLostError`, or `DeviceError` where memory is short, when there is no point in
         going on.
@@ -148,7 +136,7 @@ class Ledger:
         self._given_up += 1
         if self._given_up > self._restarts:
             what = f"{self._given_up} requests in a row failed alone; the last time {fault.text}"
-            raise (DeviceError if fault.short_of_memory else StageLostError)(f"gave up: {what}")
+            raise (DeviceError if fault.kind == "memory" else StageLostError)(f"gave up: {what}")
         times = self._faults[custom_id] + self._faults_alone[custom_id]
         error = (
             f"{fault.text}; this happened {times} times while this row was computed, and in "
@@ -163,6 +151,6 @@ class Ledger:
 
 
 def _halves(custom_ids: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Two groups, or fewer where there are not two requests."""
+    """Split into two groups, or fewer where there are not two requests."""
     half = -(-len(custom_ids) // 2)
     return [group for group in (custom_ids[:half], custom_ids[half:]) if group]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from actors.messages import Finished, Request, Sampling
-from actors.recovery.ledger import Fault, Ledger
+from actors.recovery.faults import Fault
+from actors.recovery.suspects import RequestLedger
 from quant.common.errors import DeviceError, SpecError, StageLostError
 
 SLOTS = 8
@@ -24,7 +25,7 @@ class Runner:
     dies with `chance`. Counts how often each row was in a batch of its own that died.
     """
 
-    def __init__(self, ledger: Ledger, poison: set[str], chance: float, seed: int) -> None:
+    def __init__(self, ledger: RequestLedger, poison: set[str], chance: float, seed: int) -> None:
         self.results: list[Finished] = []
         self.died_alone: Counter[str] = Counter()
         self.deaths = 0
@@ -59,7 +60,8 @@ class Runner:
         self.died_alone.update(ids if len(ids) == 1 else ())
         self._ledger.progress({i: (1,) for i in ids})
         known = self._random.random() < 0.5  # else the first stage died
-        self.results += self._ledger.fault(Fault("stage 1 died", frozenset(ids) if known else None))
+        hit = frozenset(ids) if known else None
+        self.results += self._ledger.fault(Fault("died", 1, "stage 1 died", hit))
         return True
 
 
@@ -68,7 +70,7 @@ def test_every_row_ends_once_and_only_what_failed_twice_alone_is_an_error(seed: 
     rng = random.Random(seed)
     count = rng.randrange(1, 120)
     poison = {str(rng.randrange(count)) for _ in range(rng.randrange(4))}
-    ledger = Ledger(requests(count), retries=rng.randrange(1, 4), restarts=40)
+    ledger = RequestLedger(requests(count), retries=rng.randrange(1, 4), restarts=40)
     runner = Runner(ledger, poison, rng.choice([0.0, 0.05, 0.3]), seed)
     runner.run()
     assert sorted(f.custom_id for f in runner.results) == sorted(map(str, range(count)))
@@ -82,7 +84,7 @@ def test_every_row_ends_once_and_only_what_failed_twice_alone_is_an_error(seed: 
 
 
 def test_one_poison_row_is_found_in_few_restarts_among_many() -> None:
-    ledger = Ledger(requests(1000), retries=2, restarts=5)
+    ledger = RequestLedger(requests(1000), retries=2, restarts=5)
     runner = Runner(ledger, {"500"}, 0.0, 0)
     runner.run()
     assert [f.custom_id for f in runner.results if f.finish_reason == "error"] == ["500"]
@@ -91,18 +93,18 @@ def test_one_poison_row_is_found_in_few_restarts_among_many() -> None:
 
 
 def test_stages_that_always_die_end_the_run() -> None:
-    runner = Runner(Ledger(requests(100), retries=9, restarts=5), set(), 1.0, 0)
+    runner = Runner(RequestLedger(requests(100), retries=9, restarts=5), set(), 1.0, 0)
     with pytest.raises(StageLostError, match="6 restarts in a row, and no request finished"):
         runner.run()
-    runner = Runner(Ledger(requests(100), retries=2, restarts=5), set(), 1.0, 0)
+    runner = Runner(RequestLedger(requests(100), retries=2, restarts=5), set(), 1.0, 0)
     with pytest.raises(StageLostError, match="6 requests in a row failed alone"):
         runner.run()
     assert len(runner.results) == 5
 
 
 def test_memory_that_is_short_for_every_request_is_an_error_of_the_device() -> None:
-    ledger = Ledger(requests(20), retries=1, restarts=2)
-    fault = Fault("stage 1 ran out of memory", None, short_of_memory=True)
+    ledger = RequestLedger(requests(20), retries=1, restarts=2)
+    fault = Fault("memory", 1, "stage 1 ran out of memory")
 
     def run() -> None:
         while ledger.next_turn():
@@ -114,7 +116,7 @@ def test_memory_that_is_short_for_every_request_is_an_error_of_the_device() -> N
 
 
 def test_what_is_unfinished_has_its_tokens_for_another_run() -> None:
-    ledger = Ledger(requests(9), retries=2, restarts=5)
+    ledger = RequestLedger(requests(9), retries=2, restarts=5)
     ledger.next_turn()
     ledger.take(4)
     ledger.finish([Finished("1", (5,), "stop")])
@@ -136,7 +138,7 @@ def test_a_source_that_pauses_is_neither_read_on_nor_taken_for_ended() -> None:
             read.append(each)
             yield each
 
-    ledger = Ledger(source(), retries=2, restarts=5)
+    ledger = RequestLedger(source(), retries=2, restarts=5)
     ledger.next_turn()
     taken = [(ledger.take(2), ledger.paused, len(read)) for _ in range(4)]
     assert taken == [((one,), True, 2), ((), True, 3), ((two, three), False, 5), ((), False, 5)]
@@ -145,7 +147,7 @@ def test_a_source_that_pauses_is_neither_read_on_nor_taken_for_ended() -> None:
 
 
 def test_two_rows_of_one_id_and_a_broken_source_are_the_users() -> None:
-    ledger = Ledger(requests(2) + requests(1), retries=2, restarts=5)
+    ledger = RequestLedger(requests(2) + requests(1), retries=2, restarts=5)
     ledger.next_turn()
     with pytest.raises(SpecError, match="'0' is in the run twice"):
         ledger.take(3)
@@ -154,7 +156,7 @@ def test_two_rows_of_one_id_and_a_broken_source_are_the_users() -> None:
         yield from requests(1)
         raise StageLostError("of another group")
 
-    ledger = Ledger(broken(), retries=2, restarts=5)
+    ledger = RequestLedger(broken(), retries=2, restarts=5)
     ledger.next_turn()
     with pytest.raises(StageLostError):
         ledger.take(3)

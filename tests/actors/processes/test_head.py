@@ -10,9 +10,8 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from actors.processes.health import Pulse
-from actors.processes.ray_head import check_head, ended_process, get_while_it_lives, references_of
-from actors.recovery.liveness import Watch
+from actors.processes.answers import StageAnswers, get_answer, get_streamed
+from actors.processes.ray_head import check_head, ended_process
 from quant.common.errors import HeadLostError
 
 
@@ -65,17 +64,6 @@ def test_a_ray_that_others_started_is_theirs(monkeypatch: pytest.MonkeyPatch) ->
         assert ended_process() is None
 
 
-def test_a_watch_notices_at_its_next_look(head: Head) -> None:
-    now_s = 0.0
-    stage = SimpleNamespace(pulse=SimpleNamespace(remote=lambda with_tokens: with_tokens))
-    watch = Watch([stage], 120.0, lambda _: Pulse(0, 0.0), True, lambda: now_s, lambda _: True)
-    watch.look()
-    head.gcs_server.returncode = -9
-    now_s = watch.interval_s
-    with pytest.raises(HeadLostError):
-        watch.look()
-
-
 def test_nobody_waits_for_what_a_lost_head_owes(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,8 +85,13 @@ def test_nobody_waits_for_what_a_lost_head_owes(
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "wait", wait_for)
     with pytest.raises(HeadLostError):
-        get_while_it_lives("reference")
+        get_answer("reference")  # type: ignore[arg-type]
     head.raylet.returncode = None
     with pytest.raises(HeadLostError):
-        next(references_of("stream"))
-    assert waits == [1.0] * 6
+        next(get_streamed("stream"))  # type: ignore[arg-type]
+    head.raylet.returncode = None
+    answers = StageAnswers([])
+    assert [answers.ready(["reference"], 1.0) for _ in range(2)] == [[], []]  # type: ignore[list-item]
+    with pytest.raises(HeadLostError):
+        answers.ready(["reference"], 1.0)  # type: ignore[list-item]
+    assert waits == [1.0] * 9
