@@ -78,9 +78,9 @@ def test_measured_links_count_more_than_the_file() -> None:
     assert measured.fingerprint() != CLUSTER.fingerprint()
     assert measured.link_provenance(T4, T4_TOO) is None
     assert measured.link_provenance(T4, T4) is None
-    told = measured.link_provenance(T4, V100)
-    assert told is not None
-    assert told.startswith("hop to V100-SXM2-32GB of another node measured (gloo")
+    provenance = measured.link_provenance(T4, V100)
+    assert provenance is not None
+    assert provenance.startswith("hop to V100-SXM2-32GB of another node measured (gloo")
 
 
 def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:
