@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from actors.sampling import Sampling as Sampling
+from actors.sampling_options import Sampling as Sampling
 
 Transport = Literal["auto", "ray", "gloo"]
 """How tensors go between stages; auto: gloo where it connects, else Ray."""

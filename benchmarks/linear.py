@@ -31,7 +31,7 @@ from benchmarks.machine import processor_name
 from benchmarks.timing import EVICTING_BYTES, seconds_of
 from planner.model.finding import model_shape
 from quant.backends.base import PackedWeight
-from quant.backends.registry import BACKENDS, self_test
+from quant.backends.kernel_classes import BACKENDS, self_test
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.common.errors import DeviceError
 from quant.linear import dtype_name

@@ -15,7 +15,7 @@ import numpy as np
 import pulp
 
 from planner.optimiser.assignment import evaluate
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.relaxation.scaling import (
     OBJECTIVE_UNITS,

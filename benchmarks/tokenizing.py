@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from statistics import median
 
-from actors.sampling import GREEDY
+from actors.sampling_options import GREEDY
 from benchmarks.machine import processor_name
 from llmpq.rows.row import Row
 from llmpq.tokenizing.requests import RequestMaker, load_tokenizer

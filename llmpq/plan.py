@@ -25,7 +25,8 @@ from planner.explanation.what_if import WhatIfOptions
 from planner.micro_batches import MicroBatches
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.front import FrontPoint
-from planner.simulation.trace import write_chrome_trace, write_gantt
+from planner.simulation.gantt import write_gantt
+from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
-from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
 from quant.canonical import CanonicalWeight, dequantize, quantize

@@ -17,8 +17,8 @@ from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, St
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
-from actors.schedule.policies import make_scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
+from actors.schedule.table import make_scheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions

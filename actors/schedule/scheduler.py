@@ -39,7 +39,7 @@ class Scheduler(Protocol):
     """A scheduling policy: plain Python without a device or a clock.
 
     It decides which micro-batch comes next and takes in the tokens that were sampled. Each policy
-    is one file beside this one, and one entry of `actors.schedule.policies`.
+    is one file beside this one, and one entry of `actors.schedule.table`.
     """
 
     def add(self, requests: Sequence[Request], last: bool) -> None:

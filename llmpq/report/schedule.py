@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.report.formatting import shortened
+from planner.simulation.gantt import GanttOptions, gantt_svg
 from planner.simulation.simulation import Simulated
-from planner.simulation.trace import GanttOptions, gantt_svg
 
 GANTT_WIDTH = 800  # pixels of the drawing; with its labels as wide as the page's text
 LABEL_LENGTH = 24

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.messages import Sampling
-from actors.sampling import GREEDY
+from actors.sampling_options import GREEDY
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from llmpq.rows.row import merge_sampling
 from planner.workload import Workload

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.costs.latency import LatencyModel
+from planner.costs.latency_model import LatencyModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
 from quant.scheme import FULL_BITS

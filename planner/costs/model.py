@@ -11,7 +11,7 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers
-from planner.costs.latency import LatencyModel
+from planner.costs.latency_model import LatencyModel
 from planner.costs.memory import (
     StageEnds,
     StageMemory,

@@ -11,7 +11,7 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, StageTimes, stage_times
-from planner.optimiser.latency import decode_round_form
+from planner.optimiser.objectives import decode_round_form
 from planner.optimiser.problem import AssignmentProblem
 from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated, simulate_assignment

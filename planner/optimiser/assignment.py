@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from quant.common.errors import SpecError
 

@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-Objective = Literal["pipeline", "paper"]  # `planner.optimiser.latency` states both
+Objective = Literal["pipeline", "paper"]  # `planner.optimiser.objectives` states both
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
-from planner.costs.latency import LatencyModel
+from planner.costs.latency_model import LatencyModel
 from planner.model.finding import ModelShape
 from planner.phases import Phase
 from planner.profiles.correction import NO_CORRECTION, Correction, fit_correction

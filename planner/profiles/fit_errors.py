@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.latency import LatencyModel
+from planner.costs.latency_model import LatencyModel
 from planner.phases import PHASES, Phase
 from planner.profiles.fit import FittedLatency, row_length
 from planner.profiles.row_selection import applies

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.eight_bit_kv import EightBitCacheLatency
-from planner.costs.latency import LatencyModel, RememberedLatency
+from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape

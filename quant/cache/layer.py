@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from quant.backends.base import PackedWeight
-from quant.backends.registry import BACKENDS, usable_backend
+from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_header import DamagedFileError

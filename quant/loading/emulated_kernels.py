@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from quant.backends.base import CanonicalPacked
-from quant.backends.registry import BACKENDS
+from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
 from quant.canonical import dequantize, quantize

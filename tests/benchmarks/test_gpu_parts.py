@@ -19,7 +19,7 @@ from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.place import Place
 from benchmarks.linear import Held, Result, Setting, measure
 from benchmarks.timing import captured, seconds_of
-from quant.backends.registry import BACKENDS
+from quant.backends.kernel_classes import BACKENDS
 from quant.scheme import LinearShape
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.backends.base import copy_of
+from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable.torch_8bit import Torch8Bit
-from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError

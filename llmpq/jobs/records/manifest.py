@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.messages import Sampling
-from actors.sampling import GREEDY
+from actors.sampling_options import GREEDY
 from llmpq.jobs.records.completion_record import JobRecord
 from llmpq.jobs.records.disk import Disk, commit_file
 from llmpq.jobs.records.row_list import known_digest

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.optimiser.assignment import compute_seconds
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from planner.optimiser.sensitivity_tables import SensitivityTables, rank_of_counts
 

@@ -19,8 +19,8 @@ import numpy as np
 import pulp
 
 from planner.optimiser.capacity import whole_layers
-from planner.optimiser.latency import latency_form
 from planner.optimiser.milp.windows import Window
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from planner.optimiser.relaxation.scaling import (
     OBJECTIVE_UNITS,

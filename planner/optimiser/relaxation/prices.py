@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, BoolArray, FloatArray, IntArray
 from planner.optimiser.relaxation.stage_kinds import StageKinds, stage_kinds
 

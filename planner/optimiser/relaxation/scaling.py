@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 
 OBJECTIVE_UNITS = 10.0  # about what the objective is in a scaled model

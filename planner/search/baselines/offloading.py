@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.optimiser.heuristics.uniform import even_sizes
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray
 from quant.common.errors import InfeasibleError, SpecError
 from quant.common.units import GIB

@@ -18,7 +18,7 @@ from planner.optimiser.capacity import is_feasible
 from planner.optimiser.heuristics.adabits import solve_adabits
 from planner.optimiser.heuristics.pipeedge import pipeedge_candidate
 from planner.optimiser.heuristics.uniform import uniform_candidate
-from planner.optimiser.latency import latency_form
+from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve_options import SolveOptions

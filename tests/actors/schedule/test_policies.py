@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from actors.schedule.policies import POLICIES, make_scheduler
 from actors.schedule.scheduler import Policy, QueueSizes
 from actors.schedule.static import StaticScheduler
+from actors.schedule.table import POLICIES, make_scheduler
 
 
 def test_every_policy_has_an_entry() -> None:

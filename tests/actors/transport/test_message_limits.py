@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
-from actors.sampling import MOST_STOPS, STOP_CHARACTERS
+from actors.sampling_options import MOST_STOPS, STOP_CHARACTERS
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import message_format
 from actors.transport.message_format import Limits, PlainCodec, decode, encode, message_bytes

@@ -17,8 +17,8 @@ from quant.backends.cpu.int3pack import Int3Pack
 from quant.backends.cpu.int4pack import Int4Pack
 from quant.backends.cpu.int8pack import Int8Pack
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.portable.torch_4bit import Torch4Bit
-from quant.backends.registry import BACKENDS, self_test, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError

@@ -11,7 +11,7 @@ import torch
 from quant.backends.cuda.driver import Kernels
 from quant.backends.cuda.layout import pack_octets, unpack_octets
 from quant.backends.cuda.packed import FUSED_TOKENS, Cuda3Bit, Cuda4Bit, Cuda8Bit
-from quant.backends.registry import self_test
+from quant.backends.kernel_classes import self_test
 from quant.backends.selection import rule_for
 from quant.canonical import CanonicalWeight, dequantize, quantize
 from quant.common.errors import SpecError

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.portable.torch_4bit import Torch4Bit
-from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES
 from quant.cache.folder import ShardCache
 from quant.cache.layer import comes_back, layer_key
