@@ -27,7 +27,7 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from actors.messages import Request, Sampling
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.machine import processor_name
 from benchmarks.paper_report import LLM_PQ, LLMPQ, PIPEEDGE, UNIFORM, Case
 from benchmarks.paper_tables import DATA, ROOT, cases
@@ -39,7 +39,8 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.profiles.rows import write_profiles
-from planner.search.search import find_plan, planning_costs
+from planner.search.costs import planning_costs
+from planner.search.search import find_plan
 from planner.simulation.simulation import Simulated
 from quant.common.errors import DeviceError, InfeasibleError
 
@@ -126,7 +127,8 @@ def measured_s(played: Played, setting: Setting) -> float:
     ]
     requests = [Request(str(i), p, played.new_tokens, sampling) for i, p in enumerate(prompts)]
     first = Request("first", prompts[0], 2, sampling)
-    with StageGroup(plan, str(setting.stand_in), transport=setting.transport) as group:  # type: ignore[arg-type]
+    options = GroupOptions(transport=setting.transport)  # type: ignore[arg-type]
+    with StageGroup(plan, str(setting.stand_in), options) as group:
         tuple(group.generate([first]))
         began = time.perf_counter()
         ended = sum(len(each) for each in group.generate(requests))

@@ -21,7 +21,7 @@ import ray  # noqa: F401  (brings psutil)
 import psutil
 
 from actors.messages import Request, Sampling
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.local_head import CLUSTER, MODEL, name_of
 from llmpq import Cluster, Workload
 from llmpq.remote.session import ray_session
@@ -103,7 +103,7 @@ def of_a_run() -> list[Listening]:
     requests = [Request(str(i), (5 + i % 90,) * 8, 32, Sampling()) for i in range(ROWS)]
     with (
         ray_session("local"),
-        StageGroup(plan.spec, str(Path(MODEL).absolute()), transport="gloo") as group,
+        StageGroup(plan.spec, str(Path(MODEL).absolute()), GroupOptions(transport="gloo")) as group,
     ):
         results = group.generate(requests)
         next(results)

@@ -42,7 +42,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from actors.stage.families import empty_model
+from actors.stage.partial_model import empty_model
 from benchmarks.machine import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES

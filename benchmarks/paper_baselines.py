@@ -14,13 +14,13 @@ from planner.plan.spec import Baseline
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import read_profiles
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines import baseline, offloading
+from planner.search.baselines.comparison import baseline, offloading
 from planner.workload import Workload
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is served where; `profiles` is a CSV of layer times, `bits` ascending."""
+    """A model on a cluster; `profiles` is a CSV of layer times, `bits` ascending."""
 
     cluster: ClusterSpec
     model: str
@@ -29,15 +29,15 @@ class Setting:
     bits: tuple[int, ...]
 
     def baseline(self, name: str) -> Baseline:
-        """That of `planner.search.baselines` of this name."""
+        """The baseline of this name (`planner.search.baselines`)."""
         return baseline(self._costs(), name)
 
     def streamed_bytes(self, name: str) -> float:
-        """What the fullest GPU streams in a round, by the offloading baseline of this name."""
+        """Bytes that the fullest GPU streams in a round of this offloading baseline."""
         return float(offloading(self._costs(), name).host_bytes.max())
 
     def at_bitwidth(self, bits: int) -> Setting:
-        """The same with one bitwidth to choose from."""
+        """The setting with one bitwidth to choose from."""
         return replace(self, bits=(bits,))
 
     def _costs(self) -> CostModel:

@@ -21,7 +21,7 @@ FLEXGEN_MODELS = "opt-"  # section 6.1: it is made for OPT and has no results on
 
 @dataclass(frozen=True)
 class PaperResult:
-    """What the paper reports of a scheme; `bits` is the bitwidth that its perplexity tells."""
+    """The paper's figures of a scheme; `bits` is the bitwidth that its perplexity tells."""
 
     latency_s: float
     perplexity: float
@@ -278,7 +278,7 @@ def _quotient(one: float | None, other: float | None) -> float | None:
 
 
 def _spearman(points: Sequence[tuple[float | None, float | None]]) -> tuple[str, str]:
-    """How many points both sides have, and the correlation of their ranks."""
+    """Count the points that both sides have, and correlate their ranks."""
     both = [(x, y) for x, y in points if x is not None and y is not None]
     if len(both) < 3:
         return str(len(both)), "–"

@@ -27,7 +27,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL
 from benchmarks.throughput_cases import Case
@@ -82,7 +82,8 @@ def timed(
     plan: PlanSpec, model: Path, requests: Sequence[Request], transport: str
 ) -> tuple[float, list[float]]:
     """Seconds of one pass after a warm-up, and the busy seconds of each stage in it."""
-    with ray_session("local"), StageGroup(plan, str(model), transport=transport) as group:  # type: ignore[arg-type]
+    options = GroupOptions(transport=transport)  # type: ignore[arg-type]
+    with ray_session("local"), StageGroup(plan, str(model), options) as group:
         tuple(group.generate(requests))
         before = group.stats()
         began = time.perf_counter()

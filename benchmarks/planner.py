@@ -43,8 +43,10 @@ from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.quality.sensitivity import default_sensitivity
+from planner.search.candidate_search import search
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.search import cost_model, find_plan, search
+from planner.search.costs import cost_model
+from planner.search.search import find_plan
 from planner.workload import Workload
 
 CLUSTERS = Path(__file__).resolve().parents[1] / "cluster_specs"

@@ -14,14 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import pulp
 
-from planner.optimiser.milp.objective import linear_latency, objective_scale
-from planner.optimiser.milp.relaxation import OBJECTIVE_UNITS, memory_row
-from planner.optimiser.problem import AssignmentProblem, evaluate
+from planner.optimiser.assignment import evaluate
+from planner.optimiser.latency import latency_form
+from planner.optimiser.problem import AssignmentProblem, FloatArray
+from planner.optimiser.relaxation.scaling import (
+    OBJECTIVE_UNITS,
+    memory_unit_bytes,
+    typical_objective_s,
+)
 
 
 @dataclass(frozen=True)
 class PublishedOutcome:
-    """What HiGHS made of the programme: `objective` by `evaluate`, infinite without a point."""
+    """HiGHS's result: `objective` by `evaluate`, infinite without a point."""
 
     objective: float
     bound: float
@@ -40,7 +45,7 @@ def solve_published(
     programme, placed = build_published(problem)
     programme.solve(pulp.HiGHS(msg=False, gapRel=relative_gap, timeLimit=time_limit_s, threads=1))
     wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    scale_s = objective_scale(problem) / OBJECTIVE_UNITS
+    scale_s = typical_objective_s(problem) / OBJECTIVE_UNITS
     objective = np.inf
     if programme.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         objective = _objective(problem, placed)
@@ -95,9 +100,12 @@ def build_published(problem: AssignmentProblem) -> tuple[pulp.LpProblem, Placed]
 def _add_memory(programme: pulp.LpProblem, problem: AssignmentProblem, placed: Placed) -> None:
     """Eq. 12-13, scaled; a bitwidth that a device lacks is never placed there."""
     for stage in range(problem.stages):
-        each, limit = memory_row(problem, stage)
-        terms = [float(each[b]) * variable for (_, j, b), variable in placed.items() if j == stage]
-        programme.addConstraint(pulp.lpSum(terms) <= limit)
+        each, memory = problem.layer_bytes[stage], problem.memory_bytes[stage]
+        unit = memory_unit_bytes(each, memory)
+        terms = [
+            float(each[b] / unit) * variable for (_, j, b), variable in placed.items() if j == stage
+        ]
+        programme.addConstraint(pulp.lpSum(terms) <= float(memory / unit))
     for (_, stage, choice), variable in placed.items():
         if not problem.available[stage, choice]:
             programme.addConstraint(variable == 0)
@@ -105,27 +113,46 @@ def _add_memory(programme: pulp.LpProblem, problem: AssignmentProblem, placed: P
 
 def _add_objective(programme: pulp.LpProblem, problem: AssignmentProblem, placed: Placed) -> None:
     """Eq. 4-8, in units of the objective's size."""
-    latency = linear_latency(problem)
-    scale_s = objective_scale(problem) / OBJECTIVE_UNITS
-    constant = latency.constant_s / scale_s
+    form, scale_s = latency_form(problem), typical_objective_s(problem) / OBJECTIVE_UNITS
+    each_s = problem.prefill_s + form.decode_each * problem.decode_s
     cost = problem.theta * problem.sensitivity
     terms = [
-        float((latency.per_layer_s[j, b] + cost[i, b]) / scale_s) * variable
+        float((each_s[j, b] + cost[i, b]) / scale_s) * variable
         for (i, j, b), variable in placed.items()
     ]
-    for index, bottleneck in enumerate(latency.bottlenecks):
-        factor = bottleneck.weight / scale_s
-        slowest = programme.add_variable(f"slowest_{index}", 0)
+    constant_s = form.constant_s + problem.fixed_prefill_s.sum()
+    constant_s += form.decode_each * problem.fixed_decode_s.sum()
+    terms.append(programme.add_variable("constant", constant_s / scale_s, constant_s / scale_s))
+    prefill, decode = (programme.add_variable(f"slowest_{index}", 0) for index in range(2))
+
+    def add_maximum(slowest: pulp.LpVariable, layer_s: FloatArray, rest_s: float) -> None:
+        """Keep `slowest` above the seconds of all layers by `layer_s` [N, K] plus `rest_s`."""
+        held = [
+            float(layer_s[j, b] / scale_s) * variable
+            for (_, j, b), variable in placed.items()
+            if layer_s[j, b]
+        ]
+        programme.addConstraint(slowest >= pulp.lpSum(held) + float(rest_s / scale_s))
+
+    for slowest, weight, layer_s, fixed_s, floor_s in (
+        (
+            prefill,
+            form.prefill_max,
+            problem.prefill_s,
+            problem.fixed_prefill_s,
+            form.prefill_floor_s,
+        ),
+        (decode, form.decode_max, problem.decode_s, problem.fixed_decode_s, form.decode_floor_s),
+    ):
         terms.append(slowest)
-        for row_s, start_s in zip(bottleneck.row_s, bottleneck.start_s, strict=True):
-            form = [
-                float(factor * row_s[j, b]) * variable
-                for (_, j, b), variable in placed.items()
-                if row_s[j, b]
-            ]
-            programme.addConstraint(slowest >= pulp.lpSum(form) + factor * float(start_s))
-    fixed = programme.add_variable("constant", constant, constant)
-    programme.setObjective(pulp.lpSum(terms) + fixed)
+        programme.addConstraint(slowest >= float(weight * floor_s / scale_s))
+        for stage in range(problem.stages):
+            own = (np.arange(problem.stages) == stage)[:, np.newaxis]
+            add_maximum(slowest, weight * layer_s * own, weight * fixed_s[stage])
+    if form.round_trips:
+        trip_s = problem.fixed_decode_s.sum() + form.trip_s
+        add_maximum(decode, form.round_trips * problem.decode_s, form.round_trips * trip_s)
+    programme.setObjective(pulp.lpSum(terms))
 
 
 def _objective(problem: AssignmentProblem, placed: Placed) -> float:

@@ -1,6 +1,6 @@
-"""Candidate micro-batch sizes of the two phases, pruned as LLM-PQ section 4.3 does.
+"""Candidate micro-batch sizes of both phases, pruned as in LLM-PQ section 4.3.
 
-`decode` is the paper's xi, `prefill` its eta. Decode is bound by memory traffic, so the global
+`decode` is the paper's xi and `prefill` its eta. Decode is bound by memory traffic, so the global
 batch spread evenly over the stages, or a size near that, keeps all stages busy with the fewest
 passes over the weights; prefill is bound by computing, so any smaller size may fill the pipeline
 sooner (optimization 1: eta in [1, xi]). Where memory allows none of these, the greatest decode size
@@ -41,8 +41,9 @@ def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...
 
 
 def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
-    """The pairs where memory allows no decode size above `most`: that one and round ones below it,
-    as far apart as `micro_batch_pairs` has them.
+    """The pairs where memory allows no decode size above `most`.
+
+    Decode sizes are `most` and round sizes below it, as far apart as in `micro_batch_pairs`.
     """
     sizes = _round_sizes(global_batch)
     near = {size for size in sizes if most <= NEIGHBOURHOOD**2 * size and size <= most}
@@ -52,7 +53,7 @@ def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:
 def _with_prefill_sizes(
     global_batch: int, decode_sizes: Iterable[int], sizes: set[int]
 ) -> tuple[MicroBatches, ...]:
-    """Every decode size with every round prefill size up to it."""
+    """Pair every decode size with every round prefill size up to it."""
     return tuple(
         MicroBatches(prefill, decode)
         for decode in decode_sizes
@@ -85,7 +86,7 @@ def _decode_sizes(global_batch: int, stages: int, sizes: set[int]) -> list[int]:
 
 
 def _fewest_rows(global_batch: int, sizes: set[int]) -> list[int]:
-    """Ascending sizes; of those that need equally many micro-batches only the smallest."""
+    """Sort sizes and keep only the smallest of those that need equally many micro-batches."""
     smallest: dict[int, int] = {}
     for size in sorted(sizes, reverse=True):
         smallest[-(-global_batch // size)] = size

@@ -15,8 +15,8 @@ from quant.common.errors import SpecError
 class Rule:
     """When each of `options` is refused, and the `remedy`.
 
-    That is beside the option `beside` (with one of `values`, where these are named), and without
-    every one of `without`. A value among `honoured` is what happens anyway, and passes.
+    They are refused beside the option `beside` (with one of `values`, where these are named), or
+    where every one of `without` is missing. A value among `honoured` happens anyway and passes.
     """
 
     options: tuple[str, ...]

@@ -1,6 +1,4 @@
-"""What a user can choose about planning; the same names in Python, on the command line and in
-plans.
-"""
+"""The options of planning, under the same names in Python, on the command line and in plans."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.optimiser.problem import Objective
+from planner.optimiser.solve import METHODS
+from planner.optimiser.solve_options import DEFAULT_SOLVER
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
@@ -24,7 +24,8 @@ MEMORY_MARGIN = 0.02
 """Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
 0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
 
-BASELINE_METHODS = ("uniform", "pipeedge")
+BASELINE_METHODS = tuple(name for name, method in METHODS.items() if method.is_baseline)
+SOLVER_METHODS = tuple(name for name, method in METHODS.items() if method.takes_solver)
 
 PLAN_RULES = (
     *(
@@ -33,9 +34,10 @@ PLAN_RULES = (
     ),
     Rule(
         ("solver",),
-        "only methods auto and ilp solve an integer programme; use one of these, or leave it out",
+        f"only methods {' and '.join(SOLVER_METHODS)} solve an integer programme; use one of "
+        "these, or leave it out",
         beside="method",
-        values=("transfer", "adabits", *BASELINE_METHODS),
+        values=tuple(name for name in METHODS if name not in SOLVER_METHODS),
     ),
     Rule(
         ("group", "all_orders", "ilp_time_limit", "relative_gap"),
@@ -65,7 +67,7 @@ PLAN_RULES = (
     ),
     Rule(("strict_profiles",), "name the CSV of measured times", without=("profiles",)),
 )
-"""What would be ignored among the planning options themselves."""
+"""Planning options that others make useless."""
 
 FRONT_RULES = (
     Rule(
@@ -82,28 +84,38 @@ FRONT_RULES = (
         without=("report",),
     ),
 )
-"""What would be ignored for a front of latency against quality."""
+"""Planning options that a front of latency against quality makes useless."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """`theta`: seconds that a unit of sensitivity is worth. `bits`: bitwidths to choose from.
+    """The options of one plan.
 
-    `dtype`: compute and 16-bit storage type, `auto` picks per device. `omega_file`: measured
-    sensitivities (JSON). `profiles`: CSV of measured layer times; `profile_use` says whether they
-    are fitted (`fit`) or taken as measured where the workload was measured (`measured`). `group`:
-    layers decided together. `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of
-    searching. `head`: the stage of the LM head, the better one with `auto`. `keep_all_devices`: do
-    not try to leave out devices. `max_omega` (summed sensitivity) or `max_latency_s` (of the
-    prediction, whatever the objective): the other one is minimised within that bound, and `theta`
-    is found. `max_ppl_delta`: most increase of perplexity over 16 bit, a `max_omega` by the points
-    measured in the omega file. `ilp_time_limit` in seconds per ILP, `search_time_limit` per search
-    over device orders and micro-batch sizes, after which the best plan so far is taken;
-    `relative_gap` is the accepted distance from the optimum.
-    `rounding`: how stages round weights while they load (`quant.rounding`); it is in no figure.
-    `kv_bits`: bits of keys and values, 16 for those of the compute type, 8 for codes with a scale a
-    token and head; `auto` is 16 if that fits, else 8. `memory_margin`: the share of each GPU's
-    memory that is left free. `strict_profiles`: refuse to plan where a time is not of the profiles.
+    - `theta`: seconds that a unit of sensitivity is worth.
+    - `bits`: bitwidths to choose from.
+    - `dtype`: compute and 16-bit storage type; `auto` picks one per device.
+    - `objective`, `method`, `solver`: how plans are ranked and found (`planner.optimiser`).
+    - `group`: number of layers decided together.
+    - `all_orders`: try every distinct device order, also those that part equal devices of a node.
+    - `head`: the stage of the LM head; `auto` takes the better one.
+    - `keep_all_devices`: do not try to leave out devices.
+    - `max_omega` (summed sensitivity) or `max_latency_s` (of the prediction, whatever the
+      objective): the other one is minimised within that bound, and `theta` is found.
+    - `max_ppl_delta`: most increase of perplexity over 16 bit; it becomes a `max_omega` by the
+      points measured in the omega file.
+    - `omega_file`: measured sensitivities (JSON).
+    - `profiles`: CSV of measured layer times. `profile_use` says whether they are fitted (`fit`) or
+      taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
+      is refused where a time is not from the profiles.
+    - `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching it.
+    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for each search over
+      device orders and micro-batch sizes, after which the best plan so far is taken.
+    - `relative_gap`: the accepted distance from the optimum.
+    - `rounding`: how stages round weights while they load (`quant.rounding`); no figure of the plan
+      depends on it.
+    - `kv_bits`: bits of keys and values: 16 stores the compute type, 8 stores codes with a scale
+      for each token and head; `auto` is 16 if that fits, else 8.
+    - `memory_margin`: the share of each GPU's memory that is left free.
     """
 
     theta: float = 1.0
@@ -111,7 +123,7 @@ class PlanOptions:
     dtype: str = "auto"
     objective: Objective = "pipeline"
     method: str = "auto"
-    solver: str = "highs"
+    solver: str = DEFAULT_SOLVER
     group: int = 1
     all_orders: bool = False
     head: str = "auto"
@@ -181,5 +193,5 @@ class PlanOptions:
 
 
 def kv_bits_of(options: PlanOptions) -> int:
-    """Bits of keys and values; `auto` is 16 until that has been seen not to fit."""
+    """Bits of keys and values; `auto` counts as 16, which is tried first."""
     return FULL_BITS if options.kv_bits == AUTO else int(options.kv_bits)

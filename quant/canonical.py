@@ -103,7 +103,7 @@ def decode(
     bits: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Float32 weights `[rows, in]` of codes `[rows, in]`, scales and zeros `[rows, groups]`.
+    """Decode codes `[rows, in]` with scales and zeros `[rows, groups]` to float32 `[rows, in]`.
 
     `out`: memory for the result.
     """
@@ -118,7 +118,7 @@ def decode(
 
 
 def row_blocks(rows: int, columns: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    """Half-open row ranges of about the block size of `device`, each a `multiple` but the last."""
+    """Yield ranges of rows of about the block size of `device`, each but the last a `multiple`."""
     step = (
         max(
             1,

@@ -91,9 +91,7 @@ def moved_blocks(
 def staged_blocks(
     weight: torch.Tensor, blocks: Sequence[slice], stream: CopyStream
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield the same as `moved_blocks`, copied by `stream`: each copy starts before the
-    block before it is used.
-    """
+    """Yield what `moved_blocks` does, copied by `stream` while the block before is in use."""
     elements = max((weight[block].numel() for block in blocks), default=0)
     buffers = [stream.buffer(elements, weight.dtype) for _ in blocks[:_BUFFERS]]
     sent: deque[Sent] = deque(maxlen=_BUFFERS)

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
-from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
-from quant.backends.cpu.token_codes import warm_up
 from quant.backends.registry import BACKENDS, usable_backend
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
@@ -88,11 +86,12 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def warm_up_codes(model: nn.Module) -> None:
-    """Compile in advance the loops of layers in `model` that round their inputs."""
-    found = (m for m in model.modules() if isinstance(m, QuantizedLinear))
-    for width in {m.in_features for m in found if isinstance(m.packed, OneDnnW8A8)}:
-        warm_up(width)
+def warm_up_kernels(model: nn.Module) -> None:
+    """Compile in advance what the kernels of `model` need, once for each kind and width."""
+    found = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    different = {(type(each.packed), each.in_features): each for each in found}
+    for (_, in_features), linear in different.items():
+        linear.packed.warm_up(in_features)
 
 
 def quantize_linear(

@@ -61,8 +61,8 @@ NEAREST = Rounding()
 def affine_codes(
     grouped: torch.Tensor, bits: int, rounding: Rounding, draws: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero `[rows, groups]`, float32 holding bfloat16 values, of `grouped` `[rows,
-    groups, group]`, which is overwritten by its codes 0 .. 2^bits - 1.
+    """Replace `grouped` `[rows, groups, group]` by its codes 0 .. 2^bits - 1; returns scale and
+    zero `[rows, groups]`, float32 holding bfloat16 values.
 
     CheckpointError for weights that are not finite.
     """
@@ -79,8 +79,8 @@ def affine_codes(
 
 
 def symmetric_codes(grouped: torch.Tensor, draws: torch.Generator | None) -> torch.Tensor:
-    """Scale `[rows, groups]` float32 of `grouped` `[rows, groups, group]`, which is overwritten by
-    its 8-bit codes -127 .. 127.
+    """Replace `grouped` `[rows, groups, group]` by its 8-bit codes -127 .. 127; returns the float32
+    scale `[rows, groups]`.
 
     CheckpointError for weights that are not finite.
     """

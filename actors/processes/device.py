@@ -1,4 +1,4 @@
-"""The device a stage's process really has, checked against the one it was planned for."""
+"""The device that a stage's process really has, checked against the planned one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from actors.stage.spec import StageSpec
 from planner.cluster.accelerators import find_accelerator
 from quant.common.errors import DeviceError, SpecError
 
-# Bytes by which the same GPU may offer less than planned: drivers reserve differently.
-TOLERATED_SHORTFALL = 0.03
+TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reserve differently
 
 
 def local_device(spec: StageSpec) -> torch.device:
-    """The device of this process; raises `DeviceError` unless it is the planned GPU."""
+    """Return the device of this process; raises `DeviceError` unless it is the planned GPU."""
     if spec.accelerator is None:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,21 +1,24 @@
-"""What a stage's process is started with, and a process that measures for it."""
+"""Environment variables of processes that compute a stage or measure for one."""
 
 from __future__ import annotations
 
 OPENMP_SPINS = "10000"
-"""Some microseconds in which torch's idle threads wait awake: longer, and they take the core from
-the threads of the decode attention (62 ms a step of a 170M model on two cores, 49 with this)."""
+"""Some microseconds in which torch's idle threads wait awake: if it were longer, they would take
+the core from the threads of the decode attention (62 ms a step of a 170M model on two cores, 49
+with this)."""
 
 MALLOC_KEEPS = ":".join(
     f"glibc.malloc.{name}={value}"
     for name, value in {"mmap_threshold": 2**25, "trim_threshold": 2**29, "hugetlb": 1}.items()
 )
-"""Large temporaries stay with the process, on huge pages: fresh pages for each of them took a third
+"""glibc keeps large temporaries for the process, on huge pages: fresh pages for each took a third
 of a prefill's time at 8 bit and an eighth at 16 (170M model, 4096 tokens, two cores)."""
 
 
 def stage_environment(threads: int) -> dict[str, str]:
-    """Variables that count when a process of `threads` threads starts, for Ray's `env_vars`."""
+    """Return the variables that must be set when a process of `threads` threads starts, for Ray's
+    `env_vars`.
+    """
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,

@@ -1,4 +1,4 @@
-"""How a stage is: what it computes, what it failed at, and what its scheduler has so far."""
+"""What a stage tells of its own health: what it computes, what it failed at, and its heartbeat."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,53 +24,60 @@ _ASKED = re.compile(r"allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+FailureKind = Literal["failed", "memory", "device"]
+"""Why a micro-batch failed: an error of its computation, too little memory, or a device that the
+process cannot use again."""
+
+
 @dataclass(frozen=True)
 class BatchFailure:
-    """What a stage could not compute: a micro-batch of `slots`, and why.
+    """A micro-batch of `slots` that a stage could not compute; `text` is the error.
 
-    `asked_bytes` is 0 where the message does not say it. `is_broken`: the process cannot use its
-    device again.
+    Where memory was short, `asked_bytes` could not be had (0: the error does not say it) beside the
+    `held_bytes`.
     """
 
+    kind: FailureKind
     phase: Phase
     slots: tuple[int, ...]
     text: str
-    short_of_memory: bool = False
     asked_bytes: int = 0
     held_bytes: int = 0
-    is_broken: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class SoFar:
-    """By KV slot, what the first stage has there in a `run`: a request and its new tokens."""
+class SlotTokens:
+    """By KV slot, the request that the first stage has there in a `run`, and its new tokens."""
 
     run: int | None
     slots: Mapping[int, tuple[str, npt.NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """A living stage's answer: micro-batches done, seconds spent on the present one (0: none), and
-    on the first stage the tokens so far. `is_held`: it waits for its modelled time to be over.
+    on the first stage the tokens of its slots. `is_held`: it waits for its modelled time to be
+    over.
     """
 
     done: int
     computing_s: float
-    so_far: SoFar | None = None
+    tokens: SlotTokens | None = None
     is_held: bool = False
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What a stage that left a broken run has to say about it."""
+class RunReport:
+    """What a stage that has left a broken run reports of it; `tokens` on the first stage only."""
 
     failure: BatchFailure | None
-    so_far: SoFar | None
+    tokens: SlotTokens | None
 
 
 class Health:
-    """Kept by the thread that computes; other threads may read at any time."""
+    """A stage's record of its micro-batches, kept by the thread that computes; other threads may
+    read it at any time.
+    """
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
@@ -80,12 +87,12 @@ class Health:
         self._began_s: float | None = None
 
     def computing(self, batch: MicroBatch) -> Self:
-        """A context around the computation of `batch`, which keeps why that failed."""
+        """Return a context around the computation of `batch`, which notes why that fails."""
         self._batch = batch
         return self
 
     def __enter__(self) -> None:
-        """Computing begins."""
+        """Note that computing begins."""
         self._began_s = time.monotonic()
 
     def __exit__(
@@ -94,46 +101,50 @@ class Health:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """It ended; an error of the user's is none of the micro-batch's."""
+        """Note that it has ended; a mistake of the user's is no failure of the micro-batch."""
         self._began_s = None
         if error is None:
             self._done += 1
         elif self._batch is not None and not isinstance(error, LlmpqError):
             self._failure = _failure(self._batch, error, self.device)
 
-    def pulse(self, so_far: SoFar | None) -> Pulse:
-        """Now."""
+    def heartbeat(self, tokens: SlotTokens | None) -> Heartbeat:
         began_s = self._began_s
         computing_s = 0.0 if began_s is None else time.monotonic() - began_s
-        return Pulse(self._done, computing_s, so_far)
+        return Heartbeat(self._done, computing_s, tokens)
 
     def take_failure(self) -> BatchFailure | None:
-        """The last failure, which is forgotten; memory that nobody uses is given back."""
+        """Return the last failure and forget it; after one of memory, free what is not used."""
         failure, self._failure = self._failure, None
-        if failure is not None and failure.short_of_memory and torch.cuda.is_available():
+        if failure is not None and failure.kind == "memory" and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return failure
 
 
 def _failure(batch: MicroBatch, error: BaseException, device: torch.device | None) -> BatchFailure:
     text = str(error)
-    short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in text for words in _SHORT_OF_MEMORY
-    )
-    found = _ASKED.search(text)
+    kind = _kind_of(error, text)
+    asked = _ASKED.search(text)
     return BatchFailure(
+        kind,
         phase="decode" if batch.is_decode else "prefill",
         slots=tuple(batch.slots.tolist()),
         text=f"{type(error).__name__}: {text}",
-        short_of_memory=short,
-        asked_bytes=int(float(found[1]) * _UNITS[found[2]]) if found else 0,
-        held_bytes=held_bytes(device) if short else 0,
-        is_broken=not short and any(words in text for words in _BROKEN_DEVICE),
+        asked_bytes=int(float(asked[1]) * _UNITS[asked[2]]) if asked else 0,
+        held_bytes=held_bytes(device) if kind == "memory" else 0,
     )
 
 
+def _kind_of(error: BaseException, text: str) -> FailureKind:
+    """Classify an error of torch's, which has no types for most of its own."""
+    is_short = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if is_short or any(words in text for words in _SHORT_OF_MEMORY):
+        return "memory"
+    return "device" if any(words in text for words in _BROKEN_DEVICE) else "failed"
+
+
 def held_bytes(device: torch.device | None) -> int:
-    """Bytes that torch holds on a GPU, or that this process has in memory (0: not known)."""
+    """Return the bytes that torch holds on a GPU, or else this process in memory (0: not known)."""
     if device is not None and device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     status = Path("/proc/self/status")

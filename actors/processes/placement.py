@@ -1,4 +1,4 @@
-"""Which Ray resources hold each stage to its kind of device: decided before anything is started."""
+"""The Ray resources that bring each stage to its kind of device."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from planner.cluster.accelerators import find_accelerator
 from quant.common.errors import DeviceError
 
 ACCELERATOR_TYPE = "accelerator_type:"
-# Ray advertises one unit of an accelerator type per node, to be asked for in crumbs.
-CRUMB = 0.001
+CRUMB = 0.001  # Ray offers one unit of an accelerator type a node, for all that ask for the type
 
 
 class Placed(Protocol):
-    """What needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
+    """Whatever needs a device: a `planner.plan.spec.StagePlan`, or a measurement."""
 
     @property
     def index(self) -> int:
-        """Of the stage, for messages."""
+        """The stage's number, for messages."""
 
     @property
     def accelerator(self) -> str:
-        """Its name in the registry."""
+        """The device's kind, as the registry names it."""
 
     @property
     def emulated(self) -> bool:
-        """Whether a CPU stands for it."""
+        """Whether a CPU stands in for the device."""
 
     @property
     def threads(self) -> int:
-        """Of torch."""
+        """Number of torch threads."""
 
     @property
     def custom_resource(self) -> str | None:
-        """The Ray resource by which it is found where Ray has no type for it."""
+        """The Ray resource that names the device where Ray has no type for it."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources one stage's actor asks of Ray; `threads` are its torch threads."""
+    """Resources that a stage's actor asks of Ray, and its number of torch threads."""
 
     resources: Mapping[str, float]
     num_gpus: float
@@ -50,17 +49,17 @@ class Placement:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The same as a placement-group bundle; empty for a plain actor."""
+        """The resources as a bundle of a placement group; empty for a plain actor."""
         amounts = {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
         return {name: amount for name, amount in amounts.items() if amount}
 
 
 def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Placement, ...]:
-    """Resources for every stage out of what the Ray cluster offers in total.
+    """Choose resources for every stage out of all that the Ray cluster `offered`.
 
-    A stage asks for a custom resource that bears its GPU's name or an alias where a node has one:
-    Ray's own `accelerator_type:` cannot tell a V100 of 16 GB from one of 32. Else it asks for that.
-    CPU and emulated devices do without when there is neither. Raises `DeviceError` naming what is
+    A stage asks for a custom resource with its GPU's name or an alias where a node has one: Ray's
+    own `accelerator_type:` cannot tell a V100 of 16 GB from one of 32. Where no node has one, it
+    asks for that type; CPU and emulated devices do without. Raises `DeviceError` naming what is
     missing.
     """
     placements = tuple(_place_one(stage, offered) for stage in stages)

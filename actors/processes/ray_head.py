@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError
 
 # isort: split
 import psutil  # Ray brings it, and has just put it on the path
@@ -33,29 +32,29 @@ def ended_process() -> str | None:
 
 
 def _started() -> list[tuple[str, subprocess.Popen[bytes]]]:
-    """Processes of the head by Ray's name for their kind."""
+    """The processes of the head, by Ray's name for their kind."""
     node = ray._private.worker._global_node
     kinds: list[tuple[str, Any]] = [] if node is None else list(node.all_processes.items())
     return [(kind, info.process) for kind, started in kinds for info in started]
 
 
-class Ending(Protocol):
-    """A process, which no other one with its number is taken for (psutil's are like that)."""
+class Process(Protocol):
+    """A process that is not mistaken for a later one with the same number, as psutil's are not."""
 
     def kill(self) -> None:
         """End it."""
 
 
-def below_head() -> list[Ending]:
-    """Processes that those of the head have started."""
-    found: list[Ending] = []
+def below_head() -> list[Process]:
+    """List the processes that those of the head have started."""
+    found: list[Process] = []
     for _, process in _started():
         with suppress(psutil.Error):
             found += psutil.Process(process.pid).children(recursive=True)
     return found
 
 
-def end_all(processes: Iterable[Ending]) -> None:
+def end_all(processes: Iterable[Process]) -> None:
     """Kill those that are still there."""
     for process in processes:
         with suppress(psutil.Error):
@@ -63,7 +62,7 @@ def end_all(processes: Iterable[Ending]) -> None:
 
 
 def lost_message(ended: str) -> str:
-    """What `ended` means for the run."""
+    """Say what it means for the run that `ended`."""
     return f"{ended}; the Ray of a local run does not come back, so this run cannot go on"
 
 
@@ -72,24 +71,3 @@ def check_head() -> None:
     ended = ended_process()
     if ended is not None:
         raise HeadLostError(lost_message(ended))
-
-
-def references_of(stream: Any) -> Iterator[Any]:
-    """Yield what a streaming task brings; its own iterator would wait for a Ray that is gone."""
-    while True:
-        while not ray.wait([stream], timeout=LOOK_S, fetch_local=False)[0]:
-            check_head()
-        try:
-            reference = next(stream)
-        except StopIteration:
-            return
-        yield reference
-
-
-def get_while_it_lives(references: Any) -> Any:
-    """As `ray.get`, which would wait for ever for what a Ray that is gone cannot send any more."""
-    while True:
-        try:
-            return ray.get(references, timeout=LOOK_S)
-        except GetTimeoutError:
-            check_head()

@@ -15,7 +15,7 @@ from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
 from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
 from actors.processes.device import local_device
-from actors.processes.health import Health, Pulse, Settled, SoFar
+from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.policies import make_scheduler
 from actors.schedule.scheduler import QueueSizes, Scheduler
@@ -131,12 +131,12 @@ class StageActor(BoardKeeper):
         """Compute what comes over the links until one breaks; for all but the first stage."""
         serve(self, self._linked(), self._codec)
 
-    def settle(self) -> Settled:
+    def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
-        so_far = None if self._leader is None else self._leader.so_far()
+        tokens = None if self._leader is None else self._leader.so_far()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
-        return Settled(self._health.take_failure(), so_far)
+        return RunReport(self._health.take_failure(), tokens)
 
     def begin(self, epoch: int) -> str:
         """Enter `epoch`, in which all stages are linked again; returns the address of the node."""
@@ -199,16 +199,16 @@ class StageActor(BoardKeeper):
         return self._meter.spans(self._spec.index)
 
     @ray.method(concurrency_group=CONTROL)
-    def pulse(self, with_tokens: bool = False) -> Pulse:
-        """A sign of life; the first stage's `with_tokens` of the requests it has in slots."""
+    def heartbeat(self, with_tokens: bool = False) -> Heartbeat:
+        """Give a sign of life; the first stage's `with_tokens` of the requests in its slots."""
         leader = self._leader
-        so_far = leader.so_far() if with_tokens and leader is not None else None
+        tokens = leader.so_far() if with_tokens and leader is not None else None
         is_held = self._emulated is not None and self._emulated.is_waiting
-        return replace(self._health.pulse(so_far), is_held=is_held)
+        return replace(self._health.heartbeat(tokens), is_held=is_held)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
-        """Tell the stage after this one that no more comes, so that it can `settle`."""
+        """Tell the stage after this one that no more comes, so that it can `leave_run`."""
         links = self._links
         if links is not None:
             links.stop()
@@ -244,10 +244,10 @@ class _Leader:
         under_way = self._driver.under_way
         return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
 
-    def so_far(self) -> SoFar:
+    def so_far(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
         run = self._run
-        return SoFar(run, {} if run is None else self._driver.so_far())
+        return SlotTokens(run, {} if run is None else self._driver.so_far())
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """As `StageActor.generate`."""

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.messages import MicroBatch
-from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
 from actors.stage.transformers_config import with_layers
 from planner.profiles.design import LayerWorkload

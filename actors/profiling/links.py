@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from actors.messages import MicroBatch
+from actors.processes.answers import get_answer, get_answers
 from actors.processes.environment import stage_environment
 from actors.processes.placement import CRUMB, Placement
-from actors.processes.ray_head import get_while_it_lives
 from actors.transport.gloo_links import Links
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
@@ -192,21 +192,21 @@ def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[M
     found: list[MeasuredHop] = []
     if "gloo" in ways and _linked(first, second):
         serving = second.serve.remote((_WARM_UP + turns) * len(PAYLOADS_BYTES))
-        found += get_while_it_lives(first.by_gloo.remote(turns))
-        get_while_it_lives(serving)
+        found += get_answer(first.by_gloo.remote(turns))
+        get_answer(serving)
     if "ray" in ways:
-        found += get_while_it_lives(first.by_ray.remote(second, turns))
+        found += get_answer(first.by_ray.remote(second, turns))
     return tuple(found)
 
 
 def _linked(first: Any, second: Any) -> bool:
     """Whether both could be connected."""
     ends = (first, second)
-    hosts = get_while_it_lives([end.host.remote() for end in ends])
+    hosts = get_answers([end.host.remote() for end in ends])
     rendezvous = Rendezvous(tuple(hosts), _RENDEZVOUS_S)
-    get_while_it_lives(first.open_rendezvous.remote(rendezvous))
+    get_answer(first.open_rendezvous.remote(rendezvous))
     try:
-        get_while_it_lives([end.connect.remote(rendezvous, i, first) for i, end in enumerate(ends)])
+        get_answers([end.connect.remote(rendezvous, i, first) for i, end in enumerate(ends)])
     except RayTaskError as error:
         if not isinstance(error.cause, DeviceError):
             raise

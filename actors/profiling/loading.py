@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.stage.families import architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.shard import path_of
 from actors.stage.transformers_config import config_of_values, with_layers
 from planner.profiles.loading import Origin

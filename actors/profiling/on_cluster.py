@@ -11,9 +11,9 @@ import ray
 import torch
 from ray.exceptions import RayTaskError
 
+from actors.processes.answers import get_answer, get_streamed
 from actors.processes.environment import stage_environment
 from actors.processes.placement import place
-from actors.processes.ray_head import get_while_it_lives, references_of
 from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
 from actors.profiling.task import ProfileState, ProfileTask, measure
 from planner.cluster.accelerators import find_accelerator
@@ -46,8 +46,8 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
     """
     remote = _as_stage(_measure_there, device, num_returns="streaming")
     with _bare_errors():
-        for reference in references_of(remote.remote(task, device.accelerator.name)):
-            yield get_while_it_lives(reference)
+        for reference in get_streamed(remote.remote(task, device.accelerator.name)):
+            yield get_answer(reference)
 
 
 def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoad, ...]:
@@ -57,7 +57,7 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
     """
     remote = _as_stage(time_loading, device)
     with _bare_errors():
-        found: tuple[MeasuredLoad, ...] = get_while_it_lives(remote.remote(task))
+        found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
     return found
 
 

@@ -1,1 +1,1 @@
-"""Going on after faults: noticing them, restarting stages, and replaying what was in flight."""
+"""Recovery from faults: noticing them, restarting stages, replaying requests in flight."""

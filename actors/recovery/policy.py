@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -9,21 +10,25 @@ from typing import Literal
 from quant.common.errors import SpecError
 
 OnDeviceLoss = Literal["replan", "wait", "fail"]
-EventKind = Literal[
-    "died", "hung", "failed", "memory", "broken", "waiting", "given up", "replanned", "tokenizer"
-]
+FaultKind = Literal["died", "hung", "failed", "memory", "broken"]
+"""A process that died or hung, a micro-batch that failed or found too little memory, a link that
+broke."""
+
+EventKind = FaultKind | Literal["waiting", "given up", "replanned", "tokenizer"]
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """`retries`: faults at which a request in flight becomes a suspect (0: the first fault ends the
+    """What ends a run and what does not.
+
+    `retries`: faults at which a request in flight becomes a suspect (0: the first fault ends the
     run); `restarts` in a row in which no request finishes end it too.
 
     `hang_s`: seconds without a sign of life of a stage, or without progress of any micro-batch,
     after which it is killed and started again; a micro-batch must not take longer. `replace_s`: how
-    long a dead stage waits for a device; then, or with `on_device_loss` "fail" as soon as no node
-    has one, the run ends with `DeviceLostError`. "wait" waits for ever. The caller who wants to
-    "replan" does so on that error.
+    long a lost stage waits for a device. Then the run ends with `DeviceLostError`: with
+    `on_device_loss` "replan" the caller plans again on that error, with "fail" it is raised as soon
+    as no node has the device, with "wait" never.
     """
 
     retries: int = 2
@@ -51,8 +56,8 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RecoveryEvent:
-    """Something went wrong at `time_s` (of `time.time`) and cost `lost_s`; `stage` None: none in
-    particular.
+    """A fault or what was done about it, at `time_s` of `time.time`, which cost `lost_s` seconds;
+    `stage` None: no stage in particular.
     """
 
     time_s: float
@@ -66,4 +71,14 @@ OnEvent = Callable[[RecoveryEvent], None]
 
 
 def ignore_event(event: RecoveryEvent) -> None:
-    """For those who do not want to know."""
+    """Do nothing, for a run whose events nobody wants."""
+
+
+class EventReporter:
+    """Tells `on_event` what happens now."""
+
+    def __init__(self, on_event: OnEvent) -> None:
+        self._on_event = on_event
+
+    def tell(self, kind: EventKind, stage: int | None, lost_s: float, text: str) -> None:
+        self._on_event(RecoveryEvent(time.time(), kind, stage, lost_s, text))

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
-from actors.stage.families import PassThrough, architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
 from actors.stage.stage import make_cache, run_decoder

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.stage.families import architecture_of, empty_model, keep_stage
+from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.spec import StageSpec
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint

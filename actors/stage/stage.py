@@ -15,7 +15,10 @@ from actors.attention.cpu_decode import warm_up
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
-from actors.stage.families import ContextAsCache, architecture_of
+from actors.stage.partial_model import (
+    ContextAsCache,
+    architecture_of,
+)
 from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, weight_bytes
 from actors.stage.spec import StageSpec
@@ -25,7 +28,7 @@ from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
-from quant.linear import warm_up_codes
+from quant.linear import warm_up_kernels
 from quant.scheme import Processor
 
 
@@ -57,7 +60,7 @@ class Stage:
         self._cache = make_cache(config, spec.layers, spec.slots, spec.max_tokens, form)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
-            warm_up_codes(self._model)
+            warm_up_kernels(self._model)
         self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
         self._weight_bytes = weight_bytes(self._model)
         self._busy_s = 0.0

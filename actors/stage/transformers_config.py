@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from actors.stage.families import empty_model
+from actors.stage.partial_model import empty_model
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError

@@ -1,1 +1,1 @@
-"""What the stages tell of themselves while they run."""
+"""Figures, metrics and traces of stages while they run."""

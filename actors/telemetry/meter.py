@@ -1,4 +1,4 @@
-"""What a stage did and when, noted while it computes and read by other threads of its process."""
+"""Counts and times of a stage's work, kept while it computes and read by other threads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from actors.messages import MicroBatch, PhaseWork
 from planner.phases import PHASES, Phase
 
 FULL_SHARE = 0.9
-"""A micro-batch of this share of the planned size is held against the plan: its time, divided by
-the share, is that of a planned one, as the part that does not depend on the size cannot matter."""
+"""Micro-batches of at least this share of the planned size are compared with the plan: their time
+divided by their share is that of a planned one, as nearly all of it grows with the size."""
 
 MAX_SPANS = 2**17
 """Micro-batches of which a stage keeps the times: 5 MB, and 20 minutes of steps of 10 ms."""
 
-UNSEEN_SECONDS = 2**14  # of micro-batches that wait for the metrics' next turn, seconds of it
+UNSEEN_SECONDS = 2**14  # times of micro-batches that are kept until metrics are published next
 
 SPAN = np.dtype(
     [
@@ -39,7 +39,7 @@ SPAN = np.dtype(
 
 @dataclass(frozen=True)
 class TelemetryOptions:
-    """What stages note beside their counts.
+    """Options for what stages note beside their counts.
 
     `job` names the run in metrics. `prefill_tokens` and `decode_requests` are those of the planned
     micro-batches. `trace`: keep the times of every micro-batch.
@@ -53,8 +53,8 @@ class TelemetryOptions:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """A stage's first micro-batches in the order of computing `[M]` of type `SPAN`; `dropped` came
-    after them. Seconds are of the stage's own clock.
+    """Times of a stage's first micro-batches in their order, `rows` `[M]` of type `SPAN`, by the
+    stage's own clock; `dropped` more came after them.
     """
 
     stage: int
@@ -63,7 +63,7 @@ class Spans:
 
 
 class SpanLog:
-    """The first `limit` micro-batches' times."""
+    """Keeps the times of the first `limit` micro-batches."""
 
     def __init__(self, limit: int = MAX_SPANS) -> None:
         self._rows = np.zeros(limit, dtype=SPAN)  # memory is only taken as it is written
@@ -84,15 +84,15 @@ class SpanLog:
             self._rows["sent_s"][self._count - 1] = at_s
 
     def spans(self, stage: int) -> Spans:
-        """All that were kept, copied."""
+        """Return a copy of all that are kept."""
         kept = min(self._count, len(self._rows))
         return Spans(stage, self._rows[:kept].copy(), self._count - kept)
 
 
 @dataclass(frozen=True)
 class _State:
-    """Replaced as a whole, so that readers see all of a micro-batch or nothing; `running` is the
-    phase and the start of the one that is computed now.
+    """Work done so far, and phase and start of the micro-batch that is `running`. It is replaced as
+    a whole, so that readers see all of a micro-batch or nothing.
     """
 
     prefill: PhaseWork = PhaseWork()  # noqa: RUF009  (frozen)
@@ -115,7 +115,7 @@ class StageMeter:
 
     @contextmanager
     def computing(self, batch: MicroBatch) -> Iterator[None]:
-        """Around the computation of `batch`; one that fails is not counted."""
+        """Time the computation of `batch` inside this context; one that fails is not counted."""
         is_decode = batch.is_decode
         phase: Phase = "decode" if is_decode else "prefill"
         began_s = self._clock()
@@ -135,13 +135,13 @@ class StageMeter:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Around head and sampling of a micro-batch that was counted before."""
+        """Time LM head and sampling of a micro-batch that was counted before."""
         began_s = self._clock()
         yield
         self._head_s += self._clock() - began_s
 
     def sent(self) -> None:
-        """After the last micro-batch's result was passed on."""
+        """Note that the last micro-batch's result was passed on."""
         if self._log is not None:
             self._log.sent(self._clock())
 
@@ -160,7 +160,7 @@ class StageMeter:
         )
 
     def _share(self, phase: Phase, requests: int, tokens: int) -> float:
-        """Of the planned micro-batch; 0 where none is known."""
+        """Return the size as a share of the planned micro-batch; 0 where that is not known."""
         options = self.options
         done, planned = (
             (requests, options.decode_requests)
@@ -170,12 +170,12 @@ class StageMeter:
         return done / planned if planned else 0.0
 
     def work(self, phase: Phase) -> PhaseWork:
-        """Micro-batches of `phase` that are done."""
+        """Return the work of `phase` that is done."""
         return _of(self._state, phase)
 
     def busy_s(self, phase: Phase | None = None) -> float:
-        """Seconds of computing, with those of the micro-batch that is under way; head and sampling
-        on the first stage count where no `phase` is asked for.
+        """Return the seconds of computing, with the micro-batch that is under way; LM head and
+        sampling on the first stage count where no `phase` is given.
         """
         state = self._state
         done = sum(_of(state, each).seconds for each in PHASES if phase in (None, each))
@@ -184,11 +184,11 @@ class StageMeter:
         return done + (self._head_s if phase is None else 0.0)
 
     def new_seconds(self) -> list[tuple[Phase, float]]:
-        """Phase and seconds of the micro-batches since the last call."""
+        """Return phase and seconds of each micro-batch since the last call."""
         return [self._unseen.popleft() for _ in range(len(self._unseen))]
 
     def spans(self, stage: int) -> Spans | None:
-        """Every micro-batch's times, where they are kept."""
+        """Return the times of micro-batches, where they are kept."""
         return None if self._log is None else self._log.spans(stage)
 
 

@@ -1,8 +1,4 @@
-"""A stage's figures as Ray's metrics, which every node offers to Prometheus.
-
-A thread of the stage's process hands them over a few times a second; the pipeline's own thread
-never waits for that.
-"""
+"""A stage's figures as Ray's metrics, which every node offers to Prometheus."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ _PHASE = (*_STAGE, "phase")
 
 @dataclass(frozen=True)
 class _Instruments:
-    """Every metric by its kind; `phase` comes beside the other tags where work differs by it."""
+    """All metrics of a stage, with `phase` as a further tag where work differs by phase."""
 
     tokens: Counter
     sampled: Counter
@@ -59,7 +55,9 @@ class _Instruments:
 
 
 class MetricsPublisher:
-    """Publishes what `meter` counts and `stats` tells until the process ends."""
+    """Publishes what `meter` counts and `stats` returns, a few times a second until the process
+    ends, in a thread for which the computing one never waits.
+    """
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class MetricsPublisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Publish no more."""
+        """Stop publishing."""
         self._ended.set()
         self._thread.join()
 
@@ -112,7 +110,7 @@ class MetricsPublisher:
             made.under_way.set(stats.queue.micro_batches)
 
     def _count(self, counter: Counter, name: str, phase: str, total: float) -> None:
-        """Counters take what came since the last time."""
+        """Add to `counter` what `total` has grown by since the last call."""
         more = total - self._told.get((name, phase), 0.0)
         if more > 0:
             counter.inc(more, {"phase": phase})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import RayError
 
 from actors.messages import StageStats
@@ -22,7 +23,7 @@ COLLECT_S = 30.0  # 5 MB of every stage
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """A stage's clock minus the driver's, right to `error_s`: half the way there and back."""
+    """A stage's clock minus the driver's, exact to `error_s`: half of the time there and back."""
 
     offset_s: float
     error_s: float
@@ -30,51 +31,62 @@ class ClockOffset:
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """When a stage computed what, and how its clock goes."""
+    """Times of a stage's micro-batches, and how its clock differs from the driver's."""
 
     spans: Spans
     clock: ClockOffset
 
 
+class ObservedStage(Protocol):
+    """A stage whose control thread answers while it computes; a process behind it may change."""
+
+    def stats(self) -> ObjectRef[StageStats]:
+        """Ask for its figures."""
+
+    def clock_s(self) -> ObjectRef[float]:
+        """Ask what the clock of its spans shows."""
+
+    def spans(self) -> ObjectRef[Spans | None]:
+        """Ask when each micro-batch was computed, where that is kept."""
+
+
 class Observer:
-    """Asks the control threads of the `actors` that a run has at the time, in stage order.
+    """Asks the control threads of `stages`, which stand in the plan's order.
 
     What a stage does not answer, because it died or is slow, is None; nothing is raised.
     """
 
     def __init__(
-        self, actors: Callable[[], Sequence[Any]], clock: Callable[[], float] = time.perf_counter
+        self, stages: Sequence[ObservedStage], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._actors = actors
+        self._stages = stages
         self._clock = clock
         self._clocks: dict[int, ClockOffset] = {}
 
     def figures(self) -> tuple[StageStats, ...] | None:
-        """Figures of every stage; None unless all answer."""
-        stats: tuple[StageStats, ...] | None = _answer(
-            lambda: tuple(ray.get([a.stats.remote() for a in self._actors()], timeout=POLL_S))
-        )
-        return stats or None
+        """Return the figures of every stage; None unless all answer."""
+        stats = _answer(lambda: ray.get([each.stats() for each in self._stages], timeout=POLL_S))
+        return tuple(stats) if stats else None
 
     def align(self) -> None:
         """Estimate how the stages' clocks differ from this process's."""
-        for stage, actor in enumerate(self._actors()):
-            pings = [self._ping(actor) for _ in range(PINGS)]
+        for index, stage in enumerate(self._stages):
+            pings = [self._ping(stage) for _ in range(PINGS)]
             found = [ping for ping in pings if ping is not None]
             if found:
-                self._note(stage, min(found, key=lambda ping: ping.error_s))
+                self._note(index, min(found, key=lambda ping: ping.error_s))
 
-    def _ping(self, actor: Any) -> ClockOffset | None:
+    def _ping(self, stage: ObservedStage) -> ClockOffset | None:
         before_s = self._clock()
-        shown_s = _answer(lambda: float(ray.get(actor.clock_s.remote(), timeout=POLL_S)))
+        shown_s = _answer(lambda: ray.get(stage.clock_s(), timeout=POLL_S))
         after_s = self._clock()
         if shown_s is None:
             return None
         return ClockOffset(shown_s - (before_s + after_s) / 2, (after_s - before_s) / 2)
 
     def _note(self, stage: int, found: ClockOffset) -> None:
-        """Of two estimates the surer one; the later one where they contradict each other, as after
-        a restart on another node.
+        """Keep the surer one of two estimates; the later one where they contradict each other, as
+        after a restart on another node.
         """
         known = self._clocks.get(stage)
         if known is not None:
@@ -84,18 +96,18 @@ class Observer:
         self._clocks[stage] = found
 
     def traces(self) -> tuple[StageTrace | None, ...]:
-        """Every stage's micro-batches; clocks are compared again."""
+        """Return every stage's micro-batches, with clocks compared once more."""
         self.align()
-        return tuple(self._trace(stage, actor) for stage, actor in enumerate(self._actors()))
+        return tuple(self._trace(index, stage) for index, stage in enumerate(self._stages))
 
-    def _trace(self, stage: int, actor: Any) -> StageTrace | None:
-        spans: Spans | None = _answer(lambda: ray.get(actor.spans.remote(), timeout=COLLECT_S))
-        clock = self._clocks.get(stage)
+    def _trace(self, index: int, stage: ObservedStage) -> StageTrace | None:
+        spans = _answer(lambda: ray.get(stage.spans(), timeout=COLLECT_S))
+        clock = self._clocks.get(index)
         return None if spans is None or clock is None else StageTrace(spans, clock)
 
 
 def _answer(ask: Callable[[], T]) -> T | None:
-    """What `ask` returns, None where Ray has no answer."""
+    """Return what `ask` does, None where Ray has no answer."""
     try:
         return ask()
     except RayError:

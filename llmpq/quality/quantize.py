@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from actors.stage.families import architecture_of
 from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
+from actors.stage.partial_model import architecture_of
 from llmpq.quality.perplexity import ReportProgress
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.checkpoint.model_folder import copy_settings, new_folder, overlap

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from actors.processes.ray_head import (
     LOOK_S,
-    Ending,
+    Process,
     below_head,
     end_all,
     ended_process,
@@ -36,7 +36,7 @@ class LocalHead:
         self,
         give_up: GiveUp | None = None,
         ended: Callable[[], str | None] = ended_process,
-        below: Callable[[], Sequence[Ending]] = below_head,
+        below: Callable[[], Sequence[Process]] = below_head,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._give_up = give_up
@@ -45,7 +45,7 @@ class LocalHead:
         self._clock = clock
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmpq-head", daemon=True)
-        self._found: list[Ending] = []
+        self._found: list[Process] = []
         self._lost_s: float | None = None
 
     def __enter__(self) -> LocalHead:

@@ -145,19 +145,18 @@ class Run:
                 requests = chain(group.unfinished(), requests)
 
     def _group(self) -> StageGroup:
-        from actors.stage_group import StageGroup
+        from actors.stage_group import GroupOptions, StageGroup
         from actors.telemetry.meter import TelemetryOptions
 
         options = self._options
-        return StageGroup(
-            self.plan,
-            self._checkpoint,
+        group_options = GroupOptions(
             cache=self._cache,
             transport=options.transport,
             telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
             recovery=options.recovery,
             on_event=self._notify,
         )
+        return StageGroup(self.plan, self._checkpoint, group_options)
 
     def _generate_in(
         self, group: StageGroup, requests: Iterator[Request | None], began_s: float, resumed: int

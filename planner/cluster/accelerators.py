@@ -85,9 +85,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def assumption(name: str) -> str | None:
-    """A note on which accelerator is assumed where `name` fits several, and how to name the
-    others.
-    """
+    """A note on which accelerator is assumed where `name` fits several; None where it fits one."""
     meant = find_accelerator(name)
     others = [each.name for each in _by_short_name().get(_key(name), ()) if each != meant]
     if not others:
@@ -112,7 +110,7 @@ def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
 
 
 def _parts(name: str) -> set[str]:
-    """`{"v100", "16gb"}` of `Tesla_V100-16G`."""
+    """Split a name into its parts: `{"v100", "16gb"}` for `Tesla_V100-16G`."""
     parts = re.split(r"[^a-z0-9]+", name.lower())
     return {re.sub(r"^(\d+)g$", r"\1gb", part) for part in parts} - {"nvidia", "tesla"}
 

@@ -53,12 +53,12 @@ class Device:
 
     @property
     def time_kind(self) -> Hashable:
-        """Equal for devices that hold and compute a layer alike."""
+        """A key that is equal for devices that hold and compute a layer alike."""
         return self.accelerator.name, self.threads, self.emulated, self.stand_in
 
     @property
     def cost_kind(self) -> Hashable:
-        """Equal for devices that are alike in all that a plan's cost depends on but their nodes."""
+        """A key that is equal for devices with which plans cost the same, but for their nodes."""
         links = self.link_bytes_per_s, self.host_link_bytes_per_s
         return self.time_kind, self.memory_bytes, links
 
@@ -105,9 +105,7 @@ class Device:
         return "bfloat16" if self.runs_on_cpu else self.accelerator.default_dtype
 
     def compute_dtype(self, requested: str = "auto") -> str:
-        """The compute type on this device; SpecError for an unknown one, or one it could only
-        emulate.
-        """
+        """The compute type here; SpecError for an unknown one, or one it could only emulate."""
         if requested == "auto":
             return self.default_dtype
         if requested not in DTYPE_BYTES:

@@ -95,7 +95,7 @@ class Source:
     document: yaml.Node | None = None
 
     def at(self, location: Sequence[str | int]) -> str:
-        """`file:line: nodes.0.name`, as far down as the file goes."""
+        """The place as `file:line: nodes.0.name`, as far down as the file goes."""
         node, line = self.document, None
         for step in location:
             found = _child(node, step)
@@ -144,9 +144,7 @@ def parse_cluster(values: object, source: Source) -> ClusterEntry:
 
 
 def _check_node(node: NodeEntry, index: int, source: Source) -> None:
-    """Check that accelerators are known and named once, and that memory and threads belong to types
-    of the node.
-    """
+    """Check that accelerators are known and named once, and that limits belong to them."""
     here: list[str | int] = ["nodes", index]
     kinds = [_known(name, [*here, "accelerators", name], source) for name in node.accelerators]
     for kind in {kind for kind in kinds if kinds.count(kind) > 1}:

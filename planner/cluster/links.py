@@ -15,8 +15,7 @@ Way = Literal["gloo", "ray"]
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A measured link between two types of accelerators; a hop takes `latency_s` plus bytes over
-    `bytes_per_s`.
+    """A link measured between two types of accelerators, with its latency and rate.
 
     `source` names the file of the measurements.
     """

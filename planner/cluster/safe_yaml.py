@@ -1,6 +1,4 @@
-"""Parsing YAML files of users safely: aliases and merge keys are counted before anything is
-built.
-"""
+"""Parsing YAML of users safely: aliases and merge keys are counted before values are built."""
 
 from __future__ import annotations
 
@@ -11,12 +9,10 @@ import yaml
 from quant.common.errors import SpecError
 
 MOST_BYTES = 1 << 18
-"""Largest file: a thousand bytes for each device of the largest cluster. Larger ones take
-minutes."""
+"""Largest file: a thousand bytes for each device. Larger ones would take minutes to read."""
 
 MOST_NODES = MOST_BYTES // 2
-"""Most keys and values: no file of `MOST_BYTES` writes out more, but aliases could multiply
-them."""
+"""Most keys and values: no file of `MOST_BYTES` has more unless aliases multiply them."""
 
 _IMPOSSIBLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 """Errors that the library raises for malformed numbers, dates and truth values."""
@@ -42,9 +38,7 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
 
 
 def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:
-    """Count keys and values with all aliases and merge keys written out, visiting each node
-    once.
-    """
+    """Count keys and values with all aliases written out, visiting each node once."""
     if document is None:
         return
     sizes: dict[int, int] = {}

@@ -1,6 +1,4 @@
-"""The cluster: devices with their memory and links, from YAML or from counts on the command
-line.
-"""
+"""The cluster: devices with their memory and links, from YAML or the command line's counts."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ INTERNODE_LATENCY_S = 1.2e-4
 
 @dataclass(frozen=True)
 class Emulation:
-    """Emulation of the devices by CPU actors, which take `time_scale` times the modelled time (0:
-    none).
+    """Emulation of devices by CPU actors that take `time_scale` times the modelled time (0: none).
 
     `stand_in` is the path of a small model that computes in place of the planned one.
     """
@@ -143,8 +140,7 @@ class ClusterSpec:
         return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
     def fingerprint(self) -> str:
-        """A digest of all that a plan depends on: devices, budgets and links, but not the cluster's
-        name.
+        """A digest of what a plan depends on: devices, budgets and links, not the name.
 
         Host links are part of it where the cluster file states them.
         """

@@ -27,9 +27,7 @@ class LatencyModel(Protocol):
     def layer_decode_s(
         self, device: Device, bits: int, micro_batch: int, context_length: int, dtype: str
     ) -> float:
-        """Seconds of one decoder layer for one new token a request, with `context_length` tokens
-        before it.
-        """
+        """Seconds of one decoder layer for a new token a request after `context_length` others."""
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
         """Seconds of looking up `tokens` tokens on the first stage."""
@@ -44,9 +42,7 @@ class LatencyModel(Protocol):
 
 
 class RememberedLatency:
-    """A latency model that keeps the answers of `model`, as searches ask the same again and
-    again.
-    """
+    """A latency model that keeps the answers of `model`, as searches ask the same many times."""
 
     def __init__(self, model: LatencyModel) -> None:
         self._model = model

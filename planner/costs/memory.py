@@ -91,7 +91,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class StageEnds:
-    """What a stage has besides layers: the embedding, the final norm, the LM head."""
+    """The parts of a stage besides its layers: embedding, final norm and LM head."""
 
     embedding: bool = False
     norm: bool = False
@@ -107,8 +107,7 @@ class StageEnds:
 def layer_weight_bytes(
     shape: ModelShape, bits: int, device: Device, dtype: str, backend: str | None = None
 ) -> int:
-    """Bytes of one decoder layer at `bits`: linears as the device's kernels pack them, the rest in
-    `dtype`.
+    """Bytes of a decoder layer: linears as kernels pack them at `bits`, the rest in `dtype`.
 
     `backend` names a kernel backend other than the preferred one. Errors as in
     `quant.backends.selection`.
@@ -124,8 +123,8 @@ def layer_weight_bytes(
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Bytes of the keys and values of all requests at full length in a layer; 16 bits: the compute
-    type.
+    """Bytes of all requests' keys and values at full length in a layer; 16 bits stand for
+    `dtype`.
     """
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
@@ -134,18 +133,14 @@ def kv_cache_bytes_per_layer(
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
-    """Bytes of one token's keys, or its values, in a layer: elements of `dtype`, or codes and
-    scales.
-    """
+    """Bytes of a token's keys, or values, in a layer: elements of `dtype`, or codes and scales."""
     if kv_bits == FULL_BITS:
         return shape.kv_width * DTYPE_BYTES[dtype]
     return shape.kv_heads * (shape.head_dim + KV_SCALE_BYTES)
 
 
 def embedding_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes that the first stage holds besides layers: token and position tables, projection,
-    norm.
-    """
+    """Bytes of the embedding: token and position tables, projection, norm."""
     return shape.embedding_parameters * DTYPE_BYTES[dtype]
 
 
@@ -161,8 +156,7 @@ def head_bytes(shape: ModelShape, dtype: str, on_first: bool = False) -> int:
 
 
 def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
-    """Peak bytes of the activations: of a decoder layer in either phase, the embedding, or the
-    logits.
+    """Peak bytes of activations: of a decoder layer in either phase, the embedding, or logits.
 
     Batches are flattened without padding, attention keeps no score matrix, and logits are those of
     each request's last token. Hidden states under way between stages come on top.
@@ -235,8 +229,7 @@ def stage_memory(
 
 
 def _attention_bytes(work: StageWork, tokens: int, key_tokens: int) -> int:
-    """Bytes of residual, norm, projections with their rotated copies, repeated keys and values,
-    result.
+    """Bytes of residual, norm, projections with rotated copies, repeated keys and values, result.
 
     Decoding may copy the keys and values of slots that lie apart, and kernels that do not know
     grouped heads repeat them; `key_tokens` are the tokens attended to. 8-bit keys and values are
@@ -265,9 +258,7 @@ def _code_bytes(shape: ModelShape, tokens: int, key_tokens: int, element: int) -
 
 
 def _bias_bytes(shape: ModelShape, prompt_length: int, element: int) -> int:
-    """Bytes of ALiBi's bias and its masked copy, or of a window's mask, for one prompt at a
-    time.
-    """
+    """Bytes of ALiBi's bias and its masked copy, or of a window's mask, for one prompt."""
     if shape.alibi:
         return 2 * shape.heads * prompt_length**2 * element
     windowed = shape.sliding_window is not None and prompt_length > shape.sliding_window

@@ -1,6 +1,4 @@
-"""Computing the numbers of an `AssignmentProblem` (memory, latency, transfers) from cluster, model
-and workload.
-"""
+"""Computing the numbers of an `AssignmentProblem` from cluster, model and workload."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from planner.costs.memory import (
 )
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
-from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.options import PlanOptions, kv_bits_of
 from planner.workload import Workload
 from quant.common.errors import SpecError
@@ -140,9 +139,7 @@ class CostModel:
 
     @cached_property
     def _known_layer_bytes(self) -> dict[Hashable, float]:
-        """Bytes of a layer by kind of device and bitwidth, kept for problems of many orders and
-        sizes.
-        """
+        """Bytes of a layer by kind of device and bitwidth, kept for many problems."""
         return {}
 
     def _fixed_times(

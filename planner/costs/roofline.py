@@ -67,9 +67,7 @@ _CPU_CODE_BYTES = 1.8
 
 @dataclass(frozen=True)
 class RooflineLatency:
-    """A `LatencyModel` without measurements of the model `shape`, whose keys and values have
-    `kv_bits`.
-    """
+    """A `LatencyModel` without measurements, for `shape` with keys and values of `kv_bits`."""
 
     shape: ModelShape
     kv_bits: int = FULL_BITS
@@ -77,9 +75,7 @@ class RooflineLatency:
     def layer_prefill_s(
         self, device: Device, bits: int, micro_batch: int, prompt_length: int, dtype: str
     ) -> float:
-        """Seconds of one decoder layer over `micro_batch` prompts; attention counts the causal
-        half.
-        """
+        """Seconds of one decoder layer over prompts; attention counts the causal half."""
         machine = _Machine.of(device, dtype)
         tokens = micro_batch * prompt_length
         seen = min(prompt_length, self.shape.sliding_window or prompt_length)
@@ -96,9 +92,7 @@ class RooflineLatency:
         return self._layer_s(machine, bits, micro_batch, kv_tokens, kv_tokens)
 
     def embedding_s(self, device: Device, tokens: int, dtype: str) -> float:
-        """Seconds of reading and writing table rows, and of the projection where the model has
-        one.
-        """
+        """Seconds of reading and writing table rows, and of the projection where there is one."""
         machine = _Machine.of(device, dtype)
         moved = 4 * tokens * self.shape.hidden_size * machine.element_bytes
         return machine.overhead_s + machine.move_s(moved) + self._projection_s(machine, tokens)
@@ -117,9 +111,7 @@ class RooflineLatency:
     def _layer_s(
         self, machine: _Machine, bits: int, tokens: int, pairs: float, kv_tokens: int
     ) -> float:
-        """Seconds of a layer; `pairs`: pairs of queries and keys; `kv_tokens`: tokens whose keys
-        are read.
-        """
+        """Seconds of a layer with `pairs` of queries and keys, reading keys of `kv_tokens`."""
         shape = self.shape
         linears = sum(machine.linear_s(linear, bits, tokens) for linear in shape.layer_linears())
         read_s, made_s = self._kv_s(machine, tokens, kv_tokens)
@@ -131,8 +123,7 @@ class RooflineLatency:
         return machine.overhead_s + linears + attention + element_wise
 
     def _kv_s(self, machine: _Machine, tokens: int, kv_tokens: int) -> tuple[float, float]:
-        """Seconds of reading the keys and values of `kv_tokens`, and of making codes of new
-        `tokens`.
+        """Seconds of reading keys and values of `kv_tokens`, and of making codes of `tokens`.
 
         In decoding, a CPU's loop reads the codes directly; else they are restored first, and read
         again.
@@ -207,9 +198,7 @@ class _Machine:
         return moved_bytes * (_CPU_RESTORE_SHARE if self.accelerator.is_cpu else 1.0)
 
     def linear_s(self, linear: LinearShape, bits: int, rows: int) -> float:
-        """Seconds of the product of `rows` tokens with a packed weight, with restoring it if the
-        kernel does.
-        """
+        """Seconds of the product of `rows` tokens with a packed weight, and of restoring it."""
         rule = rule_for(self.accelerator.processor, bits, linear, self.dtype)
         cost = rule.cost
         rate = self.int8_ops if cost.integer and self.int8_ops is not None else self.flops

@@ -18,7 +18,9 @@ import numpy as np
 from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import Effect, PlannedAssignment, planned_assignment
 from planner.explanation.what_if import Answers, WhatIfOptions, ask
-from planner.optimiser.problem import FloatArray, stage_times
+from planner.optimiser.assignment import stage_times
+from planner.optimiser.latency import decode_round_form
+from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated
@@ -150,10 +152,11 @@ def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = No
 def stage_limits(planned: PlannedAssignment) -> tuple[StageLimits, ...]:
     """The headroom and the prices of every stage."""
     problem, times = planned.problem, planned.times
-    round_s = problem.decode_micro_batches * max(times.decode_s.max(), problem.decode_comm_s.max())
-    around_s = (times.decode_s + problem.decode_comm_s).sum()
-    prefill_s = max(times.prefill_s.max(), problem.prefill_comm_s.max())
-    decode_s = max(times.decode_s.max(), problem.decode_comm_s.max())
+    form = decode_round_form(problem)
+    round_s = form.rounds_s(times.decode_s.max())
+    around_s = form.trips_s(times.decode_s.sum())
+    prefill_s = max(times.prefill_s.max(), form.prefill_floor_s)
+    decode_s = max(times.decode_s.max(), form.decode_floor_s)
     limits = []
     for stage in range(problem.stages):
         spare_bytes = float(problem.memory_bytes[stage] - times.bytes[stage])

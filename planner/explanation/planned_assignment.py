@@ -10,7 +10,9 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
-from planner.optimiser.problem import Assignment, AssignmentProblem, StageTimes, stage_times
+from planner.optimiser.assignment import Assignment, StageTimes, stage_times
+from planner.optimiser.latency import decode_round_form
+from planner.optimiser.problem import AssignmentProblem
 from planner.plan.spec import PlanSpec
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import PlanMismatchError
@@ -121,9 +123,9 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
 
     As the pipeline runs it, whatever the objective.
     """
-    slowest = max(float(times.decode_s.max()), float(problem.decode_comm_s.max()))
-    around = float((times.decode_s + problem.decode_comm_s).sum())
-    return max(problem.decode_micro_batches * slowest, around)
+    form = decode_round_form(problem)
+    rounds_s, trip_s = form.rounds_s(times.decode_s.max()), form.trips_s(times.decode_s.sum())
+    return float(max(rounds_s, trip_s))
 
 
 def _check_same(plan: PlanSpec, costs: CostModel) -> None:

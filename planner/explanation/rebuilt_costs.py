@@ -10,7 +10,7 @@ from planner.explanation.planned_assignment import planned_assignment
 from planner.model.finding import ModelShape, model_shape
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec
-from planner.search.search import planning_costs
+from planner.search.costs import planning_costs
 from quant.common.errors import CheckpointError, SpecError
 
 _ROUNDING = 1e-6

@@ -16,10 +16,12 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.explanation.planned_assignment import PlannedAssignment
 from planner.micro_batches import MicroBatches
-from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
-from planner.optimiser.solve import lower_bound, solve
+from planner.optimiser.assignment import Assignment, evaluate, stage_times
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.relaxation.relax import lower_bound
+from planner.optimiser.solve import solve
 from planner.options import PlanOptions
-from planner.search.fitting import fitting_problems
+from planner.search.memory_fit import fitting_problems
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 

@@ -1,6 +1,4 @@
-"""Checking the entries of a `config.json` beside the model's sizes, as the runtime relies on
-them.
-"""
+"""Checking entries of a `config.json` beside the model's sizes, on which the runtime relies."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ _MOST = 1e300
 
 
 def check_values(config: ConfigFile, keys: ConfigKeys, shape: ModelShape) -> None:
-    """Raise SpecError, naming file, entry, value and remedy, for the first entry that could not be
-    run.
-    """
+    """Raise SpecError for the first entry with which the model could not be run."""
     _check_eps(config, keys.norm_eps)
     _check_activation(config, keys.activation)
     rope = rope_entries(config)

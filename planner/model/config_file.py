@@ -13,9 +13,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The entries `values` of the configuration of the model `name`; messages call the file
-    `place`.
-    """
+    """The entries `values` of the model `name`; messages call the file `place`."""
 
     name: str
     values: Mapping[str, Any]
@@ -54,7 +52,7 @@ class ConfigFile:
         return value
 
     def per_head(self, width: int, heads: int) -> int:
-        """Divide `width` by `heads`; SpecError where that leaves a rest."""
+        """Divide `width` by `heads`; SpecError where that leaves a remainder."""
         if heads < 1 or width % heads:
             raise SpecError(f"{self.place}: hidden size {width} cannot be split over {heads} heads")
         return width // heads

@@ -42,8 +42,7 @@ _REMEDY = "give a name, a folder or a hub id"
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """Find the shape of a local folder or `config.json`, a built-in name, or a hub id, in this
-    order.
+    """Find the shape of a folder or `config.json`, a built-in name, or a hub id, in this order.
 
     Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model

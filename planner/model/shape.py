@@ -56,18 +56,18 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int
-    position_rows: int
     word_embedding_size: int
-    gated_mlp: bool
-    fused_qkv: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
     norm_parameters: int
-    final_norm: bool
-    embedding_norm: bool
-    qk_norm: bool
     tied_embeddings: bool
+    position_rows: int = 0
+    gated_mlp: bool = False
+    fused_qkv: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    final_norm: bool = True
+    embedding_norm: bool = False
+    qk_norm: bool = False
     sliding_window: int | None = None
     stored: GptqConfig | None = None
     alibi: bool = False
@@ -109,9 +109,7 @@ class ModelShape:
 
     @property
     def layer_input_order_bytes(self) -> int:
-        """Bytes of the indices of a layer's inputs (32 bits each), where the columns of a group lie
-        apart.
-        """
+        """Bytes of the indices of a layer's inputs where the columns of a group lie apart."""
         if self.stored is None or not self.stored.desc_act:
             return 0
         return sum(4 * linear.in_features for linear in self.layer_linears())
@@ -141,17 +139,14 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the first stage besides layers: tokens, positions, projection in,
-        norm.
-        """
+        """Number of parameters of the embedding: tokens, positions, projection in, norm."""
         tokens = self.vocab_size * self.word_embedding_size
         positions = self.position_rows * self.hidden_size
         return tokens + positions + self._projection + self.embedding_norm * self.norm_parameters
 
     @property
     def final_parameters(self) -> int:
-        """Number of parameters of the last stage besides layers: final norm, projection out, LM
-        head.
+        """Number of parameters of final norm, projection out and LM head.
 
         A tied head counts too: a last stage that is not the first needs a copy of its own.
         """
@@ -165,9 +160,7 @@ class ModelShape:
         return self.layers * self.layer_parameters + ends
 
     def fingerprint(self) -> str:
-        """A digest of all that decides on the tensors' shapes: equal for a built-in and its
-        checkpoint.
-        """
+        """A digest of what decides on the tensors' shapes: equal for equal architectures."""
         kept = {key: value for key, value in asdict(self).items() if key not in _NOT_IN_FINGERPRINT}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 

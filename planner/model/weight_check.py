@@ -33,8 +33,7 @@ _REMEDY = "correct config.json, or take the weights of this model"
 
 
 def check_weights(folder: Path, shape: ModelShape) -> str | None:
-    """Check the weights in `folder`; returns a warning about tensors that no layer of `shape`
-    takes.
+    """Check the weights in `folder`; returns a warning about tensors that nothing takes.
 
     Nothing is checked where there are no safetensors files yet. CheckpointError naming file, tensor
     and remedy for a tensor that is missing, of another shape or no float, and for layers beyond
@@ -60,9 +59,7 @@ class _Weights:
         self.known: set[str] = set()
 
     def check_layer_count(self) -> None:
-        """Check that there are as many layers as the configuration says: more would be ignored
-        silently.
-        """
+        """Check that there are as many layers as config.json says: more would be ignored."""
         stacks = spellings(self.names.layers_path, self.names.base)
         of_layer = re.compile(rf"(?:{'|'.join(map(re.escape, stacks))})\.(\d{{1,9}})\.")
         found = {int(match[1]) for match in map(of_layer.match, self.stored) if match}
@@ -98,9 +95,7 @@ class _Weights:
                     self._check(full, size)
 
     def warning(self) -> str | None:
-        """A warning about tensors that belong to no layer; None where there are none that
-        matter.
-        """
+        """A warning about tensors that nothing takes; None where there are none that matter."""
         left = [n for n in self.stored if n not in self.known and not _HARMLESS.search(n)]
         if not left:
             return None
@@ -147,9 +142,7 @@ class _Weights:
         )
 
     def _check_packed(self, module: str, size: tuple[int, ...]) -> bool:
-        """Whether the linear `module`, `[out, in]`, is stored in GPTQ's format; its tensors are
-        then checked.
-        """
+        """Whether the linear `module`, `[out, in]`, is stored in GPTQ's format; if so, check it."""
         found = self._find(f"{module}.qweight")
         if found is None:
             return False

@@ -27,7 +27,7 @@ def smallest_layer_bytes(problem: AssignmentProblem) -> FloatArray:
 
 
 def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntArray:
-    """How many layers fit on each stage at its smallest bitwidth, [N]; -1 where nothing fits.
+    """Count the layers that fit on each stage at its smallest bitwidth, [N]; -1 where nothing fits.
 
     `layer_scale` multiplies the bytes of a layer. No stage counts more than all layers.
     """
@@ -56,7 +56,7 @@ def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
 def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
     """The most bytes that whole layers can take on a stage without exceeding its memory.
 
-    By trying all counts of all bitwidths but one, up to all layers each.
+    All counts of all bitwidths but one are tried, up to all layers each.
     """
     memory = float(problem.memory_bytes[stage])
     sizes = problem.layer_bytes[stage, problem.available[stage]]
@@ -73,17 +73,17 @@ def fullest_bytes(problem: AssignmentProblem, stage: int) -> float:
 
 
 def require_feasible(problem: AssignmentProblem) -> None:
-    """InfeasibleError with the reason where no assignment fits."""
+    """Raise InfeasibleError with the reason where no assignment fits."""
     if not is_feasible(problem):
         names = [f"device {stage}" for stage in range(problem.stages)]
         raise InfeasibleError(explain_infeasible(problem, names))
 
 
 def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """Why nothing fits and what would, in one sentence or two; `device_names` [N] in stage order.
+    """Explain why nothing fits and what would; `device_names` [N] in stage order.
 
-    Holds figures, not the remedies that the caller knows better: a smaller batch, fewer bits,
-    another device. Returns an empty string for a problem that has a solution.
+    The text holds figures; remedies (a smaller batch, fewer bits, another device) are the
+    caller's to add. It is empty for a problem that has a solution.
     """
     if is_feasible(problem):
         return ""
@@ -106,7 +106,7 @@ def whole_layers(each: float, memory: float, most: int) -> int:
 
 
 def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) -> str:
-    """The first stage that cannot hold what it must, or an empty string."""
+    """Explain the first stage that cannot hold what it must; empty if there is none."""
     smallest = smallest_layer_bytes(problem)
     ends = {0: "first", problem.stages - 1: "last"}
     for stage, name in enumerate(device_names):
@@ -131,7 +131,7 @@ def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) 
 
 
 def _explain_total(problem: AssignmentProblem) -> str:
-    """By how much the layers of all stages together are too large."""
+    """Explain by how much the layers of all stages together are too large."""
     smallest = smallest_layer_bytes(problem)
     capacity = layer_capacity(problem)
     usable = np.isfinite(smallest)
@@ -172,12 +172,12 @@ def _scale_that_fits(problem: AssignmentProblem) -> float:
 
 
 def _gib(amount_bytes: float) -> str:
-    """Bytes in GiB with two decimals, in MiB below a tenth."""
+    """Write bytes in GiB with two decimals, in MiB below a tenth of a GiB."""
     if amount_bytes < GIB / 10:
         return f"{amount_bytes / 2**20:.2f} MiB"
     return f"{amount_bytes / GIB:.2f} GiB"
 
 
 def _percent_rounded_up(share: float) -> str:
-    """A share as percent with one decimal, not below the true one."""
+    """Write a share as percent with one decimal, rounded up."""
     return f"{math.ceil(share * 1000) / 10:.1f} %"

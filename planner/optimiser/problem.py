@@ -1,4 +1,4 @@
-"""The assignment problem of one device order and micro-batch pair, and what a solution of it costs.
+"""The assignment problem of one device order and one pair of micro-batch sizes.
 
 LLM-PQ section 4.3. Names used here for the paper's symbols: `prefill_s[j, b]` is l(i,j,b) of the
 prefill phase, `decode_s[j, b]` that of decode (the same for every layer i), `prefill_comm_s[j]` is
@@ -9,7 +9,6 @@ P_pre / f_j, `layer_bytes[j, b]` is M(i,b) at length s+n, `memory_bytes[j]` is M
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeVar, get_args
@@ -25,19 +24,14 @@ IntArray = npt.NDArray[np.int64]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-Objective = Literal["pipeline", "paper"]
-Status = Literal[
-    "optimal", "bounded", "time_limit", "cutoff", "transfer", "adabits", "uniform", "pipeedge"
-]
-"""The first is proven within the gap; "bounded" is the best found within a bound, with a wider gap.
-"""
+Objective = Literal["pipeline", "paper"]  # `planner.optimiser.latency` states both
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem:
-    """Which layers go to which stage at which bitwidth: costs of N stages, L layers, K bitwidths.
+    """The costs of placing L layers on N stages, each layer at one of K bitwidths.
 
     Seconds are for one micro-batch of the phase. `layer_bytes` holds one layer with its KV cache
     for all requests; `memory_bytes` is what is left for layers and may be negative where the fixed
@@ -91,144 +85,12 @@ class AssignmentProblem:
 
     @property
     def decode_rounds(self) -> int:
-        """n - 1: the first new token comes from the prefill."""
+        """Decode steps of each request, n - 1: the first new token comes from the prefill."""
         return self.new_tokens - 1
 
 
-@dataclass(frozen=True)
-class PhaseSeconds:
-    """Wall-clock seconds that one phase of a solve took."""
-
-    phase: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """An assignment, its objective, and a lower bound on any assignment's objective (seconds).
-
-    `first_layer` [N+1] rises from 0 to L: stage j holds layers `first_layer[j]` up to, not
-    including, `first_layer[j + 1]`. `bitwidth` [L] holds indices into
-    `AssignmentProblem.bitwidths`. With status "cutoff" both are empty and the objective is
-    infinite: nothing beats the given upper bound by more than the relative gap. `seconds` is the
-    wall-clock time of the solve, `phases` its parts.
-    """
-
-    first_layer: tuple[int, ...]
-    bitwidth: tuple[int, ...]
-    objective: float
-    bound: float
-    status: Status
-    seconds: float
-    phases: tuple[PhaseSeconds, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class StageTimes:
-    """What each stage of an assignment takes: seconds per micro-batch [N] and layer bytes [N].
-
-    `latency_s` is the batch's latency by the problem's objective without the quality term;
-    `quality` is the sum of omega, not multiplied by theta.
-    """
-
-    prefill_s: FloatArray
-    decode_s: FloatArray
-    bytes: FloatArray
-    latency_s: float
-    quality: float
-
-
-def layer_counts(
-    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
-) -> IntArray:
-    """Layers per stage and bitwidth, [N, K]; SpecError if the two are no assignment's shape."""
-    bounds = np.asarray(first_layer, dtype=np.int64)
-    bits = np.asarray(bitwidth, dtype=np.int64)
-    stages, choices = problem.prefill_s.shape
-    if bounds.shape != (stages + 1,) or bits.shape != (problem.layers,):
-        raise SpecError(
-            f"an assignment of {problem.layers} layers to {stages} stages has {stages + 1} "
-            f"boundaries and {problem.layers} bitwidths, not {bounds.size} and {bits.size}; "
-            "pass first_layer[N+1] and bitwidth[L]"
-        )
-    if bounds[0] != 0 or bounds[-1] != problem.layers or (np.diff(bounds) < 0).any():
-        raise SpecError(
-            f"first_layer must rise from 0 to {problem.layers}, but is {bounds.tolist()}"
-        )
-    if (bits < 0).any() or (bits >= choices).any():
-        raise SpecError(f"bitwidth holds indices from 0 to {choices - 1}, but is {bits.tolist()}")
-    stage_of_layer = np.repeat(np.arange(stages), np.diff(bounds))
-    cell = stage_of_layer * choices + bits
-    return np.bincount(cell, minlength=stages * choices).reshape(stages, choices)
-
-
-def stage_times(
-    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
-) -> StageTimes:
-    """Time and memory of every stage and the batch's latency, whether or not it fits."""
-    counts = layer_counts(problem, first_layer, bitwidth)
-    prefill_s = problem.fixed_prefill_s + (counts * problem.prefill_s).sum(axis=1)
-    decode_s = problem.fixed_decode_s + (counts * problem.decode_s).sum(axis=1)
-    latency = _paper_latency if problem.objective == "paper" else _pipeline_latency
-    bits = np.asarray(bitwidth, dtype=np.int64)
-    return StageTimes(
-        prefill_s=prefill_s,
-        decode_s=decode_s,
-        bytes=(counts * problem.layer_bytes).sum(axis=1),
-        latency_s=latency(problem, prefill_s, decode_s),
-        quality=float(problem.sensitivity[np.arange(problem.layers), bits].sum()),
-    )
-
-
-def evaluate(
-    problem: AssignmentProblem, first_layer: Sequence[int], bitwidth: Sequence[int]
-) -> float:
-    """The objective in seconds; infinite over memory, for bits a device lacks, or an empty end.
-
-    An empty end is a first or last stage without a layer (eq. 15).
-    """
-    counts = layer_counts(problem, first_layer, bitwidth)
-    sizes = counts.sum(axis=1)
-    times = stage_times(problem, first_layer, bitwidth)
-    over_memory = (times.bytes > problem.memory_bytes).any()
-    lacking = (counts[~problem.available] > 0).any()
-    if over_memory or lacking or sizes[0] == 0 or sizes[-1] == 0:
-        return float("inf")
-    return times.latency_s + problem.theta * times.quality
-
-
-def _pipeline_latency(
-    problem: AssignmentProblem, prefill_s: FloatArray, decode_s: FloatArray
-) -> float:
-    """Latency where token t+1 of a micro-batch waits for token t to come round."""
-    prefill_bottleneck = max(prefill_s.max(), problem.prefill_comm_s.max())
-    decode_bottleneck = max(decode_s.max(), problem.decode_comm_s.max())
-    decode_round = max(
-        problem.decode_micro_batches * decode_bottleneck,
-        (decode_s + problem.decode_comm_s).sum(),
-    )
-    fill = (prefill_s + problem.prefill_comm_s).sum()
-    waiting = (problem.prefill_micro_batches - 1) * prefill_bottleneck
-    return float(waiting + fill + problem.decode_rounds * decode_round)
-
-
-def _paper_latency(
-    problem: AssignmentProblem, prefill_s: FloatArray, decode_s: FloatArray
-) -> float:
-    """Latency as in LLM-PQ eq. 4 to 8; transfers count in the maxima only (eq. 7)."""
-    prefill_bottleneck = max(prefill_s.max(), problem.prefill_comm_s.max())
-    decode_bottleneck = max(decode_s.max(), problem.decode_comm_s.max())
-    decode_repeats = (problem.decode_micro_batches - 1) * problem.decode_rounds
-    return float(
-        (problem.prefill_micro_batches - 1) * prefill_bottleneck
-        + decode_repeats * decode_bottleneck
-        + prefill_s.sum()
-        + decode_s.sum()
-    )
-
-
 def _check_scalars(problem: AssignmentProblem) -> None:
-    """Counts of at least one, theta of at least zero, ascending bitwidths, a known objective."""
+    """Check counts, theta, the order of bitwidths and the objective's name."""
     for name in ("prefill_micro_batches", "decode_micro_batches", "new_tokens"):
         value = getattr(problem, name)
         if value < 1:
@@ -271,7 +133,7 @@ def _store(
 def _broadcast(
     name: str, values: npt.NDArray[Scalar], shape: tuple[int, ...]
 ) -> npt.NDArray[Scalar]:
-    """`values` repeated to `shape`, read-only."""
+    """Repeat `values` to `shape`, read-only."""
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
@@ -279,7 +141,7 @@ def _broadcast(
 
 
 def _check_sensitivity(sensitivity: FloatArray, bitwidths: tuple[int, ...]) -> None:
-    """More bits never hurt quality: each row falls or stays level."""
+    """Check that more bits never hurt quality: each row falls or stays level."""
     rising = np.argwhere(np.diff(sensitivity, axis=1) > 0)
     if rising.size:
         layer, choice = (int(index) for index in rising[0])

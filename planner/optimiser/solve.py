@@ -1,60 +1,56 @@
-"""The optimisation core of LLM-PQ section 4.3 as pure functions on arrays.
+"""Solving one assignment problem by a method of the table: the face of the optimiser.
 
 `AssignmentProblem` says what layers cost on each stage, `solve` finds which go where at which
-bitwidth, `evaluate` prices any assignment.
+bitwidth (LLM-PQ section 4.3), `planner.optimiser.assignment.evaluate` prices any assignment.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from planner.optimiser.auto import solve_automatically
-from planner.optimiser.capacity import explain_infeasible
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.automatic import solve_automatically
 from planner.optimiser.heuristics.adabits import solve_adabits
 from planner.optimiser.heuristics.pipeedge import solve_pipeedge
 from planner.optimiser.heuristics.transfer import solve_by_transfer
 from planner.optimiser.heuristics.uniform import solve_uniform
 from planner.optimiser.milp.method import solve_exactly
-from planner.optimiser.milp.relaxation import lower_bound
-from planner.optimiser.milp.solvers import DEFAULT_SOLVER, SOLVERS
-from planner.optimiser.problem import (
-    Assignment,
-    AssignmentProblem,
-    Objective,
-    PhaseSeconds,
-    StageTimes,
-    Status,
-    evaluate,
-    stage_times,
-)
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.milp.solvers.table import require_known
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.sensitivity_tables import SensitivityTables
+from planner.optimiser.solve_options import DEFAULT_SOLVER, SolveOptions
 from quant.common.errors import SpecError
 
-__all__ = [
-    "METHODS",
-    "Assignment",
-    "AssignmentProblem",
-    "Objective",
-    "PhaseSeconds",
-    "StageTimes",
-    "Status",
-    "evaluate",
-    "explain_infeasible",
-    "lower_bound",
-    "solve",
-    "stage_times",
-]
+
+@dataclass(frozen=True)
+class Method:
+    """A way to solve one problem; the tables of its sensitivity serve many problems.
+
+    `takes_solver`: it heeds `SolveOptions.solver`. `is_baseline`: it stands for a published system,
+    which decides order and micro-batches by itself (`planner.search.baselines.policies`).
+    """
+
+    solve: Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]
+    takes_solver: bool = False
+    is_baseline: bool = False
 
 
-METHODS: dict[str, Callable[[AssignmentProblem, SolveOptions], Assignment]] = {
-    "auto": solve_automatically,
-    "ilp": solve_exactly,
-    "transfer": solve_by_transfer,
-    "adabits": solve_adabits,
-    "uniform": lambda problem, options: solve_uniform(problem, options.clock),
-    "pipeedge": lambda problem, options: solve_pipeedge(problem, options.clock),
+METHODS: dict[str, Method] = {
+    "auto": Method(solve_automatically, takes_solver=True),
+    "ilp": Method(lambda problem, options, _: solve_exactly(problem, options), takes_solver=True),
+    "transfer": Method(solve_by_transfer),
+    "adabits": Method(solve_adabits),
+    "uniform": Method(
+        lambda problem, options, _: solve_uniform(problem, options), is_baseline=True
+    ),
+    "pipeedge": Method(
+        lambda problem, options, _: solve_pipeedge(problem, options), is_baseline=True
+    ),
 }
+"""Exact search followed by a heuristic if time runs out, the integer programme, bitwidth transfer
+(LLM-PQ Alg. 2), the plan of best quality (section 6.9), and two baselines (section 6.1)."""
 
 
 def solve(
@@ -67,26 +63,27 @@ def solve(
 ) -> Assignment:
     """Assign layers to stages and bitwidths.
 
-    `method` is a key of `METHODS`: "auto" searches exactly without an integer programme, unless
-    `solver` names another solver than HiGHS, "ilp" solves one with `solver`, one of
-    `planner.optimiser.milp.solvers.SOLVERS`, "transfer" is the heuristic of LLM-PQ Alg. 2, the
-    others are the paper's baselines. The exact methods stop when the objective is proven within
-    `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over ("time_limit", with
-    the best assignment so far), or when nothing beats `upper_bound` seconds by more than the gap
-    ("cutoff", without an assignment). Raises InfeasibleError where nothing fits, SpecError for
-    options that cannot be used.
+    `method` is a key of `METHODS`; "auto" searches exactly without an integer programme, unless
+    `solver` names another solver than HiGHS. `solver` is one of
+    `planner.optimiser.milp.solvers.table.SOLVERS`. The exact methods stop when the objective is
+    proven within `relative_gap` (status "optimal"), when `time_limit_s` wall seconds are over
+    ("time_limit", with the best assignment so far), or when nothing beats `upper_bound` seconds by
+    more than the gap ("cutoff", without an assignment). Raises InfeasibleError where nothing fits,
+    SpecError for options that cannot be used.
     """
+    return solve_by(method, problem, SolveOptions(solver, time_limit_s, relative_gap, upper_bound))
+
+
+def solve_by(
+    method: str,
+    problem: AssignmentProblem,
+    options: SolveOptions,
+    tables: SensitivityTables | None = None,
+) -> Assignment:
+    """Solve as `solve` does; `tables` of the problem's sensitivity may be handed in."""
     if method not in METHODS:
         raise SpecError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if not 0 <= relative_gap < 1:
-        raise SpecError(f"relative gap is {relative_gap}; give 0 or more, below 1")
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise SpecError(f"time limit is {time_limit_s} s; give more than 0, or none")
-    if math.isnan(upper_bound):
-        raise SpecError("upper bound is not a number; give seconds, or none")
-    if solver not in SOLVERS:
-        raise SpecError(f"solver {solver!r} is unknown; choose one of {', '.join(SOLVERS)}")
-    if method == "auto" and solver != DEFAULT_SOLVER:
+    require_known(options.solver)
+    if method == "auto" and options.solver != DEFAULT_SOLVER:
         method = "ilp"
-    options = SolveOptions(solver, time_limit_s, relative_gap, upper_bound)
-    return METHODS[method](problem, options)
+    return METHODS[method].solve(problem, options, tables or SensitivityTables(problem.sensitivity))

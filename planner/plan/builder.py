@@ -9,8 +9,8 @@ from planner.cluster.device import Device
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
-from planner.optimiser.milp.solvers import DEFAULT_SOLVER
-from planner.optimiser.problem import Assignment, stage_times
+from planner.optimiser.assignment import Assignment, stage_times
+from planner.optimiser.solve_options import DEFAULT_SOLVER
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (
     PLAN_VERSION,

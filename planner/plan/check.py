@@ -23,7 +23,8 @@ from planner.costs.memory import (
     stage_memory,
 )
 from planner.model.finding import ModelShape
-from planner.optimiser.problem import AssignmentProblem, Objective, stage_times
+from planner.optimiser.assignment import stage_times
+from planner.optimiser.problem import AssignmentProblem, Objective
 from planner.options import AUTO
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan

@@ -27,9 +27,7 @@ _NOISES = (0.02, 0.1, 0.4, 1.5)
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction factor by batch size and length: `points` [n, 2] in logarithms, `weights`
-    [n].
-    """
+    """A correction factor by batch size and length: `points` [n, 2], logarithms; `weights` [n]."""
 
     points: Matrix
     weights: Vector

@@ -72,9 +72,7 @@ def table_beside(profile: str | Path, name: str) -> Path:
 
 
 def read_table(path: Path, kind: type[_Row]) -> tuple[_Row, ...]:
-    """Read every row as a `kind`, a pydantic dataclass; SpecError names file and line of a bad
-    row.
-    """
+    """Read every row as a `kind`, a pydantic dataclass; SpecError names the line of a bad row."""
     names = _columns(kind)
 
     def check_columns(found: Sequence[str]) -> None:

@@ -28,17 +28,13 @@ class LayerWorkload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests together: those that enter in prefill, those attended to in
-        decode.
-        """
+        """Tokens of all requests: those that enter in prefill, those attended to in decode."""
         return self.batch_size * self.length
 
 
 @dataclass(frozen=True)
 class DesignSpace:
-    """The micro-batches that may occur: requests, tokens of each, and most tokens of all
-    together.
-    """
+    """The micro-batches that may occur: requests, tokens of each, and tokens of all together."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     min_length: int = 16
@@ -67,9 +63,7 @@ class DesignSpace:
         return self.prefill_tokens if phase == "prefill" else self.decode_tokens
 
     def holds(self, workload: LayerWorkload) -> bool:
-        """Whether `workload` lies in this space, with any batch size between the smallest and
-        largest.
-        """
+        """Whether `workload` lies in this space; any batch size between the outer ones may."""
         return (
             min(self.batch_sizes) <= workload.batch_size <= max(self.batch_sizes)
             and self.min_length <= workload.length <= self.max_length
@@ -78,8 +72,7 @@ class DesignSpace:
 
 
 def design(space: DesignSpace, phase: Phase, points: int) -> tuple[LayerWorkload, ...]:
-    """Choose `points` workloads (or all, if fewer): the corners, then always the farthest from
-    those chosen.
+    """Choose `points` workloads, or all: the corners, then the farthest from those chosen.
 
     Distances are between logarithms of batch size and length.
     """
@@ -106,7 +99,7 @@ def _candidates(space: DesignSpace, phase: Phase) -> Iterator[LayerWorkload]:
 
 
 def _corners(where: npt.NDArray[np.float64]) -> Sequence[int]:
-    """The indices of the candidates, at `where` [candidates, 2], that lie farthest in each diagonal
+    """Indices of the candidates, at `where` [candidates, 2], farthest in each diagonal
     direction.
     """
     directions = ((-1, -1), (1, 1), (-1, 1), (1, -1))

@@ -96,9 +96,7 @@ def _pass_features(layer: LayerTerms, batch_size: int, length: int) -> Vector:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The time of a layer at one bitwidth and phase: coefficients of its terms, and a
-    correction.
-    """
+    """The time of a layer at one bitwidth and phase: coefficients of terms, and a correction."""
 
     phase: Phase
     coefficients: Vector
@@ -212,9 +210,7 @@ class ProfiledLatency:
         return self.fitted.final_s(device, rows, dtype)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
-        """Says which bitwidths and phases were measured in how many rows, and why others were
-        not.
-        """
+        """Says which bitwidths and phases were measured, and why others were not."""
         return self.fitted.described("measured in", device, dtype, bits)
 
     def _measured(
@@ -249,8 +245,7 @@ def row_length(row: ProfileRow) -> int:
 def fit_rows(
     rows: Sequence[ProfileRow], phase: Phase, prior: Vector, tokens_at_once: float = inf
 ) -> Vector:
-    """Fit coefficients [terms] of `layer_features` with least squared relative error, none
-    negative.
+    """Fit non-negative coefficients [terms] of `layer_features` with least squared relative error.
 
     `prior` [terms]: proportions to keep in directions that the rows do not determine.
     """
@@ -284,8 +279,8 @@ def _correction(plain: LayerFit, layer: LayerTerms, rows: Sequence[ProfileRow]) 
 
 
 def _units(relative: Matrix) -> Vector:
-    """For each term the coefficient that makes up a row's whole time on average; 1 where no row has
-    it.
+    """Coefficients with which each term alone makes up a row's time; 1 where no row has the
+    term.
     """
     mean = relative.mean(axis=0)
     return np.where(mean > 0, 1.0 / np.where(mean > 0, mean, 1.0), 1.0)

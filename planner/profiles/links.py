@@ -79,8 +79,7 @@ def links_beside(profile: str | Path) -> tuple[MeasuredLink, ...]:
 
 
 def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
-    """Fit latency and rate of each link, with least squared relative error, for the transport of
-    runs.
+    """Fit latency and rate of each link, of measurements with the transport that runs prefer.
 
     A link that was measured with one payload only has no rate, and is left out.
     """

@@ -29,8 +29,7 @@ _Count = Annotated[int, Field(ge=1, le=2**53)]
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class LoadRow:
-    """A measured load: median `seconds` for a layer of `checkpoint_bytes`, which then holds
-    `held_bytes`.
+    """A measured load of a layer: median `seconds`, its bytes stored and its bytes held after.
 
     Files were in the system's cache. `threads` is 0 where that is no property of the device.
     """

@@ -15,9 +15,7 @@ from quant.scheme import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class TimeQuery:
-    """The times that are asked for: of layers of these sizes on a device, at one precision and
-    phase.
-    """
+    """A query for times: of layers of these sizes on a device, at one precision and phase."""
 
     device: Device
     dtype: str
@@ -81,9 +79,7 @@ CONDITIONS = (
 
 
 def applies(row: ProfileRow, device: Device, dtype: str) -> bool:
-    """Whether a row was measured on such a device and precision, with the kernel that is used
-    now.
-    """
+    """Whether a row was measured on such a device and precision, with the kernel used now."""
     wanted = TimeQuery(device, dtype, row.layer, row.bits, row.phase)
     return all(condition.holds(wanted, row) for condition in CONDITIONS)
 

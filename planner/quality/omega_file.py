@@ -81,8 +81,7 @@ def _refusal(path: Path) -> str:
 
 
 def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) -> Matrix:
-    """Take the columns `[layers, K]` of ascending `bitwidths` of a bare array; SpecError for
-    another shape.
+    """Take the columns `[layers, K]` of ascending `bitwidths` from a bare array.
 
     As many columns as bitwidths are taken as these; four are those of 3, 4, 8 and 16 bit, in this
     order or in that of the prototype, which sorts bitwidths as text: 16, 3, 4, 8. The order shows
@@ -102,9 +101,7 @@ def bare_array(rows: object, path: Path, layers: int, bitwidths: Sequence[int]) 
 
 
 def nested(content: Mapping[str, Any], path: Path, layers: int) -> tuple[list[int], Matrix]:
-    """Read bitwidths and matrix of `{layer: {bits: value}}`; SpecError for missing layers or
-    bits.
-    """
+    """Read bitwidths and matrix of `{layer: {bits: value}}`; SpecError where one is missing."""
     wanted = [str(layer) for layer in range(layers)]
     if sorted(content) != sorted(wanted):
         raise SpecError(

@@ -62,9 +62,7 @@ class PerplexityFit:
         return Forecast(increase, increase / self.spread, increase * self._upper)
 
     def omega_within(self, max_increase: float) -> float:
-        """The largest summed sensitivity whose predicted increase stays, by the upper end, within
-        `max_increase`.
-        """
+        """The largest summed sensitivity whose upper end stays within `max_increase`."""
         ratio = max_increase / (self.coefficient * self._upper)
         return float(min(ratio ** (1 / self.exponent), self.largest_omega))
 
@@ -74,8 +72,7 @@ class PerplexityFit:
 
 
 def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit:
-    """Fit a curve through `points`, of which one is at 16 bit, and at least three others lie above
-    it by more than their error.
+    """Fit a curve to `points`: one at 16 bit, and three or more above it by more than their error.
 
     Raises `SpecError` naming `source` where they do not.
     """
@@ -128,9 +125,7 @@ def omega_bound(omega: Omega, max_increase: float) -> float:
 def perplexity_forecast(
     omega: Omega, summed: float, max_increase: float | None
 ) -> PerplexityForecast | None:
-    """Predict the perplexity of a plan of this summed sensitivity; None where too little was
-    measured.
-    """
+    """Predict the perplexity at a summed sensitivity; None where too little was measured."""
     try:
         fit = fit_perplexity(omega.points, omega.source)
     except SpecError:

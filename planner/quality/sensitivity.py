@@ -63,9 +63,7 @@ class WeighedPoint:
 
 @dataclass(frozen=True)
 class Omega:
-    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and measured
-    perplexities, if any.
-    """
+    """Sensitivities `matrix` [L, K] of the bitwidths asked for, their source, and perplexities."""
 
     matrix: Matrix
     source: str
@@ -96,8 +94,7 @@ class OmegaContent:
 
 
 def default_sensitivity(shape: ModelShape, bitwidths: Sequence[int]) -> Matrix:
-    """Estimate sensitivities [L, K] without measurement: noise grows with the squared step, (2^b -
-    1)^-2.
+    """Estimate sensitivities [L, K]: noise grows with the squared step, (2^b - 1)^-2.
 
     They are 0 at 16 bit; `bitwidths` [K] ascend. They are normalised so that all layers at 4 bit
     sum to 1.

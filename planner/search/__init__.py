@@ -1,1 +1,1 @@
-"""The search around the optimiser: device orders, micro-batches, remedies and baselines."""
+"""The search around the optimiser: device orders, micro-batch sizes, remedies and baselines."""

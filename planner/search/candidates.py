@@ -1,7 +1,7 @@
 """The candidates of a search (LLM-PQ Alg. 1, line 1): device orders by pairs of micro-batch sizes.
 
-They come by their lower bounds, the most promising first, and are made as they are asked for: there
-may be more orders than can be listed.
+They are made when they are asked for, best lower bound first: there may be more orders than can be
+listed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import AssignmentProblem
-from planner.search.fitting import fitting_problems, heads_of, misfit
-from planner.search.orders.by_ends import OrdersByEnds, SizedOrders
-from planner.search.orders.enumeration import canonical_devices, order_tree
+from planner.search.memory_fit import fitting_problems, heads_of, misfit
+from planner.search.orders.device_sets import canonical_devices
+from planner.search.orders.end_groups import OrdersByEnds, SizedOrders
+from planner.search.orders.enumeration import order_tree
 
 
 @dataclass(frozen=True, eq=False)
 class SearchCandidate:
     """One device order with one pair of micro-batch sizes and a place for the LM head.
 
-    The bound is in seconds.
+    `bound`: seconds that no plan of it is below.
     """
 
     devices: tuple[Device, ...]
@@ -51,11 +52,11 @@ class Candidates:
 
     @property
     def bound(self) -> float:
-        """Seconds that no candidate still to come has a plan below; infinite when none is left."""
+        """Seconds that no plan of the candidates left is below; infinite when none is left."""
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> SearchCandidate:
-        """The most promising candidate that is left; IndexError when none is."""
+        """Take the most promising candidate that is left; IndexError when none is."""
         while True:
             _, _, ends = heapq.heappop(self._heap)
             if ends.is_rough:
@@ -70,12 +71,12 @@ class Candidates:
             return SearchCandidate(devices, sizes, problem, bound, costs.head_on_first)
 
     def __iter__(self) -> Iterator[SearchCandidate]:
-        """All that are left."""
+        """Take all candidates that are left."""
         while self._heap:
             yield self.pop()
 
     def _fill(self, costs: CostModel) -> None:
-        """Sizes that fit depend on the devices at the ends, not on how others are ordered."""
+        """Group the orders by their ends, on which alone it depends which sizes fit."""
         devices = canonical_devices(costs.cluster.devices)
         tree = order_tree(devices, costs.options.all_orders)
         parts = [(kinds, part, part.count()) for kinds, part in tree.by_ends().items()]

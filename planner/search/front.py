@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
+from planner.search.bounded import theta_solver
 from planner.search.pareto import front
 from planner.search.remedies import PlanningRequest, naming_remedies
-from planner.search.search import REMEDY_PLANNER, planning_costs, theta_solver, with_fitting_cache
+from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
 from planner.workload import Workload
 
 
@@ -54,7 +55,7 @@ def _trace(
         return with_fitting_cache(
             options, lambda chosen: _trace(replace(request, options=chosen), most_points, clock)
         )
-    costs, _ = planning_costs(request.cluster, request.shape, request.workload, options)
+    costs, _ = costs_of(request)
     tokens = request.workload.global_batch * request.workload.new_tokens
     points = []
     for point in front(theta_solver(costs, clock), most_points):

@@ -80,7 +80,7 @@ def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[Point[PlanT], ...
 
 
 def extremes(solve: Solve[PlanT]) -> tuple[Point[PlanT], Point[PlanT]]:
-    """The fastest plan, and the one of the best quality, each the better of equals in the other."""
+    """The fastest plan and the one of best quality; ties are broken by the other figure."""
     first = solve(0.0)
     scale = first.latency_s / first.omega if first.omega > 0 else 0.0
     fastest = solve(QUALITY_TIE_BREAK * scale) if scale else first
@@ -144,7 +144,7 @@ def finest_within(solve: Solve[PlanT], max_latency_s: float) -> BoundedChoice[Pl
 
 
 def _tried_for_latency(solve: Solve[PlanT], max_latency_s: float) -> list[Point[PlanT]]:
-    """Points around where the prediction crosses the bound.
+    """Solve for points around where the prediction crosses the bound.
 
     Where it lies above at both ends though the ranking latency does not, it may fall in between.
     """
@@ -175,7 +175,7 @@ def _close_in(
     inside: Point[PlanT],
     is_inside: Callable[[Point[PlanT]], bool],
 ) -> list[Point[PlanT]]:
-    """Points of the hull ever nearer to where it crosses the bound, from both sides.
+    """Solve for points of the hull ever nearer to where it crosses the bound, from both sides.
 
     The last one solved has the slope of the edge that crosses it, whose dual bound is the best.
     """
@@ -200,7 +200,7 @@ def _close_in(
 
 
 def _height(left: Point[PlanT], right: Point[PlanT]) -> float:
-    """Size of a span in both directions, relative: where a missing point would matter most."""
+    """The relative size of a span in both directions, which ranks where to look for a point."""
     latency = (right.latency_s - left.latency_s) / right.latency_s
     quality = (left.omega - right.omega) / left.omega if left.omega else 0.0
     return latency * quality

@@ -1,4 +1,4 @@
-"""What would make a plan possible that was refused: each remedy is tried before it is named."""
+"""Changes that would make a refused plan possible; each one is tried before it is named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIGITS = 4  # of a bound that is named
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """All that a plan is asked for with."""
+    """The inputs of a plan."""
 
     cluster: ClusterSpec
     shape: ModelShape
@@ -30,13 +30,13 @@ class PlanningRequest:
     options: PlanOptions
 
     def with_options(self, **changed: Any) -> PlanningRequest:
-        """The same with other options."""
+        """The request with other options."""
         return replace(self, options=replace(self.options, **changed))
 
 
 @dataclass(frozen=True)
 class Planner:
-    """How remedies are tried: `fits` looks at memory alone, `plans` really plans."""
+    """Ways to try a remedy: `fits` looks at memory alone, `plans` searches for a plan."""
 
     fits: Callable[[PlanningRequest], bool]
     plans: Callable[[PlanningRequest], bool]
@@ -52,7 +52,7 @@ class Remedy:
 
 @contextmanager
 def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None]:
-    """Add what would help to a refusal of `request`."""
+    """Add remedies to the error where `request` is refused."""
     try:
         yield
     except BoundNotMetError as error:
@@ -65,7 +65,7 @@ def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None
 
 
 def remedies_of_memory(request: PlanningRequest, planner: Planner) -> list[Remedy]:
-    """What makes a request fit, each alone; those that then miss a bound are left out."""
+    """Single changes that make a request fit, without those that then miss a bound."""
     found = (remedy for kind in _KINDS for remedy in kind(request, planner.fits))
     return [remedy for remedy in found if planner.plans(remedy.request)]
 
@@ -91,7 +91,7 @@ def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str
 
 
 def _rounded_up(value: float) -> float:
-    """To few digits, and never below."""
+    """Round up to `DIGITS` digits."""
     if value <= 0:
         return 0.0
     step = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
@@ -102,7 +102,7 @@ Fits = Callable[[PlanningRequest], bool]
 
 
 def _other_method(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """The default method, which mixes bitwidths and leaves devices out."""
+    """Try the default method, which mixes bitwidths and leaves devices out."""
     default = PlanOptions().method
     changed = request.with_options(method=default)
     if request.options.method != default and fits(changed):
@@ -110,7 +110,7 @@ def _other_method(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 
 def _free_sizes(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """Micro-batch sizes that are searched instead of fixed."""
+    """Try searched micro-batch sizes in place of fixed ones."""
     names = ("prefill_micro_batch", "decode_micro_batch")
     fixed = [name for name in names if getattr(request.options, name) is not None]
     changed = request.with_options(**dict.fromkeys(fixed))
@@ -119,21 +119,21 @@ def _free_sizes(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 
 def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """Devices that may be left out."""
+    """Try with devices that may be left out."""
     changed = request.with_options(keep_all_devices=False)
     if request.options.keep_all_devices and fits(changed):
         yield Remedy("no --keep_all_devices", changed)
 
 
 def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """All of the devices' memory."""
+    """Try with all of the devices' memory."""
     changed = request.with_options(memory_margin=0.0)
     if request.options.memory_margin and fits(changed):
         yield Remedy("nothing kept free (--memory_margin 0)", changed)
 
 
 def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """Keys and values in the fewest bits; `auto` has tried them."""
+    """Try keys and values in the fewest bits; with `auto` that has been tried."""
     present, fewest = request.options.kv_bits, min(KV_BITWIDTHS)
     changed = request.with_options(kv_bits=fewest)
     if isinstance(present, int) and present > fewest and fits(changed):
@@ -141,7 +141,7 @@ def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 
 def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """The largest batch that fits, not below the micro-batches that were fixed."""
+    """Find the largest batch that fits, not below the micro-batches that were fixed."""
     batch, options = request.workload.global_batch, request.options
 
     def of(size: int) -> PlanningRequest:
@@ -158,7 +158,7 @@ def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 
 def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """The highest bitwidth below those allowed that makes it fit."""
+    """Find the highest bitwidth below those allowed that makes it fit."""
     present = request.options.bits
     for bits in reversed([each for each in BITWIDTHS if each < min(present)]):
         changed = request.with_options(bits=(bits, *present))
@@ -169,7 +169,7 @@ def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 
 def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
-    """How many more of the kind of which the fewest are needed."""
+    """Find the kind of device of which the fewest more are needed."""
     devices = request.cluster.devices
     kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
     nodes_of_type = {name: {n for n, a, _ in kinds if a == name} for _, name, _ in kinds}

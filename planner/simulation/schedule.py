@@ -22,11 +22,11 @@ UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.driver lets be und
 
 @dataclass(frozen=True)
 class Pass:
-    """One micro-batch's way through all stages.
+    """One pass of a micro-batch through all stages.
 
     `index` counts micro-batches of the phase in slot order; `step` is 0 in prefill and counts
     decode steps from 1. Each of `requests` requests adds `tokens` tokens to `context_length` before
-    them. `results_before` results were taken in before it was submitted.
+    them. `results_before` counts the results that came back before it was submitted.
     """
 
     phase: Phase
@@ -39,7 +39,7 @@ class Pass:
 
 
 def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:
-    """Every pass in the order in which the first stage computes them; all requests run n tokens."""
+    """All passes in the first stage's order of computing; every request runs n tokens."""
     schedule = _Schedule(workload, sizes)
     limit = UNDER_WAY_PER_STAGE * stages
     passes: list[Pass] = []
@@ -56,7 +56,7 @@ def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tup
 
 
 class _Schedule:
-    """Which pass comes next, given how many results were taken in."""
+    """Decides which pass comes next, given the results so far."""
 
     def __init__(self, workload: Workload, sizes: MicroBatches) -> None:
         self._workload = workload
@@ -69,7 +69,7 @@ class _Schedule:
         self._results = 0
 
     def following(self) -> Pass | None:
-        """Prefills in slot order, then whichever decode micro-batch became ready first."""
+        """The next prefill in slot order, else the decode micro-batch that became ready first."""
         if self._prefills:
             index, requests = self._prefills.popleft()
             length = self._workload.prompt_length
@@ -83,14 +83,14 @@ class _Schedule:
         return Pass("decode", index, step, self._groups[index], 1, context, self._results)
 
     def complete(self, done: Pass) -> None:
-        """Take in one result."""
+        """Record the result of a pass."""
         self._results += 1
         touched = self._first_tokens(done) if done.phase == "prefill" else [done.index]
         left = self._workload.new_tokens - 1
         self._ready.extend(index for index in touched if self._steps[index] < left)
 
     def _first_tokens(self, done: Pass) -> list[int]:
-        """Decode micro-batches of which `done` gave the last request its first token."""
+        """The decode micro-batches whose last request got its first token from `done`."""
         first = done.index * self._sizes.prefill
         slots = range(first, first + done.requests)
         for index, count in Counter(slot // self._sizes.decode for slot in slots).items():
@@ -100,5 +100,5 @@ class _Schedule:
 
 
 def _shares(requests: int, size: int) -> list[int]:
-    """Requests of each micro-batch; the last one may be smaller."""
+    """The number of requests of each micro-batch; the last one may be smaller."""
     return [min(size, requests - first) for first in range(0, requests, size)]

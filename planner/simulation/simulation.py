@@ -37,7 +37,7 @@ class PassSeconds:
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """When M passes, in the order of submission, were on N stages and links; seconds from 0.
+    """Start and end of M passes, in order of submission, on N stages and links; seconds from 0.
 
     The four arrays are [M, N]: stage j computes from `stage_start_s` to `stage_end_s`, the link
     from stage j to the next one (from the last to the first) is busy from `link_start_s` to
@@ -53,37 +53,37 @@ class Simulated:
 
     @property
     def stages(self) -> int:
-        """N."""
+        """N, the number of stages."""
         return int(self.stage_end_s.shape[1])
 
     @property
     def latency_s(self) -> float:
-        """Until the last token is back on the first stage."""
+        """Seconds until the last token is back on the first stage."""
         return float(self.link_end_s[-1, -1])
 
     @property
     def prefill_s(self) -> float:
-        """Until every request has its first token; decoding may have begun before."""
-        return float(self.link_end_s[self._of("prefill"), -1][-1])
+        """Seconds until every request has its first token; decoding may have begun before."""
+        return float(self.link_end_s[self._rows_of("prefill"), -1][-1])
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second."""
+        """New tokens per second of all requests."""
         return self.workload.global_batch * self.workload.new_tokens / self.latency_s
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """Share of the latency that each stage computes [N]."""
+        """The share of the latency in which each stage computes [N]."""
         busy_s = (self.stage_end_s - self.stage_start_s).sum(axis=0)
         return tuple(float(share) for share in busy_s / self.latency_s)
 
     def busy_s(self, phase: Phase) -> FloatArray:
-        """Seconds that each stage computes in `phase` [N]."""
-        rows = self._of(phase)
+        """Seconds in which each stage computes in `phase` [N]."""
+        rows = self._rows_of(phase)
         busy: FloatArray = (self.stage_end_s[rows] - self.stage_start_s[rows]).sum(axis=0)
         return busy
 
-    def _of(self, phase: Phase) -> list[int]:
+    def _rows_of(self, phase: Phase) -> list[int]:
         return [row for row, each in enumerate(self.passes) if each.phase == phase]
 
 
@@ -116,7 +116,7 @@ def simulate(
 def _events(
     workload: Workload, passes: tuple[Pass, ...], seconds: Sequence[PassSeconds]
 ) -> Simulated:
-    """A computation or transfer starts when its input is there and whoever does it is free."""
+    """Start each computation or transfer when its input is there and its stage or link is free."""
     stages = len(seconds[0].compute)
     stage_free_s, link_free_s = [0.0] * stages, [0.0] * stages
     starts, returned_s = [], [0.0]
@@ -149,7 +149,7 @@ class OccupiedStages:
 
 
 def occupied_stages(devices: Sequence[Device], first_layer: Sequence[int]) -> OccupiedStages:
-    """Without the stages that hold no layer, which are not run."""
+    """Leave out the stages that hold no layer, which are not run."""
     kept = [j for j in range(len(devices)) if first_layer[j] < first_layer[j + 1]]
     bounds = (*(int(first_layer[j]) for j in kept), int(first_layer[-1]))
     return OccupiedStages(tuple(devices[j] for j in kept), bounds)
@@ -162,7 +162,7 @@ def simulate_assignment(
     first_layer: Sequence[int],
     bitwidth: Sequence[int],
 ) -> Simulated:
-    """The batch of `costs.workload` on `devices` in stage order, as the runtime would run it.
+    """Simulate the batch of `costs.workload` on `devices` in stage order, as the runtime runs it.
 
     `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer, not by
     group; stages without layers are left out. Every pass takes the latency model's time for its own
@@ -200,14 +200,14 @@ class AssignmentTiming:
     _layers: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def seconds(self, each: Pass) -> PassSeconds:
-        """Of one pass; equal passes are asked once."""
+        """Seconds of one pass; equal passes are computed once."""
         key = (each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._passes:
             self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
         return self._passes[key]
 
     def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
-        """Every stage [N], of a micro-batch with prompts, or in decoding a context, of `length`."""
+        """Compute seconds of every stage [N]; `length` is that of the prompt or the context."""
         tokens, context = (length, 0) if phase == "prefill" else (1, length)
         return self._compute(Pass(phase, 0, 0, requests, tokens, context, 0))
 
@@ -226,7 +226,7 @@ class AssignmentTiming:
         return tuple(stage_s)
 
     def _layer_s(self, device: Device, bits: int, each: Pass) -> float:
-        """One layer; equal devices are asked once."""
+        """Seconds of one layer; equal devices are computed once."""
         kind = (device.accelerator.name, device.threads, device.emulated)
         key = (*kind, bits, each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._layers:

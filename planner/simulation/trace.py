@@ -29,7 +29,7 @@ MORE = ", and more"  # in the title of a bar that stands for several
 
 @dataclass(frozen=True)
 class GanttOptions:
-    """What the picture shows: seconds from `start_s` to `end_s` (None: the end) in `width` pixels.
+    """The part of a batch to draw: from `start_s` to `end_s` (None: the end) in `width` pixels.
 
     Raises SpecError for an empty span or a width of no use.
     """
@@ -60,7 +60,7 @@ class _Bar:
 
 
 def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
-    """JSON in Chrome's trace event format; `labels` [N] name the stages.
+    """A simulated batch as JSON in Chrome's trace event format; `labels` [N] name the stages.
 
     Stages and links are threads of two processes, every computation and transfer a complete event
     with its micro-batch, step, requests and context. Raises SpecError unless there is one label a
@@ -74,8 +74,9 @@ def chrome_trace(simulated: Simulated, labels: Sequence[str]) -> str:
 def simulated_events(
     simulated: Simulated, labels: Sequence[str], title: str = "", first_process: int = 0
 ) -> list[dict[str, object]]:
-    """Chrome's events of a simulated batch; `title` comes before the names of its two processes,
-    which are numbered from `first_process`.
+    """Chrome's events of a simulated batch.
+
+    They belong to two processes, numbered from `first_process`, whose names begin with `title`.
     """
     names = _thread_names(labels, title, first_process)
     return [*names, *_complete_events(simulated, first_process)]
@@ -89,7 +90,7 @@ def write_chrome_trace(path: str | Path, simulated: Simulated, labels: Sequence[
 def gantt_svg(
     simulated: Simulated, labels: Sequence[str], options: GanttOptions | None = None
 ) -> str:
-    """A row per stage with its computations and, below them, its transfers; `labels` [N].
+    """An SVG with a row per stage: its computations and, below them, its transfers.
 
     Computations narrower than a pixel are drawn together, so that long batches stay small files.
     Raises SpecError unless there is one label a stage, or where nothing happens in the span.
@@ -144,7 +145,7 @@ def named_tracks(process: int, name: str, labels: Sequence[str]) -> Iterator[dic
 
 
 def _complete_events(simulated: Simulated, first_process: int) -> Iterator[dict[str, object]]:
-    """Every computation, and every transfer that takes time."""
+    """Yield every computation, and every transfer that takes time."""
     spans = (
         (STAGES_PROCESS, simulated.stage_start_s.tolist(), simulated.stage_end_s.tolist()),
         (LINKS_PROCESS, simulated.link_start_s.tolist(), simulated.link_end_s.tolist()),
@@ -203,7 +204,7 @@ def _row(simulated: Simulated, stage: int, label: str, view: _View) -> Iterator[
 def _bars(
     passes: Sequence[Pass], starts: Sequence[float], ends: Sequence[float], view: _View
 ) -> Iterator[_Bar]:
-    """In order of time; what is narrower than a pixel and touches its neighbour joins it."""
+    """Yield bars in order of time; a bar narrower than a pixel joins a neighbour it touches."""
     waiting: _Bar | None = None
     for each, start_s, end_s in zip(passes, starts, ends, strict=True):
         if end_s <= view.start_s or start_s >= view.end_s or end_s <= start_s:

@@ -16,22 +16,18 @@ from quant.gpu_upload import moved_blocks
 from quant.scheme import LinearShape
 
 _CPU_DECODED_WEIGHTS = 1 << 19
-"""Weights decoded at once on a CPU: 2 MB of float32. 512 KB would take 1.3 times as long, for the
-calls."""
+"""Weights decoded at once on a CPU: 2 MB of float32. 512 KB takes 1.3 times as long."""
 
 _GPU_DECODED_WEIGHTS = 1 << 24
 """Weights decoded at once on a GPU: 64 MB of float32 keep it busy."""
 
 _MANY_TOKENS = 8
 _PRODUCT_ROWS = 256
-"""From this number of tokens on, products of fewer rows than this are slow: more time is lost than
-decoding into the core's cache gains."""
+"""For so many tokens, products of fewer rows are slower than decoding into a cache gains."""
 
 
 class PackedWeight(Protocol):
-    """One weight `[out, in]` as a backend holds it; `quant.backends.table` has its sizes and
-    devices.
-    """
+    """One weight `[out, in]` as a backend of `quant.backends.table` holds it."""
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
@@ -40,9 +36,7 @@ class PackedWeight(Protocol):
 
     @staticmethod
     def represent(weight: torch.Tensor) -> torch.Tensor:
-        """Round `weight` as the backend does: the float32 weight `[out, in]` that it then
-        multiplies with.
-        """
+        """Round `weight` to the float32 weight `[out, in]` that the backend multiplies with."""
         ...
 
     @property
@@ -51,7 +45,11 @@ class PackedWeight(Protocol):
         ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., in]` times the transposed weight: `[..., out]` in the type of `x`."""
+        """Multiply `x` `[..., in]` with the transposed weight: `[..., out]` in the type of `x`."""
+        ...
+
+    def warm_up(self, in_features: int) -> None:
+        """Compile in advance what products with `in_features` inputs need."""
         ...
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -86,6 +84,9 @@ class CanonicalPacked(ABC):
     def represent(cls, weight: torch.Tensor) -> torch.Tensor:
         return dequantize(quantize(weight, cls.bits))
 
+    def warm_up(self, in_features: int) -> None:  # noqa: B027  (few backends compile anything)
+        """See `PackedWeight`; by default there is nothing to compile."""
+
     def state(self) -> dict[str, torch.Tensor]:
         """The fields of the backend, a dataclass of tensors and numbers, by name."""
         held = {field.name: getattr(self, field.name) for field in _fields(self)}
@@ -108,8 +109,7 @@ def _fields(packed: Any) -> Any:
 
 
 def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy `tensor`, which may be a view of a checkpoint file, and check that its values are
-    finite.
+    """Copy `tensor`, which may be a view of a file, and check that its values are finite.
 
     The copy goes in blocks of rows, each cast on `device`: a copy of the whole to a GPU would be
     cast in host memory first. CheckpointError for NaN, and for values that are infinite in `dtype`.
@@ -129,9 +129,7 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all `values` are finite, without a temporary: NaN and infinity show in the
-    extremes.
-    """
+    """Whether all `values` are finite: NaN and infinity show in the extremes."""
     low, high = torch.aminmax(values)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -170,9 +168,7 @@ def linear_by_blocks(
 def _filled(
     weight: torch.Tensor, step: int, first: int, decode_rows: Callable[[slice], torch.Tensor]
 ) -> torch.Tensor:
-    """Decode the rows from `first` on into `weight` `[rows, in]`, or return them where that is no
-    copy.
-    """
+    """Decode the rows from `first` on into `weight` `[rows, in]`, or return what was decoded."""
     rows = len(weight)
     for start in range(0, rows, step):
         stop = min(start + step, rows)

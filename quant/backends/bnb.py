@@ -15,7 +15,7 @@ from quant.common.errors import DeviceError
 from quant.scheme import LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
-"""Activations above it are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
+"""Larger activations are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
 
 
 def _bitsandbytes() -> Any:
@@ -30,8 +30,8 @@ def _bitsandbytes() -> Any:
 
 @dataclass(frozen=True)
 class BnbNf4:
-    """`packed`: uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: their maxima, and the
-    table.
+    """A 4-bit weight. `packed`: uint8 `[out * in / 2, 1]` in blocks of 64; `quantized`: their
+    maxima and the table of values.
     """
 
     packed: torch.Tensor
@@ -78,6 +78,9 @@ class BnbNf4:
     def nbytes(self) -> int:
         return tensor_bytes(self.packed, self.quantized.absmax, self.quantized.code)
 
+    def warm_up(self, in_features: int) -> None:
+        """Do nothing: bitsandbytes brings compiled kernels."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _bitsandbytes().matmul_4bit(x, self.packed.t(), self.quantized)
         return out
@@ -85,7 +88,7 @@ class BnbNf4:
 
 @dataclass(frozen=True)
 class BnbInt8:
-    """`codes` `[out, in]` int8; `maxima` `[out]` float32: the row's largest magnitude."""
+    """An 8-bit weight. `codes`: int8 `[out, in]`; `maxima` of the rows: float32 `[out]`."""
 
     codes: torch.Tensor
     maxima: torch.Tensor
@@ -113,6 +116,9 @@ class BnbInt8:
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.codes, self.maxima)
+
+    def warm_up(self, in_features: int) -> None:
+        """Do nothing: bitsandbytes brings compiled kernels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bitsandbytes = _bitsandbytes()

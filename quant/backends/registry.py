@@ -53,9 +53,7 @@ def usable_backend(
 
 
 def self_test(backend: type[PackedWeight], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Compare a backend with dequantize-and-matmul; describes what is wrong, None if all is
-    well.
-    """
+    """Compare a backend with dequantize-and-matmul; returns what is wrong, or None."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(_TEST_SHAPE, generator=generator)
     try:

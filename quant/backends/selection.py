@@ -1,4 +1,4 @@
-"""Which kernel backend holds a weight on a device, without torch."""
+"""Choosing the kernel backend that holds a weight on a device, without torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, GROUP_SIZES, LinearShape, Processor
 
 _ORDINARY_SHAPE = LinearShape(in_features=4096, out_features=4096)
-"""Hidden sizes of language models are multiples of 64: the backend of this shape is the usual
-one."""
+"""A usual shape: hidden sizes of language models are multiples of 64."""
 
 
 def rule_for(

@@ -74,8 +74,8 @@ def _int4pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> 
 
 
 def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for VNNI, without which u8 x s8 products saturate, and whole 64 x 64 tiles, which are
-    packed without padding.
+    """Ask for VNNI, else u8 x s8 products saturate, and for 64 x 64 tiles, else there is
+    padding.
     """
     whole_tiles = shape.in_features % 64 == 0 and shape.out_features % 64 == 0
     vnni = processor.is_cpu and "avx512_vnni" in processor.instruction_sets
@@ -83,9 +83,7 @@ def _onednn_supports(processor: Processor, shape: LinearShape, dtype: str) -> bo
 
 
 def _int8pack_supports(processor: Processor, shape: LinearShape, dtype: str) -> bool:
-    """Ask for rows that the kernel does not read beyond, and bfloat16, which alone has a fast
-    path.
-    """
+    """Ask for rows that the kernel does not read beyond, and bfloat16, which has a fast path."""
     whole = shape.in_features % INT8PACK_COLUMNS == 0
     return processor.is_cpu and dtype == "bfloat16" and whole
 

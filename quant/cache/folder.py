@@ -1,5 +1,4 @@
-"""The cache: a folder of packed decoder layers, one safetensors file each, for all stages of a
-node.
+"""The cache: a folder of packed layers, one safetensors file each, for all stages of a node.
 
 A stage that starts again finds its packed layers and neither reads nor quantizes weights. The
 content of a file is identified by its key (`quant.cache.layer`): a hash of the key is in the name,
@@ -168,9 +167,7 @@ class ShardCache:
         return built
 
     def store(self, entry: NewEntry) -> None:
-        """Write a layer, whose tensors must not change until the cache is left as a context
-        manager.
-        """
+        """Write a layer, whose tensors must not change until the cache is left."""
         if not self._is_writable:
             return
         if self._writer is None:
@@ -258,9 +255,7 @@ class ShardCache:
             yield
 
     def _make_room(self, size: int) -> bool:
-        """Delete the least recently used of the unused files, if that makes room for `size`
-        bytes.
-        """
+        """Delete unused files, least recently used first, if that makes room for `size` bytes."""
         self._sweep()
         files = self._files()
         excess = sum(found.st_size for found in files.values()) + size - self._limit()
@@ -322,9 +317,7 @@ def _checked(file: BinaryIO, key: CacheKey) -> CachedTensors:
 
 
 def _lock_shared(file: BinaryIO) -> bool:
-    """Lock a file for reading; False if it is being removed, True also where locks are not
-    supported.
-    """
+    """Lock a file for reading; False if it is being removed, True also where locks are missing."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

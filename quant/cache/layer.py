@@ -43,8 +43,7 @@ _PART = ":"
 """Separates the name of a linear and that of a part of its packed weight in a file."""
 
 _NOTES_BYTES = 4096
-"""Largest size of what is stored of a linear beside its bytes: group sizes, oneDNN's layout
-(772)."""
+"""Most bytes stored of a linear beside its weight: group sizes, oneDNN's layout (772)."""
 
 _TEST_SHAPE = LinearShape(in_features=256, out_features=192)
 _TEST_TOKENS = 5

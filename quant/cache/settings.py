@@ -10,14 +10,12 @@ from pathlib import Path
 from quant.common.errors import SpecError
 
 DEFAULT_LIMIT_BYTES = 100 << 30
-"""The default limit: several 70B models at 4 bit. Half of the free space is taken where that is
-less."""
+"""The default limit, or half of the free space if that is less: several 70B models at 4 bit."""
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Settings of the cache: `folder` is None for the user's own on each node, `limit_gib` None for
-    the default limit.
+    """Settings of the cache; None for the user's own `folder` on each node, or the default limit.
 
     Raises `SpecError` for a limit that is no positive number.
     """
@@ -58,7 +56,7 @@ NO_CACHE = CacheSettings(enabled=False)
 
 
 def default_folder() -> Path:
-    """`llmpq/shards` in the user's cache folder (XDG base directories)."""
+    """The folder `llmpq/shards` in the user's cache folder (XDG base directories)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else _expanded("~/.cache")) / "llmpq/shards"
 

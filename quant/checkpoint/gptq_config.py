@@ -62,9 +62,7 @@ def read_gptq_config(folder: Path) -> GptqConfig | None:
 
 
 def parse_gptq_config(values: Any, place: str) -> GptqConfig:
-    """Check the entries of a `quantization_config`; `place` names the file. Errors as in
-    `read_gptq_config`.
-    """
+    """Check the entries of a `quantization_config`, in the file `place`; errors as above."""
     if not isinstance(values, Mapping):
         raise SpecError(f"{place}: {CONFIG_KEY} is {values!r:.40}; it must be an object")
     method = str(values.get("quant_method", "unnamed")).lower()

@@ -16,14 +16,13 @@ from pathlib import Path
 from types import TracebackType
 
 READ_AHEAD_BYTES = 256 << 20
-"""Bytes read ahead of the tensor in use: more than any linear of a 30B model, and little beside its
-layers."""
+"""Bytes read ahead of the tensor in use: more than any linear of a 30B model."""
 
 _CHUNK_BYTES = 4 << 20
 """Bytes read at once: enough for a disk's full speed, and soon done when the reader has to stop."""
 
 ReadInto = Callable[[int, Sequence[memoryview], int], int]
-"""`os.preadv(descriptor, buffers, offset)`."""
+"""A function such as `os.preadv(descriptor, buffers, offset)`."""
 
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 """Flag of Linux: an error instead of waiting for a disk."""
@@ -52,7 +51,7 @@ class FileRange:
 
 
 class ReadAhead:
-    """Context manager around the use of `ranges`; on leaving it the reading thread is gone.
+    """A context manager around the use of `ranges`; the thread that reads them ends on leaving it.
 
     `wait_for` has to be called before a range is used. The thread reads at most `window_bytes`
     beyond the end of the last range that was waited for.

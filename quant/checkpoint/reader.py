@@ -59,9 +59,7 @@ class Checkpoint:
         return sorted(self._file_of)
 
     def check_files(self) -> None:
-        """Open the header of every file; CheckpointError names one that is missing, cut or
-        damaged.
-        """
+        """Open every file's header; CheckpointError names one that is missing or damaged."""
         for file in dict.fromkeys(self._file_of.values()):
             self._open(file)
 
@@ -116,9 +114,7 @@ class Checkpoint:
                 self._ahead = None
 
     def names_below(self, name_prefix: str) -> list[str]:
-        """The stored names of the tensors of the module `name_prefix`, sorted, in any spelling of
-        `find`.
-        """
+        """The stored names of the tensors of the module `name_prefix`, in any spelling, sorted."""
         base, _, rest = name_prefix.partition(".")
         prefixes = (f"{name_prefix}.", f"{rest}.", f"{base}.{name_prefix}.")
         return sorted(name for name in self._file_of if name.startswith(prefixes))
@@ -169,9 +165,7 @@ class Checkpoint:
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
-        """How quantized linears are stored; None for plain weights, SpecError for unknown
-        formats.
-        """
+        """How quantized linears are stored; None for plain weights, SpecError if unknown."""
         return read_gptq_config(self.folder)
 
     def _handle(self, name: str) -> Any:

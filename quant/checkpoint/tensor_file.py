@@ -75,7 +75,7 @@ def read_tensor(file: BinaryIO, place: TensorPlace, crc32: int) -> torch.Tensor:
 
 
 class TensorWriter:
-    """Writes tensors into an empty file as they come; `finish` makes it a safetensors file."""
+    """A writer of tensors into an empty file, one by one; `finish` makes it a safetensors file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

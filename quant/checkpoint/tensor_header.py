@@ -40,9 +40,7 @@ class Header:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of an open file; DamagedFileError if it is malformed or the file too
-    short.
-    """
+    """Read the header of an open file; DamagedFileError if it is malformed or incomplete."""
     file_bytes = os.fstat(file.fileno()).st_size
     file.seek(0)
     header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")

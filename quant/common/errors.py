@@ -55,9 +55,7 @@ class DeviceError(LlmpqError):
 
 
 class StageLostError(Exception):
-    """A stage's process died while it was needed. It is no mistake of the user, and the run is
-    over.
-    """
+    """A stage's process died while it was needed. No mistake of the user; the run is over."""
 
 
 class HeadLostError(Exception):

@@ -33,9 +33,7 @@ class FileIdentity:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last change is at least a clock tick ago, so that a later one gets another
-        time.
-        """
+        """Whether the last change is a clock tick ago, so that a later one gets another time."""
         return self._unsettled_s() <= 0
 
     def settle(self) -> None:

@@ -21,9 +21,7 @@ _SENTENCE_END = re.compile(r"((?<=[.!?;])\s+|\n+)")
 
 
 def without_library_advice(text: str) -> str:
-    """`text` without the sentences that propose an argument of another library; llmpq's own advice
-    follows at the end.
-    """
+    """Replace sentences that propose another library's argument by llmpq's advice at the end."""
     if not any(argument in text for argument in _OURS):
         return text
     advised: dict[str, None] = {}

@@ -9,9 +9,7 @@ from pathlib import Path
 
 
 def names_a_file(path: Path) -> bool:
-    """Whether a file can be written at `path`: no folder, in a folder that exists, with a valid
-    name.
-    """
+    """Whether `path` is no folder itself but in a folder that exists, with a valid name."""
     try:
         return bool(path.name) and not path.is_dir() and path.parent.is_dir()
     except OSError:  # too long a name, no access

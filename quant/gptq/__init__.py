@@ -1,1 +1,1 @@
-"""Calibrated rounding (GPTQ) and checkpoints in GPTQModel's format; `config` is without torch."""
+"""Calibrated rounding (GPTQ) and checkpoints in the format of GPTQModel."""

@@ -64,9 +64,7 @@ class GptqWeight:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A canonical weight whose columns belong to the inputs `input_order` int32 `[in]`; None: in
-    order.
-    """
+    """A canonical weight, and the inputs of its columns, int32 `[in]`; None: they are in order."""
 
     canonical: CanonicalWeight
     input_order: torch.Tensor | None
@@ -146,8 +144,7 @@ def _symmetric_rows(weight: GptqWeight) -> CanonicalWeight:
 
 
 def _parts_of_group(group: int, columns: int) -> int:
-    """Number of parts of the usual size into which a larger group is split, with equal scale and
-    zero.
+    """Number of parts of the usual size into which a larger group is split.
 
     Kernels that take groups of 128 columns but not whole rows can run then, in the planned bytes.
     """
@@ -256,9 +253,7 @@ def _stored_zeros(qzeros: torch.Tensor, bits: int, rows: int, offset: int) -> to
 
 
 def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: int) -> torch.Tensor:
-    """The group of each input, int32 `[in]`; without an index, which auto-gptq may leave out, the
-    groups follow each other.
-    """
+    """The group of each input, int32 `[in]`; groups are consecutive where no index is stored."""
     name = f"{stem}.g_idx"
     if not checkpoint.has(name):
         return torch.arange(columns, dtype=torch.int32) // max(1, -(-columns // groups))

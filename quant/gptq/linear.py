@@ -14,8 +14,7 @@ from quant.scheme import FULL_BITS
 def gptq_linear(
     checkpoint: Checkpoint, module: str, shape: tuple[int, int], form: LayerForm
 ) -> nn.Module | None:
-    """Load the linear `module` of `shape` `[out, in]`, without bias; None where plain weights are
-    stored and planned.
+    """Load the linear `module` of `shape` `[out, in]`, without bias; None for plain weights.
 
     PlanMismatchError where the stored bits are not the planned ones; CheckpointError and
     DeviceError as in `quant.linear.linear_of_codes`.

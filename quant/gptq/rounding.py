@@ -1,4 +1,4 @@
-"""GPTQ: a weight rounded column by column so that its outputs on calibration inputs change least.
+"""GPTQ: rounding a weight column by column so that its outputs on calibration inputs change least.
 
 Frantar et al., "GPTQ" (ICLR 2023), Algorithm 1. For inputs X `[tokens, in]` the error of a row w is
 (w - q) X^T X (w - q)^T. Columns are rounded in turn, and what a column is off by is made up for in
@@ -147,9 +147,7 @@ class _Grid:
 def _round_columns(
     values: torch.Tensor, factor: torch.Tensor, grid: _Grid, order: torch.Tensor
 ) -> torch.Tensor:
-    """Round `values` `[in, out]`, which are overwritten, to codes uint8 `[in, out]`; both in
-    `order`.
-    """
+    """Round `values` `[in, out]`, which are overwritten, to uint8 codes; both in `order`."""
     columns, rows = values.shape
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
     groups = (order // grid.group).tolist()

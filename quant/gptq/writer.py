@@ -43,9 +43,7 @@ class GptqLayout:
     head_names: Sequence[str]
 
     def __post_init__(self) -> None:
-        """Raise SpecError where there is nothing to quantize, or the format cannot hold a
-        linear.
-        """
+        """Raise SpecError where nothing is to be quantized, or the format cannot hold a linear."""
         below = [(i, bits) for i, bits in enumerate(self.bitwidths) if bits != FULL_BITS]
         if not below:
             raise SpecError("all layers have 16 bits: there is nothing to quantize; use the model")
@@ -92,7 +90,7 @@ class GptqLayout:
 
 
 class GptqWriter:
-    """Writes into the folder `target`, with names as transformers has them.
+    """A writer into the folder `target`, with tensor names as transformers has them.
 
     `checkpoint` is where everything that is not quantized comes from. OSError or SafetensorError
     where the folder cannot be written.
@@ -109,9 +107,7 @@ class GptqWriter:
         self._file_of: dict[str, str] = {}
 
     def write_layer(self, index: int, weights: Mapping[str, GptqWeight]) -> None:
-        """Write layer `index`: quantized `weights` by their linear's name in it, the rest
-        unchanged.
-        """
+        """Write layer `index`: quantized `weights` by their linear's name, the rest unchanged."""
         prefix = f"{self._layout.layers_name}.{index}."
         kept: dict[str, torch.Tensor] = {}
         for stored in self._checkpoint.names_below(prefix.removesuffix(".")):

@@ -82,8 +82,7 @@ def load_layer_as_planned(
     scheme: LayerScheme,
     compute: Compute,
 ) -> frozenset[str]:
-    """Fill a decoder layer on the meta device by `scheme`; returns the names of backends
-    represented.
+    """Fill a decoder layer on the meta device by `scheme`; returns the backends represented.
 
     Errors are those of `quant.loading.loader.load_layer`, and DeviceError where a package that is
     needed for a backend is missing. A checkpoint that is quantized already has the same weights on

@@ -194,9 +194,7 @@ def load_tensors(
 
 
 def module_nbytes(module: nn.Module) -> int:
-    """Bytes that `module` holds: parameters, buffers and packed weights; shared storage counts
-    once.
-    """
+    """Bytes of parameters, buffers and packed weights in `module`; shared storage counts once."""
     packed = [child.packed for child in module.modules() if isinstance(child, QuantizedLinear)]
     tensors = itertools.chain(module.parameters(), module.buffers())
     storages = {

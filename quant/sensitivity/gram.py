@@ -59,8 +59,7 @@ class Gram:
 
 
 def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
-    """Compute the largest eigenvalue of a symmetric positive semidefinite `matrix` `[n, n]`, from
-    below.
+    """Compute the largest eigenvalue of a symmetric positive semidefinite `matrix` `[n, n]`.
 
     Uses power iteration that keeps all its vectors (Lanczos with full reorthogonalisation, Golub
     and Van Loan, section 10.1), until the residual is within `tolerance` of the value; the error of
@@ -92,8 +91,7 @@ def top_eigenvalue(matrix: Tensor, tolerance: float = _TOLERANCE) -> float:
 
 
 def squared_rounding_error(weight: Tensor, bits: int) -> float:
-    """Compute ||Q(W) - W||^2 of `weight` `[out, in]` for the canonical quantizer; errors as
-    `quantize`.
+    """Compute ||Q(W) - W||^2 of `weight` `[out, in]` for the canonical quantizer.
 
     Works through blocks of rows, so that temporaries stay in a CPU core's cache.
     """

@@ -42,8 +42,7 @@ _BLOCK_VALUES = {"cpu": 1 << 16, "cuda": 1 << 24}
 so few lose some 1e-5 of their sum; a GPU waits for the host once for each block."""
 
 _CANCELLED = 1e-3
-"""Share of the sum of squares below which the variance is computed around the mean, in a second
-pass."""
+"""Share of the sum of squares below which a second pass computes the variance around the mean."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -137,9 +136,7 @@ class LayerStatistics(Protocol):
     def omega(
         self, weights: Mapping[str, Tensor], source_of: Mapping[str, str], bitwidths: Sequence[int]
     ) -> list[float]:
-        """Compute the layer's indicator at each bitwidth; `weights` `[out, in]` and sources by
-        linear.
-        """
+        """Compute the indicator at each bitwidth; `weights` `[out, in]` and sources by linear."""
 
 
 class VarianceStatistics:
@@ -194,8 +191,7 @@ Indicator = Callable[[], LayerStatistics]
 
 
 def random_indicator(layers: int, bitwidths: Sequence[int], seed: int) -> Matrix:
-    """Draw uniform numbers `[layers, K]` that fall with rising bitwidth within a layer (section
-    6.5).
+    """Draw uniform numbers `[layers, K]` that fall with the bitwidth in a layer (section 6.5).
 
     They are 0 at 16 bit, as with the other indicators.
     """

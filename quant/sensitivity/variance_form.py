@@ -37,9 +37,7 @@ class VarianceForm:
                 )
 
     def gain(self, mean: float, variance: float) -> float:
-        """G(X) of inputs of this mean and variance: the factor by which noise in the weights
-        counts.
-        """
+        """G(X) of inputs of this mean and variance: the factor of noise in the weights."""
         if self.rounding == "nearest":
             return variance / 4
         return (mean**2 + variance) / 6
@@ -49,9 +47,7 @@ class VarianceForm:
         return (1 << bits) - 1 if self.scheme == "asymmetric" else (1 << (bits - 1)) - 1
 
     def group(self, out_features: int, in_features: int, bits: int) -> int:
-        """Number of consecutive weights of a row-major matrix that share a scale: a group of
-        `quant.canonical`, or all.
-        """
+        """Number of consecutive weights of a row-major matrix that share a scale."""
         if self.scales == "tensor":
             return out_features * in_features
         return in_features if bits == 8 else group_size(in_features)

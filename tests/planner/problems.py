@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from planner.optimiser.problem import Assignment, AssignmentProblem, Objective
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.capacity import is_feasible
+from planner.optimiser.problem import AssignmentProblem, Objective
 
 PRECISION = 1e-6  # relative difference to brute force
 
@@ -27,7 +29,7 @@ SLOWDOWN = {3: 1.35, 4: 1.15, 8: 1.1, 16: 1.0}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a random problem is made from."""
+    """The figures that a random problem is made from."""
 
     devices: tuple[str, ...]
     layers: int
@@ -113,6 +115,12 @@ def small_problem(seed: int, objective: Objective) -> AssignmentProblem:
     )
 
 
+def feasible_problems(count: int, objective: Objective) -> list[AssignmentProblem]:
+    """The first small problems that have a solution; some of each sort are among any twenty."""
+    problems = (small_problem(seed, objective) for seed in itertools.count())
+    return list(itertools.islice(filter(is_feasible, problems), count))
+
+
 def brute_force(problem: AssignmentProblem) -> float:
     """The least objective over all boundaries and bitwidths, written from the formulas alone."""
     stages, layers = problem.stages, problem.layers
@@ -168,8 +176,7 @@ def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.
 def check_cutoff(solve: Callable[..., Assignment], problem: AssignmentProblem) -> None:
     """An upper bound cuts off exactly what cannot beat it."""
     least = brute_force(problem)
-    if math.isinf(least) or least == 0:
-        return
+    assert 0 < least < math.inf
     below = solve(problem, relative_gap=0, upper_bound=least * 0.999)
     assert (below.status, below.first_layer, below.objective) == ("cutoff", (), math.inf)
     assert below.bound <= least

@@ -12,8 +12,8 @@ def test_the_paper_s_batch_on_four_stages() -> None:
     assert pairs == tuple(MicroBatches(p, d) for d, sizes in decode.items() for p in sizes)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("batch", [1, 2, 7, 24, 30, 32, 97, 128, 720, 1000])
+@pytest.mark.parametrize("stages", [1, 3, 8, 16])
+@pytest.mark.parametrize("batch", [1, 7, 30, 97, 128, 720])
 def test_pairs_keep_to_the_batch_and_to_each_other(batch: int, stages: int) -> None:
     pairs = micro_batch_pairs(batch, stages)
     assert len(set(pairs)) == len(pairs) > 0
@@ -24,8 +24,8 @@ def test_pairs_keep_to_the_batch_and_to_each_other(batch: int, stages: int) -> N
         assert pair.decode >= min(batch / (2 * stages), rounded_up)
 
 
-@pytest.mark.parametrize("batch", [1, 2, 7, 24, 30, 32, 97, 128, 720, 1000])
-@pytest.mark.parametrize("stages", [1, 3, 4, 8])
+@pytest.mark.parametrize("batch", [1, 7, 30, 97, 128, 720])
+@pytest.mark.parametrize("stages", [1, 3, 8])
 def test_the_even_share_is_always_among_them(batch: int, stages: int) -> None:
     """In number of micro-batches: a smaller size with as many of them is never slower."""
     even = -(-batch // stages)

@@ -33,11 +33,12 @@ from benchmarks.gpu.place import Place
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import model_shape
-from planner.optimiser.problem import Assignment, evaluate
+from planner.optimiser.assignment import Assignment, evaluate
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan
 from planner.plan.spec import PlanSpec, Prediction
-from planner.search.search import find_plan, planning_costs
+from planner.search.costs import planning_costs
+from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.processor import local_processor
 from quant.scheme import BITWIDTHS, FULL_BITS

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import ray
 
 from actors.messages import Request, Sampling, Transport
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.gpu.findings import Findings, Table
 from benchmarks.gpu.measurements.models import (
     MIXED,
@@ -156,7 +156,7 @@ def _generate(
     plan: PlanSpec, folder: Path, requests: list[Request], transport: Transport, passes: int
 ) -> tuple[float, dict[str, list[int]]]:
     """Seconds of the last pass, and the tokens of each request."""
-    with StageGroup(plan, str(folder), transport=transport) as group:
+    with StageGroup(plan, str(folder), GroupOptions(transport=transport)) as group:
         for _ in range(passes):
             began = time.perf_counter()
             found = {

@@ -1,6 +1,6 @@
 """BLOOM: ALiBi instead of positions, a norm on the embedding, and fused queries, keys and values.
 
-Its attention knows no attention interface of transformers: `actors.stage.families` replaces it.
+Its attention does not call the attention interface: `actors.stage.partial_model` replaces it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,13 @@ def _shape(config: ConfigFile) -> ModelShape:
         head_dim=config.per_head(hidden, heads),
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("seq_length", default=_TRAINED_LENGTH),
-        position_rows=0,
         word_embedding_size=hidden,
-        gated_mlp=False,
         fused_qkv=True,
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
         norm_parameters=2 * hidden,
-        final_norm=True,
         embedding_norm=True,
-        qk_norm=False,
         tied_embeddings=config.flag("tie_word_embeddings", True),
         alibi=True,
         activation_buffers=_ACTIVATION_BUFFERS,

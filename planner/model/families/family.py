@@ -81,7 +81,7 @@ class UnusedEntries:
 
 @dataclass(frozen=True)
 class ConfigKeys:
-    """How a family calls entries of its `config.json` that are checked beside the sizes.
+    """Names of a family's entries in `config.json` that are checked beside the sizes.
 
     `activation` and `norm_eps` are None where the family has no such entry, `rotary` where its
     positions are not rotary. `has_padding_row`: the embedding is built with `pad_token_id`.

@@ -40,17 +40,9 @@ def gated_shape(
         head_dim=head_dim or config.per_head(hidden, heads),
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
-        position_rows=0,
         word_embedding_size=hidden,
         gated_mlp=True,
-        fused_qkv=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
         norm_parameters=hidden,
-        final_norm=True,
-        embedding_norm=False,
-        qk_norm=False,
         tied_embeddings=config.flag("tie_word_embeddings", False),
     )
 

@@ -27,17 +27,12 @@ def _shape(config: ConfigFile) -> ModelShape:
         head_dim=config.per_head(hidden, heads),
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
-        position_rows=0,
         word_embedding_size=hidden,
-        gated_mlp=False,
         fused_qkv=True,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=True,
         norm_parameters=2 * hidden,
-        final_norm=True,
-        embedding_norm=False,
-        qk_norm=False,
         tied_embeddings=config.flag("tie_word_embeddings", False),
     )
 

@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3, and the models that say they are of its type."""
+"""LLaMA 1 to 3, and models of other names that say they are of its type."""
 
 from __future__ import annotations
 

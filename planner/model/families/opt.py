@@ -26,15 +26,11 @@ def _shape(config: ConfigFile) -> ModelShape:
         max_positions=positions,
         position_rows=positions + 2,  # the library keeps two rows for padding
         word_embedding_size=config.size("word_embed_proj_dim", default=hidden),
-        gated_mlp=False,
-        fused_qkv=False,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
         norm_parameters=2 * hidden * config.flag("layer_norm_elementwise_affine", True),
         final_norm=norm_first and not removed,
-        embedding_norm=False,
-        qk_norm=False,
         tied_embeddings=config.flag("tie_word_embeddings", True),
     )
 

@@ -10,7 +10,7 @@ from planner.model.families.gated import GATED_ARCHITECTURE, gated_shape, slidin
 from planner.model.shape import MAX_LAYERS, ModelShape
 
 _QWEN3_HEAD_DIM = 128
-"""Transformers' default."""
+"""The default of transformers."""
 
 
 def _qwen2_shape(config: ConfigFile) -> ModelShape:

@@ -1,1 +1,1 @@
-"""The exact method by boxes: search over how slow the slowest stage may be."""
+"""The exact method by boxes: a search over how slow the slowest stage may be."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.optimiser.boxes.multipliers import PricedProblem, Prices
 from planner.optimiser.boxes.stage_options import Options
 from planner.optimiser.problem import FloatArray
+from planner.optimiser.relaxation.prices import PricedProblem, Prices
 
 LEAST_GAP = 1e-9  # relative; above the rounding of sums
 TRIP_STEPS = 4
@@ -48,15 +48,16 @@ class Box:
 class Relaxed:
     """A bound on a box in seconds, the path that attains it, and each option's cost by stage.
 
-    `rest` [N] of [L+1, L+1]: the bound's part outside a stage, for each run it may hold.
+    `around` [N] of [L+1, L+1] is what the bound counts outside a stage, for each run it may hold.
+    `other` is the path at a neighbouring trip price, where one lies between two.
     """
 
     bound: float
     path: Path
     trip: float
     costs: tuple[FloatArray, ...]
-    rest: tuple[FloatArray, ...]
-    other: Path | None = None  # of a neighbouring trip price, where one lies between two
+    around: tuple[FloatArray, ...]
+    other: Path | None = None
 
 
 class BoxSearch:
@@ -74,7 +75,7 @@ class BoxSearch:
         out_of_time: Callable[[], bool],
     ) -> None:
         self._priced = priced
-        self._weights = priced.weights
+        self._form = priced.form
         self._kinds = priced.kinds.of_stage
         self._prices = prices
         self._unpriced = replace(
@@ -84,7 +85,6 @@ class BoxSearch:
         self._limit = limit
         self._out_of_time = out_of_time
         self.best: Path | None = None
-        self.boxes = 0
 
     @property
     def target(self) -> float:
@@ -93,20 +93,19 @@ class BoxSearch:
         return min(self._limit, found * (1 - self._gap))
 
     def run(self, box: Box, bound: float) -> float:
-        """Search `box` until nothing is left or time is up; the bound proven, in seconds."""
+        """Search `box` until nothing is left or time is up; return the bound proven, in seconds."""
         order = itertools.count()
         heap = [(bound, next(order), box)]
         while heap and heap[0][0] < self.target:
             if self._out_of_time():
                 return heap[0][0]
             bound, _, box = heapq.heappop(heap)
-            self.boxes += 1
             for part_bound, part in self._parts(box, bound):
                 heapq.heappush(heap, (part_bound, next(order), part))
         return self.target
 
     def _parts(self, box: Box, bound: float) -> Iterator[tuple[float, Box]]:
-        """What of a box may still hold something better, with the bound on it."""
+        """Yield the parts of a box that may hold something better, with the bound on each."""
         while True:
             plain = self._plain(box)
             if plain is None or plain.bound >= self.target:
@@ -150,9 +149,9 @@ class BoxSearch:
         return replace(best, path=low.path, other=high.path)
 
     def _trip_excess(self, box: Box, path: Path) -> float:
-        """By how much a path's trips round exceed the rounds of the box's fastest; seconds."""
-        trips = self._weights.round_trips * (float(path.decode_s.sum()) + self._weights.trip_s)
-        return trips - self._weights.decode_max * box.decode_least
+        """Seconds by which a path's trips exceed the least decode rounds of the box."""
+        trips_s = float(self._form.trips_s(float(path.decode_s.sum())))
+        return trips_s - self._form.decode_max * box.decode_least
 
     def _relaxed(self, box: Box, prices: Prices) -> Relaxed | None:
         """The best path at these prices, if there is one."""
@@ -165,14 +164,14 @@ class BoxSearch:
         path = self._path(box, tables, costs, before)
         if self.best is None or path.objective < self.best.objective:
             self.best = path
-        rest = tuple(
+        around = tuple(
             constant + before[stage][:, np.newaxis] + after[stage + 1]
             for stage in range(len(tables))
         )
-        return Relaxed(bound, path, prices.trip, tuple(costs), rest)
+        return Relaxed(bound, path, prices.trip, tuple(costs), around)
 
     def _costs(self, box: Box, prices: Prices) -> tuple[list[FloatArray], list[FloatArray]]:
-        """By stage [N], the price of each option [M] and the least of each run [L+1, L+1]."""
+        """Price each stage's options, [M], and find the least price of each run, [L+1, L+1]."""
         width = self._priced.problem.layers + 1
         prefill, decode = 1.0 + prices.prefill, self._priced.decode_price(prices)
         found: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
@@ -214,15 +213,15 @@ class BoxSearch:
             stop = start
         prefill, decode, loss = np.array(sums[::-1]).T
         slowest = float(prefill.max()), float(decode.max())
-        latency = self._weights.seconds(*slowest, float(prefill.sum()), float(decode.sum()))
-        return Path(tuple(picks[::-1]), decode, *slowest, latency + float(loss.sum()))
+        objective = self._form.of_stages(prefill, decode) + float(loss.sum())
+        return Path(tuple(picks[::-1]), decode, *slowest, objective)
 
     def _filtered(self, box: Box, found: Relaxed) -> Box:
-        """Without the options that no path below the target uses."""
+        """The box without the options that no path below the target uses."""
         shared: dict[int, FloatArray] = {}
-        for options, rest in zip(box.options, found.rest, strict=True):
+        for options, around in zip(box.options, found.around, strict=True):
             known = shared.get(id(options))
-            shared[id(options)] = rest if known is None else np.minimum(known, rest)
+            shared[id(options)] = around if known is None else np.minimum(known, around)
         target = self.target
         kept: dict[int, Options] = {}
         for options, cost in zip(box.options, found.costs, strict=True):
@@ -232,21 +231,21 @@ class BoxSearch:
         return replace(box, options=tuple(kept[id(options)] for options in box.options))
 
     def _tightened(self, box: Box, found: Relaxed) -> Box | None:
-        """Without what is so slow that the bound rises to the target; None if the path stays."""
-        weights = self._weights
+        """The box without options that are too slow for the target; None if the path stays."""
+        form = self._form
         slack = self.target - found.bound
-        prefill_most = _ratio(slack, weights.prefill_max) + box.prefill_least
-        decode_most = _ratio(slack, (1 - found.trip) * weights.decode_max) + box.decode_least
+        prefill_most = _ratio(slack, form.prefill_max) + box.prefill_least
+        decode_most = _ratio(slack, (1 - found.trip) * form.decode_max) + box.decode_least
         path = found.path
         if path.slowest_prefill_s < prefill_most and path.slowest_decode_s < decode_most:
             return None
         return _below(box, prefill_most, decode_most)
 
     def _halves(self, box: Box, found: Relaxed) -> tuple[Box, ...]:
-        """The box in two, so that the path's cost above the bound is in neither or halved."""
-        weights, path = self._weights, found.path
-        prefill_gap = weights.prefill_max * (path.slowest_prefill_s - box.prefill_least)
-        decode_gap = weights.decode_max * (path.slowest_decode_s - box.decode_least)
+        """Split the box in two, so that the path's cost above the bound is in neither or halved."""
+        form, path = self._form, found.path
+        prefill_gap = form.prefill_max * (path.slowest_prefill_s - box.prefill_least)
+        decode_gap = form.decode_max * (path.slowest_decode_s - box.decode_least)
         trip_gap = 0.0
         if found.other is not None:
             trip_gap = self._trip_excess(box, path)
@@ -277,13 +276,13 @@ def _shortest(tables: list[FloatArray]) -> tuple[FloatArray, FloatArray]:
 
 
 def _least_above(middle: float, seconds: list[FloatArray]) -> float | None:
-    """The least above `middle`; None where the path's slow options have been filtered away."""
+    """The least seconds above `middle`; None if the path's slow options are filtered away."""
     above = [values[values > middle] for values in seconds]
     return min((float(values.min()) for values in above if values.size), default=None)
 
 
 def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
-    """With no stage above (or, for exact ties, at) these seconds."""
+    """The box without options above these seconds."""
     kept = {
         id(options): options.where(
             (options.prefill_s <= prefill_most) & (options.decode_s <= decode_most)
@@ -294,7 +293,7 @@ def _below(box: Box, prefill_most: float, decode_most: float) -> Box:
 
 
 def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[Box, ...]:
-    """Where two paths differ most in a stage's decode, that stage below and above the middle."""
+    """Split the stage where two paths' decode seconds differ most, at the middle of both."""
     stage = int(np.abs(decode_s - other_s).argmax())
     middle = float(decode_s[stage] + other_s[stage]) / 2
     options = box.options[stage]
@@ -307,10 +306,10 @@ def _split_stage(box: Box, decode_s: FloatArray, other_s: FloatArray) -> tuple[B
 
 
 def _distinct(options: tuple[Options, ...]) -> list[Options]:
-    """Each shared list once."""
+    """The lists of options, each shared one once."""
     return list({id(each): each for each in options}.values())
 
 
 def _ratio(slack: float, weight: float) -> float:
-    """Seconds that a weight makes out of a slack; infinite for none."""
+    """Divide a slack by a weight; infinite for a weight of zero."""
     return slack / weight if weight > 0 else math.inf

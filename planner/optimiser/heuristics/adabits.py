@@ -10,18 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.optimiser.boxes.method import relax, solve_by_boxes
+from planner.optimiser.assignment import Assignment, evaluate, stage_times
+from planner.optimiser.bit_assignment import smallest_candidate
+from planner.optimiser.boxes.method import solve_by_boxes
 from planner.optimiser.capacity import require_feasible
-from planner.optimiser.layer_choice import smallest_candidate
-from planner.optimiser.problem import Assignment, AssignmentProblem, evaluate, stage_times
-from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.relaxation.relax import relax
+from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve_options import SolveOptions
 
 QUALITY_WEIGHT = 1e4  # quality counts so many times the latency
 
 
 def solve_adabits(
-    problem: AssignmentProblem, options: SolveOptions, tables: QualityTables | None = None
+    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
 ) -> Assignment:
     """The plan of least summed sensitivity, within the gap; status "adabits".
 

@@ -8,25 +8,34 @@ of a single phase.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
 
-from planner.optimiser.boxes.method import relax
+from planner.optimiser.assignment import Assignment, evaluate
+from planner.optimiser.bit_assignment import Candidate
 from planner.optimiser.capacity import require_feasible, whole_layers
-from planner.optimiser.problem import Assignment, AssignmentProblem, FloatArray, IntArray, evaluate
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.relaxation.relax import relax
+from planner.optimiser.solve_options import SolveOptions
 from quant.common.errors import InfeasibleError
 
 
-def solve_pipeedge(
-    problem: AssignmentProblem, clock: Callable[[], float] = time.perf_counter
-) -> Assignment:
-    """The baseline's plan, status "pipeedge", with the linear relaxation's bound.
+def solve_pipeedge(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
+    """The baseline's assignment, status "pipeedge", with the relaxation's bound.
 
     Raises InfeasibleError where no single bitwidth is run by all devices and fits.
     """
-    start = clock()
+    start = options.clock()
+    found = pipeedge_candidate(problem)
+    bound = min(found.objective, relax(problem).bound)
+    seconds = options.clock() - start
+    return Assignment(
+        found.first_layer, found.bitwidth, found.objective, bound, "pipeedge", seconds
+    )
+
+
+def pipeedge_candidate(problem: AssignmentProblem) -> Candidate:
+    """The baseline's assignment without a bound, for searches that ask often."""
     for choice in reversed(range(len(problem.bitwidths))):
         most = _most_layers(problem, choice)
         if most is None:
@@ -35,8 +44,7 @@ def solve_pipeedge(
         bits = (choice,) * problem.layers
         objective = evaluate(problem, first_layer, bits) if first_layer else math.inf
         if math.isfinite(objective):
-            bound = min(objective, relax(problem).bound)
-            return Assignment(first_layer, bits, objective, bound, "pipeedge", clock() - start)
+            return Candidate(first_layer, bits, objective)
     require_feasible(problem)
     bits_text = ", ".join(map(str, problem.bitwidths))
     raise InfeasibleError(
@@ -46,7 +54,7 @@ def solve_pipeedge(
 
 
 def _most_layers(problem: AssignmentProblem, choice: int) -> IntArray | None:
-    """How many layers of a bitwidth fit each stage [N]; None where one cannot even be empty."""
+    """Count the layers of a bitwidth that fit each stage [N]; None where one cannot be empty."""
     if (problem.memory_bytes < 0).any():
         return None
     return np.array(

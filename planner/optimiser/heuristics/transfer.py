@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.optimiser.boxes.method import relax
+from planner.optimiser.assignment import Assignment
+from planner.optimiser.bit_assignment import Candidate, assign_bits
 from planner.optimiser.heuristics.adabits import solve_adabits
 from planner.optimiser.heuristics.transfer_steps import TransferSteps
-from planner.optimiser.layer_choice import Candidate, recover
-from planner.optimiser.problem import Assignment, AssignmentProblem
-from planner.optimiser.quality_tables import QualityTables
+from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.relaxation.relax import relax
+from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve_options import SolveOptions
 
 NORMS = (8.0, 32.0, math.inf)
@@ -25,14 +26,14 @@ LEAST_GAIN = 1e-9  # relative; below it a step is rounding
 
 
 def solve_by_transfer(
-    problem: AssignmentProblem, options: SolveOptions, tables: QualityTables | None = None
+    problem: AssignmentProblem, options: SolveOptions, tables: SensitivityTables | None = None
 ) -> Assignment:
     """The transferred plan, status "transfer", with the linear relaxation's bound.
 
     Stops early when the time limit is over. Raises InfeasibleError where nothing fits.
     """
     start = options.clock()
-    tables = tables or QualityTables(problem.sensitivity)
+    tables = tables or SensitivityTables(problem.sensitivity)
     half = None if options.time_limit_s is None else options.time_limit_s / 2
     begin = solve_adabits(problem, replace(options, time_limit_s=half), tables)
     given = Candidate(begin.first_layer, begin.bitwidth, begin.objective)
@@ -43,9 +44,9 @@ def solve_by_transfer(
 
 
 def improve_by_transfer(
-    problem: AssignmentProblem, begin: Candidate, options: SolveOptions, tables: QualityTables
+    problem: AssignmentProblem, begin: Candidate, options: SolveOptions, tables: SensitivityTables
 ) -> Candidate:
-    """Alg. 2, lines 4 to 23, from `begin`; never worse than it."""
+    """Improve `begin` by Alg. 2, lines 4 to 23; the result is never worse."""
     started = options.clock()
     counts = np.zeros_like(problem.available, dtype=np.int64)
     for stage, (first, stop) in enumerate(itertools.pairwise(begin.first_layer)):
@@ -59,5 +60,5 @@ def improve_by_transfer(
             if step is None:
                 break
             counts, merit = step.counts, step.merit
-        best = min(best, recover(problem, counts), key=lambda plan: plan.objective)
+        best = min(best, assign_bits(problem, counts), key=lambda plan: plan.objective)
     return best

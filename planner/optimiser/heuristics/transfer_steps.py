@@ -1,4 +1,4 @@
-"""The steps of bitwidth transfer (LLM-PQ Alg. 2, lines 5 to 16), all combinations of one at once.
+"""Steps of bitwidth transfer (LLM-PQ Alg. 2, lines 5 to 16), all variants of a step at once.
 
 A step takes up to two layers from a stage, which may change the bitwidth of one it keeps, and gives
 them to another, which may change some of its own to make room: the paper's rules
@@ -15,23 +15,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from planner.optimiser.assignment import compute_seconds
+from planner.optimiser.latency import latency_form
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
-from planner.optimiser.quality_tables import QualityTables, rank_of_counts
-from planner.optimiser.stage_kinds import latency_weights
+from planner.optimiser.sensitivity_tables import SensitivityTables, rank_of_counts
 
 
 @dataclass(frozen=True)
-class _Reach:
-    """How far a step may go: layers moved, and bitwidths changed by giver and taker."""
+class _StepSize:
+    """Limits of a step: layers moved, and bitwidths changed by giver and taker."""
 
     moved: tuple[int, ...]
     giver_swaps: int
     taker_swaps: int
 
 
-# A wider reach is tried only where a narrower one finds nothing. A 16-bit layer's room takes up to
+# Larger steps are tried only where smaller ones find nothing. A 16-bit layer's room takes up to
 # three others to go from 8 to 4 bits.
-REACHES = (_Reach((0, 1), 1, 2), _Reach((0, 1, 2), 1, 3))
+STEP_SIZES = (_StepSize((0, 1), 1, 2), _StepSize((0, 1, 2), 1, 3))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,127 +44,124 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class _Changes:
-    """Ways a stage may change: its counts [C, K] and what follows from them [C]."""
+class _StageSeconds:
+    """Prefill and decode seconds per micro-batch, of some stages or of the ways to change one."""
 
-    counts: IntArray
     prefill_s: FloatArray
     decode_s: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Changes:
+    """Ways to change a stage: its counts [C, K], its seconds [C] and its quality [C] in seconds."""
+
+    counts: IntArray
+    seconds: _StageSeconds
     loss_s: FloatArray
 
 
 class TransferSteps:
-    """What one step can reach from a plan's counts; `norm` is p, infinite for the true maximum."""
+    """Finds the best step from a plan's counts; `norm` is p, infinite for the true maximum."""
 
-    def __init__(self, problem: AssignmentProblem, tables: QualityTables, norm: float) -> None:
+    def __init__(self, problem: AssignmentProblem, tables: SensitivityTables, norm: float) -> None:
         self._problem = problem
         self._tables = tables
         self._norm = norm
-        self._weights = latency_weights(problem)
+        self._form = latency_form(problem)
         self._swaps = _swaps(len(problem.bitwidths))
         self._losses: dict[tuple[bytes, int], float] = {}
         self._known: dict[tuple[bytes, int, int, int, int], _Changes | None] = {}
 
     def merit(self, counts: IntArray) -> float:
         """Seconds of a plan that fits; its objective if the norm is infinite."""
-        prefill, decode = self._times(counts)
-        none = np.zeros(0)
-        total = self._seconds(list(prefill[:, np.newaxis]), list(decode[:, np.newaxis]), none, none)
+        none = _StageSeconds(np.zeros(0), np.zeros(0))
+        stages = zip(*compute_seconds(self._problem, counts), strict=True)
+        seconds = [_StageSeconds(np.array([p]), np.array([d])) for p, d in stages]
         first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
         runs = zip(counts, first[:-1], strict=True)
-        return float(total[0]) + sum(self._run_loss(row, int(at)) for row, at in runs)
+        losses = sum(self._run_loss(row, int(at)) for row, at in runs)
+        return float(self._latency(seconds, none)[0]) + losses
 
     def best(self, counts: IntArray, below: float) -> Step | None:
         """The best step to a merit below `below`; the slowest stages give first, then others."""
-        prefill, decode = self._times(counts)
+        prefill, decode = compute_seconds(self._problem, counts)
         slowest = list(dict.fromkeys([int(decode.argmax()), int(prefill.argmax())]))
         others = [stage for stage in range(len(counts)) if stage not in slowest]
-        for reach in REACHES:
+        for size in STEP_SIZES:
             for givers in (slowest, others):
-                steps = list(self._steps(counts, givers, reach))
+                steps = list(self._steps(counts, givers, size))
                 step = min(steps, key=lambda each: each.merit, default=None)
                 if step is not None and step.merit < below:
                     return step
         return None
 
-    def _steps(self, counts: IntArray, givers: Sequence[int], reach: _Reach) -> Iterator[Step]:
-        """The best step for each giver, number of moved layers and taker."""
+    def _steps(self, counts: IntArray, givers: Sequence[int], size: _StepSize) -> Iterator[Step]:
+        """Yield the best step for each giver, number of moved layers and taker."""
         ends = (0, len(counts) - 1)
-        for giver, moved in itertools.product(givers, reach.moved):
+        for giver, moved in itertools.product(givers, size.moved):
             if counts[giver].sum() - moved < (1 if giver in ends else 0):
                 continue
             takers = [stage for stage in range(len(counts)) if stage != giver]
             for taker in takers if moved or takers else [giver]:
-                step = self._step(counts, giver, taker, moved, reach)
+                step = self._step(counts, (giver, taker), moved, size)
                 if step is not None:
                     yield step
 
     def _step(
-        self, counts: IntArray, giver: int, taker: int, moved: int, reach: _Reach
+        self, counts: IntArray, pair: tuple[int, int], moved: int, size: _StepSize
     ) -> Step | None:
-        """The best way to move layers from `giver` to `taker`; both may be a lone stage."""
+        """The best way to move layers from a giver to a taker; a lone stage is both."""
+        giver, taker = pair
         sizes = counts.sum(axis=1)
         sizes[giver] -= moved
         sizes[taker] += moved
         first = np.concatenate([[0], np.cumsum(sizes)])
-        give = self._changes(counts[giver], giver, -moved, int(first[giver]), reach.giver_swaps)
-        take = self._changes(counts[taker], taker, moved, int(first[taker]), reach.taker_swaps)
+        give = self._changes(counts[giver], giver, -moved, int(first[giver]), size.giver_swaps)
+        take = self._changes(counts[taker], taker, moved, int(first[taker]), size.taker_swaps)
         if give is None or take is None:
             return None
-        rest = [stage for stage in range(len(counts)) if stage not in (giver, taker)]
-        prefill, decode = self._times(counts)
-        pair = (1, -1) if giver == taker else (-1, 1)
-        alone = giver == taker
-        give_p, give_d = give.prefill_s.reshape(pair), give.decode_s.reshape(pair)
-        shape = (1, give.prefill_s.size) if alone else (give.prefill_s.size, take.prefill_s.size)
-        stages_p = [np.broadcast_to(give_p, shape)]
-        stages_d = [np.broadcast_to(give_d, shape)]
-        loss = np.broadcast_to(give.loss_s.reshape(pair), shape)
-        if not alone:
-            stages_p.append(np.broadcast_to(take.prefill_s, shape))
-            stages_d.append(np.broadcast_to(take.decode_s, shape))
-            loss = loss + take.loss_s
-        fixed = sum(self._run_loss(counts[j], int(first[j])) for j in rest)
-        merit = self._seconds(stages_p, stages_d, prefill[rest], decode[rest]) + loss + fixed
-        row, column = np.unravel_index(int(merit.argmin()), merit.shape)
+        others = [stage for stage in range(len(counts)) if stage not in pair]
+        fixed = sum(self._run_loss(counts[j], int(first[j])) for j in others)
+        prefill, decode = compute_seconds(self._problem, counts)
+        unchanged = _StageSeconds(prefill[others], decode[others])
         changed = counts.copy()
-        changed[giver] = give.counts[column if alone else row]
-        if not alone:
-            changed[taker] = take.counts[column]
+        if giver == taker:
+            merit = self._latency([give.seconds], unchanged) + give.loss_s + fixed
+            best = int(merit.argmin())
+            changed[giver] = give.counts[best]
+            return Step(changed, float(merit[best]))
+        rows = _StageSeconds(
+            give.seconds.prefill_s[:, np.newaxis], give.seconds.decode_s[:, np.newaxis]
+        )
+        loss = give.loss_s[:, np.newaxis] + take.loss_s
+        merit = self._latency([rows, take.seconds], unchanged) + loss + fixed
+        row, column = np.unravel_index(int(merit.argmin()), merit.shape)
+        changed[giver], changed[taker] = give.counts[row], take.counts[column]
         return Step(changed, float(merit[row, column]))
 
-    def _seconds(
-        self,
-        prefill_s: Sequence[FloatArray],
-        decode_s: Sequence[FloatArray],
-        rest_prefill_s: FloatArray,
-        rest_decode_s: FloatArray,
-    ) -> FloatArray:
-        """The latency's merit where the stages that change take arrays of seconds."""
-        weights = self._weights
-        slowest_p = self._largest(prefill_s, rest_prefill_s, weights.prefill_floor_s)
-        slowest_d = self._largest(decode_s, rest_decode_s, weights.decode_floor_s)
-        sum_p = sum(prefill_s) + rest_prefill_s.sum()
-        sum_d = sum(decode_s) + rest_decode_s.sum()
-        rounds = np.maximum(
-            weights.decode_max * slowest_d, weights.round_trips * (sum_d + weights.trip_s)
+    def _latency(self, changing: Sequence[_StageSeconds], others: _StageSeconds) -> FloatArray:
+        """Seconds by the norm, for arrays of what changing stages take beside all others."""
+        prefill_s = [each.prefill_s for each in changing]
+        decode_s = [each.decode_s for each in changing]
+        return self._form.seconds(
+            self._largest(prefill_s, others.prefill_s, self._form.prefill_floor_s),
+            self._largest(decode_s, others.decode_s, self._form.decode_floor_s),
+            np.asarray(sum(prefill_s) + others.prefill_s.sum()),
+            np.asarray(sum(decode_s) + others.decode_s.sum()),
         )
-        fill = weights.constant_s + weights.prefill_max * slowest_p + sum_p
-        total: FloatArray = fill + weights.decode_each * sum_d + rounds
-        return total
 
     def _largest(
-        self, changing: Sequence[FloatArray], rest: FloatArray, floor: float
+        self, changing: Sequence[FloatArray], others: FloatArray, floor: float
     ) -> FloatArray:
         """The p-norm of the stages' seconds, at least the floor."""
-        most = np.full(1, rest.max(initial=floor))
+        most = np.full(1, others.max(initial=floor))
         for values in changing:
             most = np.maximum(most, values)
         if math.isinf(self._norm):
             return most
         unit = np.where(most > 0, most, 1.0)
         powers = [(values / unit) ** self._norm for values in changing]
-        powers += [(value / unit) ** self._norm for value in rest]
+        powers += [(value / unit) ** self._norm for value in others]
         total = np.asarray(sum(powers))
         return np.maximum(unit * total ** (1 / self._norm), floor)
 
@@ -189,27 +187,21 @@ class TransferSteps:
         every = every[fits & ~every[:, ~problem.available[stage]].any(axis=1)]
         if not len(every):
             return None
-        prefill = every @ problem.prefill_s[stage] + problem.fixed_prefill_s[stage]
-        decode = every @ problem.decode_s[stage] + problem.fixed_decode_s[stage]
-        loss = self._loss(every, first)
-        return _Changes(every, prefill, decode, loss)
-
-    def _times(self, counts: IntArray) -> tuple[FloatArray, FloatArray]:
-        problem = self._problem
-        return (
-            (counts * problem.prefill_s).sum(axis=1) + problem.fixed_prefill_s,
-            (counts * problem.decode_s).sum(axis=1) + problem.fixed_decode_s,
+        seconds = _StageSeconds(
+            every @ problem.prefill_s[stage] + problem.fixed_prefill_s[stage],
+            every @ problem.decode_s[stage] + problem.fixed_decode_s[stage],
         )
+        return _Changes(every, seconds, self._loss(every, first))
 
     def _run_loss(self, counts: IntArray, first: int) -> float:
-        """theta * omega of one stage's counts [K]."""
+        """The quality term theta * omega of one stage's counts [K]."""
         key = (counts.tobytes(), first)
         if key not in self._losses:
             self._losses[key] = float(self._loss(counts[np.newaxis], first)[0])
         return self._losses[key]
 
     def _loss(self, counts: IntArray, first: int) -> FloatArray:
-        """theta * omega [C] of counts [C, K] of equal sums, of the layers from `first` on."""
+        """The quality terms [C] of counts [C, K] of equal sums, for the layers from `first` on."""
         length = int(counts[0].sum())
         table = self._tables.least(length, np.array([first]))[0]
         loss: FloatArray = self._problem.theta * table[rank_of_counts(counts, length)]
@@ -217,13 +209,13 @@ class TransferSteps:
 
 
 def _swaps(choices: int) -> tuple[IntArray, ...]:
-    """Changes of counts [S, K] when none, up to one, two or three layers change bitwidth."""
+    """Changes of counts, each [S, K], when none, up to one, two or three layers change bitwidth."""
     unit = np.eye(choices, dtype=np.int64)
     pairs = itertools.permutations(range(choices), 2)
     none = np.zeros((1, choices), dtype=np.int64)
     one = np.concatenate([none, *(unit[[target]] - unit[[source]] for source, target in pairs)])
     found = [none, one]
-    for _ in range(max(reach.taker_swaps for reach in REACHES) - 1):
+    for _ in range(max(size.taker_swaps for size in STEP_SIZES) - 1):
         more = (found[-1][:, np.newaxis, :] + one).reshape(-1, choices)
         found.append(np.unique(more, axis=0))
     return tuple(found)

@@ -6,35 +6,32 @@ The bitwidth is lowered from the greatest until the model fits.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 
 import numpy as np
 
-from planner.optimiser.boxes.method import relax
-from planner.optimiser.layer_choice import Candidate
-from planner.optimiser.problem import Assignment, AssignmentProblem, IntArray, evaluate, stage_times
+from planner.optimiser.assignment import Assignment, evaluate, stage_times
+from planner.optimiser.bit_assignment import Candidate
+from planner.optimiser.problem import AssignmentProblem, IntArray
+from planner.optimiser.relaxation.relax import relax
+from planner.optimiser.solve_options import SolveOptions
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
 
 
-def solve_uniform(
-    problem: AssignmentProblem, clock: Callable[[], float] = time.perf_counter
-) -> Assignment:
+def solve_uniform(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
     """The baseline's assignment, status "uniform", with the relaxation's bound.
 
     Raises InfeasibleError where no single bitwidth is run by all devices and fits.
     """
-    start = clock()
+    start = options.clock()
     found = uniform_candidate(problem)
     bound = min(found.objective, relax(problem).bound)
-    return Assignment(
-        found.first_layer, found.bitwidth, found.objective, bound, "uniform", clock() - start
-    )
+    seconds = options.clock() - start
+    return Assignment(found.first_layer, found.bitwidth, found.objective, bound, "uniform", seconds)
 
 
 def uniform_candidate(problem: AssignmentProblem) -> Candidate:
-    """The same without a bound, for searches that ask often."""
+    """The baseline's assignment without a bound, for searches that ask often."""
     sizes = even_sizes(problem.layers, problem.stages)
     first_layer = (0, *np.cumsum(sizes).tolist())
     for choice in reversed(range(len(problem.bitwidths))):
@@ -57,7 +54,7 @@ def even_sizes(layers: int, stages: int) -> IntArray:
 def _explain(
     problem: AssignmentProblem, sizes: IntArray, first_layer: tuple[int, ...], usable: IntArray
 ) -> str:
-    """Which stage is short at the smallest bitwidth that all devices run."""
+    """Say which stage is short at the smallest bitwidth that all devices run."""
     if problem.layers < min(problem.stages, 2):
         return f"{problem.layers} layer cannot fill {problem.stages} stages; use 1 device"
     if usable.size == 0:

@@ -1,1 +1,1 @@
-"""The integer programme of LLM-PQ section 4.3, its relaxation and its solvers."""
+"""The integer programme of LLM-PQ section 4.3: boundary windows, the model, and solvers."""

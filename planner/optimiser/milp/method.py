@@ -1,6 +1,6 @@
-"""Solving one assignment problem to a proven gap: relaxation, a plan near it, windows, the ILP.
+"""Solving one problem to a proven gap by an integer programme.
 
-1. The relaxation (`relaxation`) bounds the objective and says about where stages end.
+1. The relaxation (`windows`) bounds the objective and says about where stages end.
 2. The integer programme with each boundary held near there gives a good plan quickly.
 3. Whatever beats that plan, or the caller's upper bound, has its boundaries in small windows.
 4. The integer programme inside the windows is solved to the gap that was asked for.
@@ -11,26 +11,20 @@ Every objective is that of `evaluate`; a solver's own value is never reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from planner.optimiser.assignment import Assignment, stage_times
+from planner.optimiser.bit_assignment import Candidate, assign_bits, smallest_candidate
 from planner.optimiser.capacity import fullest_bytes, require_feasible
-from planner.optimiser.layer_choice import Candidate, recover, smallest_candidate
-from planner.optimiser.milp.programme import AssignmentModel, build_model
-from planner.optimiser.milp.relaxation import CountRelaxation, Relaxed, Window
-from planner.optimiser.milp.solvers import SolverLimits, SolverOutcome, require_solver, solve_model
-from planner.optimiser.problem import (
-    Assignment,
-    AssignmentProblem,
-    PhaseSeconds,
-    Status,
-    stage_times,
-)
+from planner.optimiser.milp.programme import AssignmentModel, Restriction, build_model
+from planner.optimiser.milp.solvers.solver import SolverLimits, SolverOutcome
+from planner.optimiser.milp.solvers.table import require_solver, solve_model
+from planner.optimiser.milp.windows import BoundaryRelaxation
+from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.solve_options import SolveOptions
 
-NEAR_LAYERS = 1  # how far from the relaxed boundaries the first plan is sought
 NEAR_GAP = 1e-2  # relative gap of the first plan: windows hardly shrink with a better one
 NEAR_TIME_SHARE = 0.5  # of a time limit
 CLOSE_ENOUGH = 1.05  # an upper bound within this of the relaxation makes step 2 needless
@@ -40,37 +34,28 @@ ROUNDING = 3e-7  # relative; above a solver's tolerance of 1e-6 / OBJECTIVE_UNIT
 
 @dataclass(frozen=True)
 class _Found:
-    """What one integer programme gave: its best assignment, and a bound (seconds) within it."""
+    """The best assignment of one integer programme, and a bound (seconds) on all of its."""
 
     candidate: Candidate | None
     bound: float
 
 
 class _Stopwatch:
-    """Seconds by phase, and what is left of the time limit."""
+    """Wall-clock seconds since the start, and what is left of the time limit."""
 
     def __init__(self, options: SolveOptions) -> None:
         self._options = options
-        self._start = self._last = options.clock()
-        self.phases: list[PhaseSeconds] = []
-
-    def lap(self, phase: str) -> None:
-        """End a phase that began when the previous one ended."""
-        now = self._options.clock()
-        self.phases.append(PhaseSeconds(phase, now - self._last))
-        self._last = now
+        self._start = options.clock()
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
-        return self._last - self._start
+        """Seconds since the start."""
+        return self._options.clock() - self._start
 
     def remaining_s(self, share: float = 1.0) -> float | None:
         """`share` of the time left, at least a hundredth of a second; None without a limit."""
         limit_s = self._options.time_limit_s
-        if limit_s is None:
-            return None
-        return max(0.01, share * (limit_s - (self._options.clock() - self._start)))
+        return None if limit_s is None else max(0.01, share * (limit_s - self.seconds))
 
 
 def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignment:
@@ -81,9 +66,7 @@ def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignme
     require_solver(options.solver)
     require_feasible(problem)
     watch = _Stopwatch(options)
-    relaxation = CountRelaxation(problem)
-    relaxed = relaxation.minimum()
-    watch.lap("relaxation")
+    relaxed = BoundaryRelaxation(problem)
     if relaxed.bound >= options.target:
         return _cut_off(options.target, watch)
     incumbent = smallest_candidate(problem)
@@ -91,43 +74,26 @@ def solve_exactly(problem: AssignmentProblem, options: SolveOptions) -> Assignme
         limits = SolverLimits(
             max(NEAR_GAP, options.relative_gap), watch.remaining_s(NEAR_TIME_SHARE)
         )
-        near = _solve_windows(problem, _near_windows(problem, relaxed), relaxed, limits, options)
-        incumbent = _better(incumbent, near.candidate)
-        watch.lap("near")
+        near = Restriction(relaxed.near_windows(), relaxed.bound)
+        incumbent = _better(incumbent, _solve_restricted(problem, near, limits, options).candidate)
     cutoff = min(incumbent.objective, options.target)
-    windows = relaxation.boundary_windows(cutoff)
-    watch.lap("windows")
+    windows = relaxed.windows_within(cutoff)
     if windows is None:
         return _conclude(incumbent, cutoff, options, watch)
     limits = SolverLimits(options.relative_gap, watch.remaining_s())
     wanted = cutoff if cutoff < incumbent.objective else None
-    found = _solve_windows(problem, windows, relaxed, limits, options, wanted)
-    watch.lap("ilp")
+    found = _solve_restricted(problem, Restriction(windows, relaxed.bound, wanted), limits, options)
     bound = max(relaxed.bound, min(found.bound, cutoff))
     return _conclude(_better(incumbent, found.candidate), bound, options, watch)
 
 
-def _near_windows(problem: AssignmentProblem, relaxed: Relaxed) -> tuple[Window, ...]:
-    """Boundaries within `NEAR_LAYERS` of the relaxed ones, and a layer on either end."""
-    last = problem.layers - 1
-    return tuple(
-        Window(
-            min(last, max(1, math.floor(boundary) - NEAR_LAYERS)),
-            max(1, min(last, math.ceil(boundary) + NEAR_LAYERS)),
-        )
-        for boundary in relaxed.boundaries
-    )
-
-
-def _solve_windows(
+def _solve_restricted(
     problem: AssignmentProblem,
-    windows: Sequence[Window],
-    relaxed: Relaxed,
+    restriction: Restriction,
     limits: SolverLimits,
     options: SolveOptions,
-    wanted_s: float | None = None,
 ) -> _Found:
-    """The programme inside `windows`, only up to `wanted_s` seconds if that is given.
+    """Solve the programme under a restriction.
 
     A point that the solver's tolerance lets over a memory is solved again with that memory cut to
     what whole layers can really take of it; the bound stays the last run's that excluded nothing.
@@ -136,13 +102,13 @@ def _solve_windows(
     bound = 0.0
     excludes_nothing = True
     for _ in range(problem.stages + 1):
-        model = build_model(problem, windows, relaxed.bound, share, wanted_s)
+        model = build_model(problem, restriction, share)
         outcome = solve_model(model.programme, options.solver, limits)
         if excludes_nothing:
             bound = _bound_s(outcome, model)
         if not outcome.has_point:
             return _Found(None, bound)
-        candidate = recover(problem, model.counts_found())
+        candidate = assign_bits(problem, model.counts_found())
         if math.isfinite(candidate.objective):
             return _Found(candidate, bound)
         times = stage_times(problem, candidate.first_layer, candidate.bitwidth)
@@ -163,7 +129,7 @@ def _bound_s(outcome: SolverOutcome, model: AssignmentModel) -> float:
 
 
 def _better(incumbent: Candidate, other: Candidate | None) -> Candidate:
-    """The one with the lower objective."""
+    """Choose the one with the lower objective."""
     if other is not None and other.objective < incumbent.objective:
         return other
     return incumbent
@@ -177,18 +143,10 @@ def _conclude(
         return _cut_off(options.target, watch)
     bound = min(bound, best.objective)
     proven = best.objective - bound <= (options.relative_gap + ROUNDING) * best.objective
-    status: Status = "optimal" if proven else "time_limit"
-    return Assignment(
-        best.first_layer,
-        best.bitwidth,
-        best.objective,
-        bound,
-        status,
-        watch.seconds,
-        tuple(watch.phases),
-    )
+    status = "optimal" if proven else "time_limit"
+    return Assignment(best.first_layer, best.bitwidth, best.objective, bound, status, watch.seconds)
 
 
 def _cut_off(target: float, watch: _Stopwatch) -> Assignment:
-    """No assignment is below the target."""
-    return Assignment((), (), math.inf, target, "cutoff", watch.seconds, tuple(watch.phases))
+    """Say that no assignment is below the target."""
+    return Assignment((), (), math.inf, target, "cutoff", watch.seconds)

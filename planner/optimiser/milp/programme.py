@@ -3,8 +3,9 @@
 Symbols: `before[i][j]` is 1 where layer i lies on stage j or an earlier one; it falls with i, which
 keeps stages contiguous as eq. 16 does with one constraint for each pair of stages.
 `placed[i, j, b]` is the paper's z(i,j,b), `counts[j][b]` its sum over layers. Once boundaries and
-counts are whole, placing the bits is a transport problem, whose corners are whole too: only those
-two are integer variables. Objective and memory are scaled to their units in `relaxation`.
+counts are whole numbers, placing the bits is a transport problem, whose corners are whole numbers
+too: only those two are integer variables. Objective and memory are scaled as
+`planner.optimiser.relaxation.scaling` says.
 """
 
 from __future__ import annotations
@@ -18,12 +19,30 @@ import numpy as np
 import pulp
 
 from planner.optimiser.capacity import whole_layers
-from planner.optimiser.milp.objective import linear_latency, objective_scale
-from planner.optimiser.milp.relaxation import OBJECTIVE_UNITS, Window, memory_row
+from planner.optimiser.latency import latency_form
+from planner.optimiser.milp.windows import Window
 from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
+from planner.optimiser.relaxation.scaling import (
+    OBJECTIVE_UNITS,
+    memory_unit_bytes,
+    typical_objective_s,
+)
 
 # A variable, or 0 or 1 where the windows settle it.
 Step: TypeAlias = "pulp.LpVariable | int"
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """The assignments that a programme allows: boundary j in `windows[j]` [N-1].
+
+    With `cutoff_s` only those of at most that objective. `expected_s` is about the objective's
+    value, for scaling, or 0 if unknown.
+    """
+
+    windows: tuple[Window, ...]
+    expected_s: float
+    cutoff_s: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,33 +63,29 @@ class AssignmentModel:
 
 
 def build_model(
-    problem: AssignmentProblem,
-    windows: Sequence[Window],
-    objective_s: float,
-    memory_share: FloatArray,
-    cutoff_s: float | None = None,
+    problem: AssignmentProblem, restriction: Restriction, memory_share: FloatArray
 ) -> AssignmentModel:
-    """The programme with boundary j in `windows[j]` [N-1].
+    """The programme under `restriction`.
 
-    `objective_s` is about the objective's value, for scaling, or 0 if unknown; `memory_share` [N],
-    about 1, is the part of each memory that may be used; with `cutoff_s` only assignments of at
-    most that are allowed.
+    `memory_share` [N], about 1, is the part of each memory that may be used.
     """
-    size_s = objective_s if objective_s > 0 else objective_scale(problem)
-    model = _declare(problem, windows, size_s / OBJECTIVE_UNITS)
+    expected_s = restriction.expected_s
+    size_s = expected_s if expected_s > 0 else typical_objective_s(problem)
+    model = _declare(problem, restriction.windows, size_s / OBJECTIVE_UNITS)
     add_one_place_per_layer(model)
     add_contiguity(model)
     add_layer_counts(model)
     add_memory_limit(model, memory_share)
-    objective = _latency_terms(model) + _quality_terms(model)
+    objective = add_latency(model) + _quality_terms(model)
     model.programme.setObjective(objective)
-    if cutoff_s is not None:
-        model.programme.addConstraint(objective <= cutoff_s / model.scale_s, "cutoff")
+    if restriction.cutoff_s is not None:
+        limit = restriction.cutoff_s / model.scale_s
+        model.programme.addConstraint(objective <= limit, "cutoff")
     return model
 
 
 def add_one_place_per_layer(model: AssignmentModel) -> None:
-    """A layer has one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
+    """Give a layer one bitwidth where its staircase steps up, none elsewhere (eq. 9-11)."""
     stages, choices = model.problem.prefill_s.shape
     for layer, steps in enumerate(model.before):
         for stage in range(stages):
@@ -85,7 +100,7 @@ def add_one_place_per_layer(model: AssignmentModel) -> None:
 
 
 def add_contiguity(model: AssignmentModel) -> None:
-    """No layer lies before its predecessor's stage (eq. 15-16), and no stage before itself."""
+    """Keep every layer on its predecessor's stage or a later one (eq. 15-16)."""
     for steps, following in pairwise(model.before):
         for step, next_step in zip(steps, following, strict=True):
             if not isinstance(step, int) and not isinstance(next_step, int):
@@ -93,7 +108,7 @@ def add_contiguity(model: AssignmentModel) -> None:
 
 
 def add_layer_counts(model: AssignmentModel) -> None:
-    """`counts` adds up the layers placed on a stage at a bitwidth."""
+    """Make `counts` add up the layers placed on a stage at a bitwidth."""
     terms: dict[tuple[int, int], list[pulp.LpVariable]] = {}
     for (_, stage, choice), variable in model.placed.items():
         terms.setdefault((stage, choice), []).append(variable)
@@ -104,17 +119,51 @@ def add_layer_counts(model: AssignmentModel) -> None:
 
 
 def add_memory_limit(model: AssignmentModel, memory_share: FloatArray) -> None:
-    """The layers of a stage fit its memory (eq. 12-13)."""
+    """Make the layers of a stage fit its memory (eq. 12-13)."""
     for stage, row in enumerate(model.counts):
-        each, limit = memory_row(model.problem, stage)
-        weighed = pulp.lpSum(float(size) * count for size, count in zip(each, row, strict=True))
-        model.programme.addConstraint(weighed <= limit * float(memory_share[stage]))
+        each, memory = model.problem.layer_bytes[stage], model.problem.memory_bytes[stage]
+        unit = memory_unit_bytes(each, memory)
+        weighed = pulp.lpSum(
+            float(size) * count for size, count in zip(each / unit, row, strict=True)
+        )
+        model.programme.addConstraint(weighed <= float(memory / unit * memory_share[stage]))
+
+
+def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
+    """Add a variable above every form of each maximum (eq. 5-8); the latency in model units.
+
+    The constant is a fixed variable, so that the solver's relative gap is on the whole.
+    """
+    problem, form, unit = model.problem, latency_form(model.problem), model.scale_s
+    constant_s = form.constant_s + problem.fixed_prefill_s.sum()
+    constant_s += form.decode_each * problem.fixed_decode_s.sum()
+    constant = model.programme.add_variable("constant", constant_s / unit, constant_s / unit)
+    prefill = model.programme.add_variable(
+        "slowest_prefill", form.prefill_max * form.prefill_floor_s / unit
+    )
+    decode = model.programme.add_variable(
+        "decode_rounds", form.decode_max * form.decode_floor_s / unit
+    )
+    for slowest, weight, layer_s, fixed_s in (
+        (prefill, form.prefill_max / unit, problem.prefill_s, problem.fixed_prefill_s),
+        (decode, form.decode_max / unit, problem.decode_s, problem.fixed_decode_s),
+    ):
+        for stage in range(problem.stages) if weight else ():
+            held_s = _weighed(model, weight * layer_s, [stage])
+            model.programme.addConstraint(slowest - held_s >= weight * float(fixed_s[stage]))
+    if form.round_trips:
+        weight = form.round_trips / unit
+        held_s = _weighed(model, weight * problem.decode_s)
+        trip_s = float(problem.fixed_decode_s.sum()) + form.trip_s
+        model.programme.addConstraint(decode - held_s >= weight * trip_s)
+    each = _weighed(model, (problem.prefill_s + form.decode_each * problem.decode_s) / unit)
+    return pulp.lpSum([constant, prefill, decode]) + each
 
 
 def _declare(
     problem: AssignmentProblem, windows: Sequence[Window], scale_s: float
 ) -> AssignmentModel:
-    """The variables, with those that the windows settle left out."""
+    """Declare the variables, without those that the windows settle."""
     programme = pulp.LpProblem("assignment", pulp.LpMinimize)
     stages, choices = problem.prefill_s.shape
     before = [
@@ -158,35 +207,15 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
 
 
 def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
-    """How many layers of a bitwidth the device runs and holds."""
+    """Count the layers of a bitwidth that the device runs and holds."""
     memory = float(problem.memory_bytes[stage])
     if not problem.available[stage, choice] or memory < 0:
         return 0
     return whole_layers(float(problem.layer_bytes[stage, choice]), memory, problem.layers)
 
 
-def _latency_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
-    """The latency in model units; adds a variable above each form of every maximum (eq. 5-8).
-
-    The constant is a fixed variable, so that the solver's relative gap is on the whole.
-    """
-    latency = linear_latency(model.problem)
-    constant = latency.constant_s / model.scale_s
-    terms = [model.programme.add_variable("constant", constant, constant)]
-    for index, bottleneck in enumerate(latency.bottlenecks):
-        factor = bottleneck.weight / model.scale_s
-        floor = factor * float(bottleneck.start_s.max())
-        slowest = model.programme.add_variable(f"bottleneck_{index}", floor)
-        terms.append(slowest)
-        for row_s, start_s in zip(bottleneck.row_s, bottleneck.start_s, strict=True):
-            if row_s.any():
-                form = _weighed(model, factor * row_s)
-                model.programme.addConstraint(slowest - form >= factor * float(start_s))
-    return pulp.lpSum(terms) + _weighed(model, latency.per_layer_s / model.scale_s)
-
-
 def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
-    """theta * omega in model units."""
+    """The sum of theta * omega in model units."""
     cost = model.problem.theta * model.problem.sensitivity / model.scale_s
     return pulp.LpAffineExpression(
         [
@@ -196,13 +225,15 @@ def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:
     )
 
 
-def _weighed(model: AssignmentModel, weights: FloatArray) -> pulp.LpAffineExpression:
-    """Sum of counts times `weights` [N, K], without the zeros."""
+def _weighed(
+    model: AssignmentModel, weights: FloatArray, stages: Sequence[int] | None = None
+) -> pulp.LpAffineExpression:
+    """Sum of counts times `weights` [N, K] on all or some stages, without the zeros."""
     return pulp.LpAffineExpression(
         [
             (count, float(weight))
-            for row, row_weights in zip(model.counts, weights, strict=True)
-            for count, weight in zip(row, row_weights, strict=True)
+            for stage in (range(len(model.counts)) if stages is None else stages)
+            for count, weight in zip(model.counts[stage], weights[stage], strict=True)
             if weight
         ]
     )

@@ -1,9 +1,9 @@
-"""Lower bounds on all orders of devices that begin alike, for orders to be tried best first.
+"""Lower bounds on all device orders that start with the same stages, to try orders best first.
 
-Any prices for what couples the stages (`planner.optimiser.boxes.multipliers`) prove a bound on
-every order. What the stages still to be placed cost at those prices, at least, is found backwards
-from the last stage, once for each way in which devices may be left: so the most promising order is
-found without going through the others.
+Any prices for what couples the stages (`planner.optimiser.relaxation.prices`) prove a bound on
+every order. The least cost of the stages still to be placed is found backwards from the
+last stage, once for each set of devices that may be left: so the most promising order is found
+without going through the others.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.boxes.multipliers import StageCosts, boundary
 from planner.optimiser.problem import FloatArray
-from planner.search.orders.enumeration import Beginning, OrderTree, Placement, whole_orders
+from planner.optimiser.relaxation.prices import StageCosts, boundary
+from planner.search.orders.enumeration import OrderTree, PartialOrder, Placement, complete_orders
 
 MOST_STATES = 2_000
-"""Ways in which some devices may be left, nodes that look alike counted once; up to so many, what
-follows is worked out for each (a tenth of a second a thousand)."""
+"""Most sets of devices that may be left (nodes that look alike counted once) for which the cost of
+the following stages is computed exactly; a thousand take a tenth of a second."""
 
 
 @dataclass(frozen=True, eq=False)
 class PricedOrders:
-    """All orders of `tree`, whose `ends` are of these kinds of device, at some prices.
+    """The orders of `tree`, whose `ends` are of two kinds of device, at some prices.
 
     `first`, `last` and by kind of device `between` are rows of `costs`. `hop_s` [K, K, 2] are the
     transfers' prices in seconds by the kinds of sender and receiver and whether they share a node;
-    `return_s` [2] is that of the way back from the last stage to the first.
+    `return_s` [2] is the price of the way back from the last stage to the first.
     """
 
     tree: OrderTree
@@ -45,7 +45,7 @@ class PricedOrders:
 
     @property
     def layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return int(self.costs.running.shape[1]) - 1
 
     def rows(self, placement: Placement, begins: bool, ends: bool) -> list[tuple[int, bool]]:
@@ -64,18 +64,18 @@ class PricedOrders:
             return within
         return within + float(self.hop_s[latest, placement.kind, int(placement.joined)])
 
-    def rough_after(self, beginning: Beginning) -> FloatArray:
-        """A bound on the price [L+1] of what follows a beginning, without making any order.
+    def rough_after(self, beginning: PartialOrder) -> FloatArray:
+        """A bound on the price [L+1] of the stages after a partial order, without making any order.
 
         Each layer is on the kind where it is cheapest, wherever that lies, as in the linear
-        programme; each transfer is the cheapest from its stage.
+        programme; each transfer is the cheapest one from its stage.
         """
         each = np.diff(self.costs.running[self.costs.able], axis=1).min(axis=0)
         layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
         rows = list(self._rows_after(beginning))
         return layers + float(self.costs.fixed[rows].sum()) + self._least_transfers_s(beginning)
 
-    def _rows_after(self, beginning: Beginning) -> Iterator[int]:
+    def _rows_after(self, beginning: PartialOrder) -> Iterator[int]:
         """The rows of the stages that are still to come."""
         kinds = beginning.kinds_left()
         if not beginning.placed:
@@ -87,7 +87,7 @@ class PricedOrders:
         for kind, count in kinds.items():
             yield from itertools.repeat(self.between[kind], count) if count else ()
 
-    def _least_transfers_s(self, beginning: Beginning) -> float:
+    def _least_transfers_s(self, beginning: PartialOrder) -> float:
         senders = beginning.kinds_left()
         senders[self.ends[1]] -= 1
         if (latest := beginning.latest_kind) is not None:
@@ -98,10 +98,10 @@ class PricedOrders:
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
-    """Beginnings that look the same, and the least price [L+1] of their stages by boundary."""
+class _PricedPartial:
+    """Partial orders that look the same, and the least price [L+1] of their stages by boundary."""
 
-    beginnings: tuple[Beginning, ...]
+    beginnings: tuple[PartialOrder, ...]
     before: FloatArray
 
 
@@ -112,8 +112,8 @@ class OrderQueue:
         self._orders = orders
         self._least_after = _LeastAfter(orders)
         self._serial = itertools.count()
-        self._heap: list[tuple[float, int, _Begun]] = []
-        self._push(_Begun((orders.tree.root,), boundary(orders.layers, 0)))
+        self._heap: list[tuple[float, int, _PricedPartial]] = []
+        self._push(_PricedPartial((orders.tree.root,), boundary(orders.layers, 0)))
 
     @property
     def bound(self) -> float:
@@ -121,12 +121,12 @@ class OrderQueue:
         return self._heap[0][0] if self._heap else math.inf
 
     def pop(self) -> tuple[float, tuple[int, ...]]:
-        """An order with its own bound, as indices of the devices; none that is left is better.
+        """Take the best order that is left, as its bound and the indices of its devices.
 
-        Where the tree is too large to work out what is left, a better one may still follow.
+        Where the tree is too large for exact costs, a better one may still follow.
         """
         bound, _, begun = heapq.heappop(self._heap)
-        while not begun.beginnings[0].is_whole:
+        while not begun.beginnings[0].is_complete:
             following = sorted(
                 (self._bound(each), next(self._serial), each) for each in self._following(begun)
             )
@@ -135,50 +135,52 @@ class OrderQueue:
                 heapq.heappush(self._heap, entry)
         return bound, self._orders.tree.indices(begun.beginnings[0])
 
-    def _following(self, begun: _Begun) -> Iterator[_Begun]:
-        """Each way on; whole orders one by one, since the way back tells them apart."""
-        for placement, beginnings in self._orders.tree.ways_on(begun.beginnings).items():
-            before = self._before(begun, placement, beginnings[0].is_whole)
-            if beginnings[0].is_whole:
-                yield from (_Begun((whole,), before) for whole in whole_orders(beginnings))
+    def _following(self, begun: _PricedPartial) -> Iterator[_PricedPartial]:
+        """Yield every continuation; complete orders singly, as their ways back may differ."""
+        for placement, beginnings in self._orders.tree.next_placements(begun.beginnings).items():
+            before = self._before(begun, placement, beginnings[0].is_complete)
+            if beginnings[0].is_complete:
+                yield from (
+                    _PricedPartial((whole,), before) for whole in complete_orders(beginnings)
+                )
             else:
-                yield _Begun(beginnings, before)
+                yield _PricedPartial(beginnings, before)
 
-    def _before(self, begun: _Begun, placement: Placement, ends: bool) -> FloatArray:
+    def _before(self, begun: _PricedPartial, placement: Placement, ends: bool) -> FloatArray:
         orders, latest = self._orders, begun.beginnings[0].latest_kind
         before = begun.before + orders.transfers_s(latest, placement)
         for row, is_end in orders.rows(placement, latest is None, ends):
             before = orders.costs.onward(before, row, is_end)
         return before
 
-    def _bound(self, begun: _Begun) -> float:
+    def _bound(self, begun: _PricedPartial) -> float:
         return min(
             float((begun.before + self._least_after(beginning)).min())
             for beginning in begun.beginnings
         )
 
-    def _push(self, begun: _Begun) -> None:
+    def _push(self, begun: _PricedPartial) -> None:
         heapq.heappush(self._heap, (self._bound(begun), next(self._serial), begun))
 
 
 class _LeastAfter:
-    """The least price [L+1] of all that may follow a beginning, by the boundary where it ends."""
+    """Computes the least price [L+1] of the stages after a partial order, by its last boundary."""
 
     def __init__(self, orders: PricedOrders) -> None:
         self._orders = orders
         self._exact = orders.tree.most_states() <= MOST_STATES
         self._known: dict[Hashable, FloatArray] = {}
 
-    def __call__(self, beginning: Beginning) -> FloatArray:
-        """Infinite where nothing can follow."""
-        key = beginning.look, beginning.latest_kind
+    def __call__(self, beginning: PartialOrder) -> FloatArray:
+        """The least price; infinite where nothing can follow."""
+        key = beginning.key, beginning.latest_kind
         if key not in self._known:
             self._known[key] = self._found(beginning)
         return self._known[key]
 
-    def _found(self, beginning: Beginning) -> FloatArray:
+    def _found(self, beginning: PartialOrder) -> FloatArray:
         orders = self._orders
-        if beginning.is_whole:
+        if beginning.is_complete:
             back_s = float(orders.return_s[int(beginning.returns_within_node)])
             return boundary(orders.layers, orders.layers) + back_s
         if not self._exact:
@@ -187,7 +189,7 @@ class _LeastAfter:
         found = np.full(orders.layers + 1, np.inf)
         for placement, following in orders.tree.steps(beginning):
             after = self(following)
-            rows = orders.rows(placement, latest is None, following.is_whole)
+            rows = orders.rows(placement, latest is None, following.is_complete)
             for row, is_end in reversed(rows):
                 after = orders.costs.back(after, row, is_end)
             found = np.minimum(found, after + orders.transfers_s(latest, placement))

@@ -2,27 +2,28 @@
 
 Two orders are the same if the devices' kinds agree stage by stage, and so does whether a stage's
 node is also that of the next one (and the last one's that of the first, where tokens return): then
-every layer, memory and link costs the same. Orders are made stage by stage, and beginnings that
-look the same are gone on with together, so that each order is made once and none in vain.
+every layer, memory and link costs the same. Orders are made stage by stage. Partial orders that
+look the same so far are continued together, so that each order is made once and none in vain.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby, zip_longest
+from itertools import zip_longest
 from typing import TypeVar
 
 from planner.cluster.device import Device
+from planner.search.orders.device_sets import canonical_devices
 
 Placed = TypeVar("Placed")
 
 MOST_COUNTED = 500
-"""States of an order's making up to which orders are counted by going through them."""
+"""Most states of partial orders that are gone through to count orders."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,17 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The first stages of an order, `placed` as (node, kind, count), and what is left to place.
+class PartialOrder:
+    """The first stages of an order, `placed` as (node, kind, count), and the devices `left`.
 
-    `left` holds the (kind, count) of each node; `first` and `latest` are the nodes of the first and
-    the latest stage.
+    `left` holds the (kind, count) pairs of each node.
     """
 
     left: tuple[tuple[tuple[int, int], ...], ...]
     placed: tuple[tuple[int, int, int], ...] = ()
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every device is placed."""
         return not any(self.left)
 
@@ -71,61 +71,28 @@ class Beginning:
         return self.placed[0][0] == self.placed[-1][0]
 
     @cached_property
-    def look(self) -> Hashable:
-        """Equal for two beginnings that can go on in the same ways."""
+    def key(self) -> Hashable:
+        """A key that is equal for two partial orders that can be continued in the same ways."""
         first, latest = (self.placed[0][0], self.placed[-1][0]) if self.placed else (None, None)
         nodes = [(left, node == first, node == latest) for node, left in enumerate(self.left)]
         return tuple(sorted(node for node in nodes if any(node)))
 
 
 def order_tree(devices: Sequence[Device], all_orders: bool) -> OrderTree:
-    """All orders of devices of a cluster."""
+    """The tree of all orders of a cluster's devices."""
     return OrderTree(devices, lambda d: d.cost_kind, lambda d: d.node, all_orders)
 
 
 def distinct_orders(devices: Sequence[Device], all_orders: bool) -> Iterator[tuple[Device, ...]]:
-    """The orders one after the other, of unlike ends first."""
+    """Yield the orders, one of each pair of end kinds in turn."""
     devices = canonical_devices(devices)
     parts = order_tree(devices, all_orders).by_ends().values()
     for turn in zip_longest(*(part.orders() for part in parts)):
         yield from (tuple(devices[i] for i in order) for order in turn if order is not None)
 
 
-def canonical_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The same for every order in which nodes that cost the same may be written in a file."""
-    nodes: dict[str, list[Device]] = {}
-    for device in devices:
-        nodes.setdefault(device.node, []).append(device)
-    ordered = [sorted(node, key=lambda d: (repr(d.cost_kind), d.index)) for node in nodes.values()]
-    ordered.sort(key=lambda node: [repr(device.cost_kind) for device in node])
-    return tuple(chain.from_iterable(ordered))
-
-
-def one_fewer(devices: Sequence[Device]) -> list[tuple[Device, ...]]:
-    """The sets of devices that lack one, of those that cost the same one."""
-    if len(devices) == 1:
-        return []
-    return distinct_sets(
-        [device for device in devices if device is not dropped] for dropped in devices
-    )
-
-
-def distinct_sets(sets: Iterable[Sequence[Device]]) -> list[tuple[Device, ...]]:
-    """Of sets of devices that cost the same the first, each in canonical order."""
-    found: dict[Hashable, tuple[Device, ...]] = {}
-    for devices in map(canonical_devices, sets):
-        found.setdefault(look_of_set(devices), devices)
-    return list(found.values())
-
-
-def look_of_set(devices: Sequence[Device]) -> Hashable:
-    """Equal for sets of devices that cost the same; `devices` in canonical order."""
-    by_node = groupby(devices, key=lambda device: device.node)
-    return tuple(tuple(device.cost_kind for device in node) for _, node in by_node)
-
-
 class OrderTree:
-    """All distinct orders of some devices, of kinds 0 to K-1, by their beginnings.
+    """All distinct orders of some devices, of kinds 0 to K-1, as a tree of partial orders.
 
     By default equal devices of one node stay together; with `all_orders` they need not. `kind_of`
     must tell apart all that matters for cost, such as memory or a node's link.
@@ -150,7 +117,7 @@ class OrderTree:
         left: list[list[tuple[int, int]]] = [[] for _ in nodes]
         for (node, kind), members in self._members.items():
             left[node].append((kind, len(members)))
-        self.root = Beginning(tuple(map(tuple, left)))
+        self.root = PartialOrder(tuple(map(tuple, left)))
 
     def between(self, first: int, last: int) -> OrderTree | None:
         """The orders whose first and last stage are of these kinds; None if there is none."""
@@ -164,14 +131,14 @@ class OrderTree:
         return tree
 
     def by_ends(self) -> dict[tuple[int, int], OrderTree]:
-        """All orders, by the kinds of their first and last stage."""
+        """The orders by the kinds of their first and last stage."""
         kinds = range(1 + max(self.kind_of_device))
         pairs = [(first, last) for first in kinds for last in kinds]
         found = {ends: self.between(*ends) for ends in pairs}
         return {ends: tree for ends, tree in found.items() if tree is not None}
 
-    def steps(self, beginning: Beginning) -> Iterator[tuple[Placement, Beginning]]:
-        """Every placement that may come next, by what it looks like, and where it leads."""
+    def steps(self, beginning: PartialOrder) -> Iterator[tuple[Placement, PartialOrder]]:
+        """Yield every placement that may come next, and the partial order that it gives."""
         latest = beginning.placed[-1][0] if beginning.placed else None
         first = beginning.placed[0][0] if beginning.placed else None
         seen = set()
@@ -186,28 +153,32 @@ class OrderTree:
                 if self._may_follow(beginning, kind, after):
                     yield Placement(kind, taken, node == latest), after
 
-    def ways_on(self, beginnings: Sequence[Beginning]) -> dict[Placement, tuple[Beginning, ...]]:
-        """Every next placement after beginnings that look the same so far, with all it leads to."""
-        found: dict[Placement, dict[Hashable, Beginning]] = {}
+    def next_placements(
+        self, beginnings: Sequence[PartialOrder]
+    ) -> dict[Placement, tuple[PartialOrder, ...]]:
+        """Map every next placement of partial orders that look the same to the ones it gives."""
+        found: dict[Placement, dict[Hashable, PartialOrder]] = {}
         for beginning in beginnings:
             for placement, after in self.steps(beginning):
-                found.setdefault(placement, {}).setdefault(after.look, after)
+                found.setdefault(placement, {}).setdefault(after.key, after)
         return {placement: tuple(after.values()) for placement, after in found.items()}
 
     def orders(self) -> Iterator[tuple[int, ...]]:
-        """Every distinct order, as indices of the devices in stage order; lazy, the given order's
-        groups first."""
+        """Yield every distinct order, as indices of the devices in stage order.
+
+        The given order of the groups comes first.
+        """
         yield from self._orders_after((self.root,))
 
-    def indices(self, whole: Beginning) -> tuple[int, ...]:
-        """The devices of an order, equal ones of a node in ascending order."""
+    def indices(self, whole: PartialOrder) -> tuple[int, ...]:
+        """The devices of a complete order, equal ones of a node in ascending order."""
         waiting = {place: iter(indices) for place, indices in self._members.items()}
         return tuple(
             next(waiting[node, kind]) for node, kind, count in whole.placed for _ in range(count)
         )
 
     def count(self) -> int:
-        """How many distinct orders there are; if nodes that mix kinds are too many, at most."""
+        """Count the distinct orders; an upper bound if too many nodes mix kinds."""
         mixed = self._all_orders or any(len(left) > 1 for left in self.root.left)
         if mixed and self.most_states() <= MOST_COUNTED:
             return self._count((self.root,), {})
@@ -220,7 +191,7 @@ class OrderTree:
         return _arrangements(pieces, self._ends)
 
     def most_states(self) -> int:
-        """In how many ways some of the devices may be placed, at most."""
+        """Count the ways in which some of the devices may be placed, at most."""
         alike = Counter(tuple(sorted(left)) for left in self.root.left)
         ways = 1
         for left, nodes in alike.items():
@@ -228,24 +199,24 @@ class OrderTree:
             ways *= math.comb(nodes + each - 1, each - 1)
         return ways
 
-    def _orders_after(self, beginnings: tuple[Beginning, ...]) -> Iterator[tuple[int, ...]]:
-        if beginnings[0].is_whole:
-            for whole in whole_orders(beginnings):
+    def _orders_after(self, beginnings: tuple[PartialOrder, ...]) -> Iterator[tuple[int, ...]]:
+        if beginnings[0].is_complete:
+            for whole in complete_orders(beginnings):
                 yield self.indices(whole)
-        for following in self.ways_on(beginnings).values():
+        for following in self.next_placements(beginnings).values():
             yield from self._orders_after(following)
 
-    def _count(self, beginnings: tuple[Beginning, ...], known: dict[Hashable, int]) -> int:
-        if beginnings[0].is_whole:
-            return len(whole_orders(beginnings))
-        look = frozenset(beginning.look for beginning in beginnings)
+    def _count(self, beginnings: tuple[PartialOrder, ...], known: dict[Hashable, int]) -> int:
+        if beginnings[0].is_complete:
+            return len(complete_orders(beginnings))
+        look = frozenset(beginning.key for beginning in beginnings)
         if look not in known:
-            ways = self.ways_on(beginnings).values()
+            ways = self.next_placements(beginnings).values()
             known[look] = sum(self._count(following, known) for following in ways)
         return known[look]
 
-    def _may_follow(self, beginning: Beginning, kind: int, after: Beginning) -> bool:
-        """Whether a placement of `kind` keeps the ends: the last one's kind is left to the last."""
+    def _may_follow(self, beginning: PartialOrder, kind: int, after: PartialOrder) -> bool:
+        """Whether a placement of `kind` respects the ends: one of the last kind stays for last."""
         if self._ends is None:
             return True
         first, last = self._ends
@@ -255,15 +226,15 @@ class OrderTree:
         return last in left or (kind == last and not left)
 
     def _pieces(self, count: int) -> int:
-        """In how many placements the equal devices of a node come."""
+        """Count the placements in which the equal devices of a node come."""
         return count if self._all_orders else 1
 
     @staticmethod
-    def _groups(beginning: Beginning) -> list[tuple[int, int]]:
+    def _groups(beginning: PartialOrder) -> list[tuple[int, int]]:
         return [group for left in beginning.left for group in left]
 
     @staticmethod
-    def _without(beginning: Beginning, node: int, kind: int, taken: int) -> Beginning:
+    def _without(beginning: PartialOrder, node: int, kind: int, taken: int) -> PartialOrder:
         rest = [(k, count - taken * (k == kind)) for k, count in beginning.left[node]]
         left = list(beginning.left)
         left[node] = tuple(group for group in rest if group[1])
@@ -271,7 +242,7 @@ class OrderTree:
 
 
 def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] | None) -> int:
-    """Distinct sequences of `pieces`, which begin with their kind, between ends of two kinds."""
+    """Count the distinct sequences of `pieces` (kind first) between ends of two kinds."""
     if ends is None:
         return math.factorial(pieces.total()) // math.prod(map(math.factorial, pieces.values()))
     if pieces.total() == 1:
@@ -284,6 +255,6 @@ def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] |
     return total
 
 
-def whole_orders(beginnings: Sequence[Beginning]) -> list[Beginning]:
-    """The distinct ones of finished orders: the way back to the first stage may differ."""
+def complete_orders(beginnings: Sequence[PartialOrder]) -> list[PartialOrder]:
+    """Keep one complete order of each way back to the first stage, within its node or not."""
     return list({whole.returns_within_node: whole for whole in beginnings}.values())

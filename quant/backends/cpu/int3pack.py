@@ -18,7 +18,7 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.int4_blob import (
+from quant.backends.cpu.int4_layout import (
     BLOCK_ROWS,
     is_many,
     multiply_few,
@@ -41,7 +41,8 @@ takes a quarter longer (for the calls), and twice as much gains nothing."""
 
 @dataclass(frozen=True)
 class Int3Pack(CanonicalPacked):
-    """`packed` `[out, 3 * in / 8]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group`: size.
+    """A 3-bit weight. `packed`: uint8 `[out, 3 * in / 8]`; `scale_zero`: bfloat16 `[groups, out,
+    2]`; `group`: columns of a group.
 
     Every 64 rows of `packed`, and what is left, are one piece of memory: three quarters of these
     rows in the int4 kernel's layout, which carry the fourth quarter.
@@ -75,9 +76,7 @@ class Int3Pack(CanonicalPacked):
         return multiply(tokens).view(*x.shape[:-1], len(self.packed))
 
     def _multiply_few(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply `x` `[tokens, in]` to `[tokens, out]`, as many rows at a time as a cache
-        holds.
-        """
+        """Multiply `x` `[tokens, in]` to `[tokens, out]`, a cache full of rows at a time."""
         rows, columns = len(self.packed), x.shape[1]
         step = min(whole_blocks(2 * _SCRATCH_BYTES // columns), whole_blocks(rows))
         scratch = _Scratch(columns, _MEMORY.words(_Scratch.words(step, columns)))
@@ -142,8 +141,7 @@ class _Scratch:
         return 7 * rows * columns // 32
 
     def restore(self, packed: torch.Tensor) -> torch.Tensor:
-        """Restore the kernel's layout `[rows, in / 2]` of packed rows: whole blocks, or less than
-        one.
+        """Restore the kernel's layout `[rows, in / 2]` of whole blocks, or less than one.
 
         The next call overwrites it.
         """

@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.int4_blob import (
+from quant.backends.cpu.int4_layout import (
     BLOCK_ROWS,
     is_many,
     multiply_few,
@@ -24,7 +24,9 @@ from quant.canonical import CanonicalWeight, row_blocks
 
 @dataclass(frozen=True)
 class Int4Pack(CanonicalPacked):
-    """`packed` `[out, in / 2]` uint8; `scale_zero` `[groups, out, 2]` bfloat16; `group` columns."""
+    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scale_zero`: bfloat16 `[groups, out,
+    2]`.
+    """
 
     bits: ClassVar[int] = 4
 

@@ -21,7 +21,7 @@ _MANY_TOKENS = 24
 
 @dataclass(frozen=True)
 class Int8Pack(CanonicalPacked):
-    """`codes` `[out, in]` int8; `scale` `[out]` float32."""
+    """An 8-bit weight. `codes`: int8 `[out, in]`; `scale`: float32 `[out]`."""
 
     bits: ClassVar[int] = 8
 

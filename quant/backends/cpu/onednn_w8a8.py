@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
-from quant.backends.cpu.token_codes import MIDDLE, token_codes
+from quant.backends.cpu.activation_codes import MIDDLE, round_activations, warm_up_rounding
 from quant.canonical import CanonicalWeight
 from quant.scheme import LinearShape
 
@@ -25,7 +25,7 @@ _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """`packed`: oneDNN's own layout of `[in, out]`; `scale` `[out]` float32; `zero` `[1]` int32."""
+    """An 8-bit weight. `packed`: oneDNN's layout; `scale`: float32 `[out]`; `zero`: int32 `[1]`."""
 
     bits: ClassVar[int] = 8
 
@@ -63,8 +63,11 @@ class OneDnnW8A8(CanonicalPacked):
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
         return packed_bytes + tensor_bytes(self.scale, self.zero)
 
+    def warm_up(self, in_features: int) -> None:
+        warm_up_rounding(in_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = token_codes(x.reshape(-1, x.shape[-1]))
+        codes, scale = round_activations(x.reshape(-1, x.shape[-1]))
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
             1.0, 0, torch.float32, "none", [], "",

@@ -1,4 +1,4 @@
-"""Loads machine code onto a GPU and launches its kernels, through the CUDA driver's C interface."""
+"""Loading machine code onto a GPU and launching its kernels, through the CUDA driver's API."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ THREADS = 128
 """Threads of a block, for which the source is written."""
 
 _NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
+"""Code of CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU before."""
 
 
 class Width(ctypes.Structure):
-    """`Width` of the source: octets and groups of a row, and the octets of a group as a power."""
+    """The struct `Width` of the source: octets and groups of a row, and log2 of a group's
+    octets.
+    """
 
     _fields_ = (
         ("octets", ctypes.c_uint),
@@ -53,8 +55,7 @@ class Kernels:
         return cls(driver, functions, device)
 
     def launch(self, name: str, blocks: int, *arguments: torch.Tensor | int | Width) -> None:
-        """Queue a kernel on torch's current stream; tensors are passed as the address of their
-        data.
+        """Queue a kernel on torch's current stream; tensors are passed by address.
 
         The tensors live on `device`; torch's allocator does not give their memory to another
         stream before the kernel has run.

@@ -1,4 +1,4 @@
-"""CUDA source to machine code with NVRTC, NVIDIA's compiler as a library.
+"""Compiling CUDA source to machine code with NVRTC, NVIDIA's compiler as a library.
 
 Called through its C interface, which is public and stable, because the library is there already:
 every CUDA build of torch brings the NVRTC of its own CUDA version, and with it the GPUs that this
@@ -22,7 +22,7 @@ _ANY_MAJOR = (12, 13)
 
 
 class CudaError(RuntimeError):
-    """NVRTC or the CUDA driver is missing or refuses; a self-test that meets it has failed."""
+    """An error of NVRTC or the CUDA driver, or one of them is missing; self-tests fail with it."""
 
 
 def compile_cuda(source: str, capability: tuple[int, int], definitions: dict[str, int]) -> bytes:

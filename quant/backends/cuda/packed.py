@@ -1,4 +1,4 @@
-"""3, 4 and 8 bit on every GPU from compute capability 6.0, with kernels of our own.
+"""3, 4 and 8 bit on every GPU from compute capability 6.0, with llmpq's own kernels.
 
 A few tokens are multiplied with the packed weight itself. For many, where a GPU's matrix units pay,
 rows of the weight are restored to 16 bit a block at a time. On a CPU the same bytes are decoded in
@@ -34,7 +34,9 @@ kernels' multiply-adds, at half the float32 rate, take as long as writing and re
 
 @dataclass(frozen=True)
 class CudaPacked(CanonicalPacked):
-    """`packed`: see `layout`; `scales`: see `Cuda3Bit` and `Cuda8Bit`; `in_features`: columns."""
+    """A weight for the CUDA kernels; `layout` and the classes for each bitwidth say how it is
+    held.
+    """
 
     packed: torch.Tensor
     scales: torch.Tensor
@@ -115,19 +117,21 @@ class CudaPacked(CanonicalPacked):
 
 
 class Cuda3Bit(CudaPacked):
-    """`packed` `[out, 3, in / 32]` int32; `scales` `[out, groups, 2]` bfloat16: scale and zero."""
+    """A 3-bit weight. `packed`: int32 `[out, 3, in / 32]`; `scales`: bfloat16 `[out, groups,
+    2]`.
+    """
 
     bits: ClassVar[int] = 3
 
 
 class Cuda4Bit(CudaPacked):
-    """`packed` `[out, in / 2]` uint8; `scales` `[out, groups, 2]` bfloat16: scale and zero."""
+    """A 4-bit weight. `packed`: uint8 `[out, in / 2]`; `scales`: bfloat16 `[out, groups, 2]`."""
 
     bits: ClassVar[int] = 4
 
 
 class Cuda8Bit(CudaPacked):
-    """`packed` `[out, in]` int8; `scales` `[out, 1]` float32."""
+    """An 8-bit weight. `packed`: int8 `[out, in]`; `scales`: float32 `[out, 1]`."""
 
     bits: ClassVar[int] = 8
 

@@ -18,7 +18,9 @@ from quant.canonical import (
 
 @dataclass(frozen=True)
 class Torch3Bit(CanonicalPacked):
-    """`planes` `[3, out, ceil(in / 8)]` uint8; `scale` and `zero` `[out, groups]` in 16 bits."""
+    """A 3-bit weight. `planes`: uint8 `[3, out, ceil(in / 8)]`; `scale`, `zero`: `[out,
+    groups]`.
+    """
 
     bits: ClassVar[int] = 3
 

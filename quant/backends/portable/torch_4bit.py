@@ -18,7 +18,7 @@ from quant.canonical import (
 
 @dataclass(frozen=True)
 class Torch4Bit(CanonicalPacked):
-    """`nibbles` `[out, ceil(in / 2)]` uint8; `scale` and `zero` `[out, groups]` in 16 bits."""
+    """A 4-bit weight. `nibbles`: uint8 `[out, ceil(in / 2)]`; `scale`, `zero`: `[out, groups]`."""
 
     bits: ClassVar[int] = 4
 

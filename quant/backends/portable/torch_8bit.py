@@ -13,7 +13,7 @@ from quant.canonical import CanonicalWeight, decode
 
 @dataclass(frozen=True)
 class Torch8Bit(CanonicalPacked):
-    """`codes` `[out, in]` int8; `scale` `[out, 1]` float32."""
+    """An 8-bit weight. `codes`: int8 `[out, in]`; `scale`: float32 `[out, 1]`."""
 
     bits: ClassVar[int] = 8
 

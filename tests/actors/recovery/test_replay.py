@@ -96,30 +96,26 @@ def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], en
 
 
 @pytest.mark.parametrize(
-    ("error", "short", "asked", "broken"),
+    ("error", "kind", "asked"),
     [
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB."),
-            True,
+            "memory",
             3 * 2**29,
-            False,
         ),
-        (MemoryError(), True, 0, False),
+        (MemoryError(), "memory", 0),
         (
             RuntimeError(
                 "DefaultCPUAllocator: can't allocate memory: you tried to allocate 640 bytes."
             ),
-            True,
+            "memory",
             640,
-            False,
         ),
-        (RuntimeError("CUDA error: device-side assert triggered"), False, 0, True),
-        (ValueError("a shape"), False, 0, False),
+        (RuntimeError("CUDA error: device-side assert triggered"), "device", 0),
+        (ValueError("a shape"), "failed", 0),
     ],
 )
-def test_why_a_micro_batch_failed_is_told(
-    error: Exception, short: bool, asked: int, broken: bool
-) -> None:
+def test_why_a_micro_batch_failed_is_told(error: Exception, kind: str, asked: int) -> None:
     health = Health()
     slots = np.array([3, 5])
     with pytest.raises(type(error)), health.computing(MicroBatch(slots, slots, slots * 0 + 1)):
@@ -127,8 +123,7 @@ def test_why_a_micro_batch_failed_is_told(
     failure = health.take_failure()
     assert failure is not None
     assert (failure.phase, failure.slots) == ("decode", (3, 5))
-    assert (failure.short_of_memory, failure.asked_bytes) == (short, asked)
-    assert failure.is_broken is broken
-    assert (failure.held_bytes > 2**20) is short
+    assert (failure.kind, failure.asked_bytes) == (kind, asked)
+    assert (failure.held_bytes > 2**20) is (kind == "memory")
     assert health.take_failure() is None
-    assert health.pulse(None).done == 0
+    assert health.heartbeat(None).done == 0

@@ -38,22 +38,20 @@ class Wire:
         return answer
 
 
-def actor_of(wire: Wire, **answers: Any) -> Any:
+def stage_of(wire: Wire, **answers: Any) -> Any:
     def broken() -> Any:
         raise ActorUnavailableError("gone", None)
 
     names: dict[str, Any] = {"clock_s": lambda: wire.now_s + wire.skew_s, "spans": broken}
     names |= {"stats": broken} | answers
-    return SimpleNamespace(
-        **{name: SimpleNamespace(remote=lambda ask=ask: ask) for name, ask in names.items()}
-    )
+    return SimpleNamespace(**{name: lambda ask=ask: ask for name, ask in names.items()})
 
 
 def test_the_fastest_ping_gives_the_offset(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire([(0.5, 0.1), (0.002, 0.004), (0.3, 0.3), (0.01, 0.2), (0.1, 0.1)])
     monkeypatch.setattr(ray, "get", wire.get)
     spans = Spans(0, np.zeros(1, dtype=SPAN), 0)
-    observer = Observer(lambda: [actor_of(wire, spans=lambda: spans)], wire.clock)
+    observer = Observer([stage_of(wire, spans=lambda: spans)], wire.clock)
     wire.hops += [(9.0, 9.0)] * 5  # at the end the net is slow: the first estimate stays
     observer.align()
     (trace,) = observer.traces()
@@ -69,7 +67,7 @@ def test_a_stage_that_moved_to_another_node_has_its_new_clock(
     wire = Wire([])
     monkeypatch.setattr(ray, "get", wire.get)
     spans = Spans(0, np.zeros(0, dtype=SPAN), 0)
-    observer = Observer(lambda: [actor_of(wire, spans=lambda: spans)], wire.clock)
+    observer = Observer([stage_of(wire, spans=lambda: spans)], wire.clock)
     observer.align()
     wire.skew_s = -3.0
     (trace,) = observer.traces()
@@ -80,7 +78,7 @@ def test_a_stage_that_moved_to_another_node_has_its_new_clock(
 def test_stages_that_do_not_answer_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire([])
     monkeypatch.setattr(ray, "get", wire.get)
-    observer = Observer(lambda: [actor_of(wire)], wire.clock)
+    observer = Observer([stage_of(wire)], wire.clock)
     assert observer.figures() is None
     assert observer.traces() == (None,)
-    assert Observer(lambda: []).figures() is None
+    assert Observer([]).figures() is None

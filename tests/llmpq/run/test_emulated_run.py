@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Request, Sampling
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
 from quant.common.errors import SpecError
 from tests.llmpq.conftest import BATCH, PROMPT_LENGTH
@@ -42,7 +42,7 @@ def test_a_played_batch_takes_no_less_than_the_simulation(
     requests = [
         Request(str(i), (3 + i,) * PROMPT_LENGTH, NEW_TOKENS, sampling) for i in range(BATCH)
     ]
-    with StageGroup(played.spec, str(tiny[0]), transport="gloo") as group:
+    with StageGroup(played.spec, str(tiny[0]), GroupOptions(transport="gloo")) as group:
         began = time.monotonic()
         finished = [each for batch in group.generate(requests) for each in batch]
         seconds = time.monotonic() - began

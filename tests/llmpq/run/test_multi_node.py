@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from actors.stage_group import StageGroup, Timeouts
+from actors.stage_group import GroupOptions, StageGroup, Timeouts
 from llmpq import Cluster, Plan, Workload
 from quant.common.errors import DeviceError
 from tests.actors.models import random_prompts, reference
@@ -36,11 +36,14 @@ def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan
     with StageGroup(plan.spec, str(tiny[0])) as group:
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
         actors = ray._private.state.actors()
-        for stage, actor in zip(plan.stages, group._actors, strict=True):
-            resources = nodes[actors[actor._actor_id.hex()]["Address"]["NodeID"]]
+        for stage, handle in zip(plan.stages, group.stages, strict=True):
+            resources = nodes[actors[handle.actor_id]["Address"]["NodeID"]]
             assert stage.accelerator.split("-")[0] in resources
+        second = StageGroup(
+            plan.spec, str(tiny[0]), GroupOptions(timeouts=Timeouts(placement_s=1.0))
+        )
         with pytest.raises(DeviceError, match="in use"):
-            StageGroup(plan.spec, str(tiny[0]), Timeouts(placement_s=1.0)).__enter__()
+            second.__enter__()
     prompts = random_prompts((5, 11, 1, 8, 16, 2, 11))
     results = {r.custom_id: r for r in plan.run([list(p) for p in prompts])}
     for i, prompt in enumerate(prompts):

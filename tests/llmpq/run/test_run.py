@@ -13,7 +13,7 @@ import torch
 
 from actors.processes.placement import place
 from actors.recovery.policy import Recovery
-from actors.stage_group import StageGroup, StageLostError
+from actors.stage_group import GroupOptions, StageGroup, StageLostError
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
 from llmpq.run.rows_in_flight import BAD_ROWS_AT_ONCE
@@ -124,8 +124,8 @@ def test_death_of_a_stage_is_an_error_not_a_hang(tiny: tuple[Path, Any], plan: P
 
     requests = [Request(str(i), (3, 4), NEW_TOKENS, Sampling()) for i in range(4)]
     off = Recovery(retries=0)
-    with StageGroup(plan.spec, str(tiny[0]), recovery=off) as group:
-        ray.kill(group._actors[1])
+    with StageGroup(plan.spec, str(tiny[0]), GroupOptions(recovery=off)) as group:
+        group.stages[1].kill()
         with pytest.raises(StageLostError, match="died"):
             list(group.generate(requests))
 

@@ -17,12 +17,13 @@ from planner.explanation.explain import explain, layer_reasons, stage_limits
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
 from planner.explanation.what_if import Question, WhatIfOptions, ask
 from planner.model.finding import model_shape
-from planner.optimiser.problem import AssignmentProblem, evaluate
+from planner.optimiser.assignment import evaluate
+from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.plan.builder import build_plan
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.search import search
+from planner.search.candidate_search import search
 from planner.workload import Workload
 from quant.common.errors import PlanMismatchError
 from tests.planner.problems import brute_force

@@ -28,3 +28,8 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
         for tensor, size in layer_tensors(shape).items():
             expected[f"{names.layers_path}.{index}.{tensor}"] = size
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    """Tests of stages and of tensors go through `CONFIGS`: a new family needs an entry there."""
+    assert {config.model_type for config in CONFIGS.values()} == {*FAMILIES}

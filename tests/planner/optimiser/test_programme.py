@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,13 +8,17 @@ import numpy as np
 import pulp
 import pytest
 
-from planner.optimiser import solve as assignment
+from planner.optimiser import solve as solving
+from planner.optimiser.assignment import evaluate
+from planner.optimiser.bit_assignment import assign_bits, smallest_candidate
 from planner.optimiser.capacity import fullest_bytes
-from planner.optimiser.layer_choice import recover, smallest_candidate
 from planner.optimiser.milp.method import solve_exactly
-from planner.optimiser.milp.relaxation import CountRelaxation
-from planner.optimiser.solve import Objective, evaluate, lower_bound
-from planner.optimiser.solve_options import SolveOptions
+from planner.optimiser.milp.solvers.solver import SolverLimits
+from planner.optimiser.milp.solvers.table import SOLVERS
+from planner.optimiser.milp.windows import BoundaryRelaxation
+from planner.optimiser.problem import Objective
+from planner.optimiser.relaxation.relax import lower_bound
+from planner.optimiser.solve_options import DEFAULT_SOLVER, SolveOptions
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import (
     PRECISION,
@@ -24,37 +26,35 @@ from tests.planner.problems import (
     brute_force,
     check_cutoff,
     cluster_problem,
-    small_problem,
+    feasible_problems,
 )
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
-solve = partial(assignment.solve, method="ilp")
+INSTALLED = [
+    name
+    for name, solver in SOLVERS.items()
+    if name != DEFAULT_SOLVER and solver.create(SolverLimits(0.0, None)).available()
+]
+solve = partial(solving.solve, method="ilp")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(100))
-def test_the_ilp_agrees_with_trying_everything(seed: int, objective: Objective) -> None:
-    problem = small_problem(seed, objective)
-    least = brute_force(problem)
-    if math.isinf(least):
-        assert lower_bound(problem) == math.inf
-        with pytest.raises(InfeasibleError):
-            solve(problem, relative_gap=0)
-        return
-    found = solve(problem, relative_gap=0)
-    assert found.status == "optimal"
-    assert found.objective == pytest.approx(least, rel=PRECISION)
-    assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
-    assert found.bound == pytest.approx(least, rel=PRECISION)
-    assert lower_bound(problem) <= least * (1 + PRECISION)
+def test_the_ilp_agrees_with_trying_everything(objective: Objective) -> None:
+    for problem in feasible_problems(25, objective):
+        least = brute_force(problem)
+        found = solve(problem, relative_gap=0)
+        assert found.status == "optimal"
+        assert found.objective == pytest.approx(least, rel=PRECISION), problem
+        assert evaluate(problem, found.first_layer, found.bitwidth) == found.objective
+        assert found.bound == pytest.approx(least, rel=PRECISION), problem
+        assert lower_bound(problem) <= least * (1 + PRECISION)
+        assert least <= smallest_candidate(problem).objective * (1 + PRECISION) < np.inf
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(40))
-def test_an_upper_bound_cuts_off_exactly_what_cannot_beat_it(
-    seed: int, objective: Objective
-) -> None:
-    check_cutoff(solve, small_problem(seed, objective))
+def test_an_upper_bound_cuts_off_exactly_what_cannot_beat_it(objective: Objective) -> None:
+    for problem in feasible_problems(10, objective):
+        check_cutoff(solve, problem)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -69,21 +69,19 @@ def test_a_gap_holds_on_problems_of_real_size(theta: float, objective: Objective
     assert coarse.bound <= fine.objective
     assert fine.objective - fine.bound <= 1.01e-4 * fine.objective
     assert lower_bound(problem) <= fine.objective
-    assert [part.phase for part in fine.phases] == ["relaxation", "near", "windows", "ilp"]
-    assert sum(part.seconds for part in fine.phases) == pytest.approx(fine.seconds)
 
 
 def test_windows_keep_every_plan_as_good_as_the_cutoff() -> None:
     """The optimum's boundaries lie inside the windows of any cutoff above it."""
     problem = cluster_problem(Shape(("T4", "T4", "V100"), 24, 5120), seed=2)
     best = solve(problem, relative_gap=1e-6)
-    relaxation = CountRelaxation(problem)
+    relaxation = BoundaryRelaxation(problem)
     for factor in (1.0, 1.01, 1.5):
-        windows = relaxation.boundary_windows(best.objective * factor)
+        windows = relaxation.windows_within(best.objective * factor)
         assert windows is not None
         inner = best.first_layer[1:-1]
         assert all(w.least <= cut <= w.most for w, cut in zip(windows, inner, strict=True))
-    assert relaxation.boundary_windows(lower_bound(problem) * 0.99) is None
+    assert relaxation.windows_within(lower_bound(problem) * 0.99) is None
 
 
 def test_recovery_gives_the_bits_to_the_layers_that_need_them() -> None:
@@ -91,15 +89,8 @@ def test_recovery_gives_the_bits_to_the_layers_that_need_them() -> None:
     problem = cluster_problem(Shape(("A100",), 6, 1024, bitwidths=(4, 8, 16)), seed=0)
     factor = np.array([3.0, 1.0, 6.0, 2.0, 5.0, 4.0])
     product = replace(problem, sensitivity=np.outer(factor, [1.0, 0.1, 0.0]))
-    candidate = recover(product, np.array([[2, 3, 1]]))
+    candidate = assign_bits(product, np.array([[2, 3, 1]]))
     assert candidate.bitwidth == (1, 0, 2, 0, 1, 1)
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_some_plan_is_found_for_every_feasible_problem(seed: int) -> None:
-    problem = small_problem(seed, "pipeline")
-    if math.isfinite(lower_bound(problem)):
-        assert math.isfinite(smallest_candidate(problem).objective)
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e4])
@@ -154,14 +145,15 @@ def test_a_time_limit_returns_the_best_plan_so_far() -> None:
     assert found.bound < found.objective
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_cbc_agrees_with_highs(objective: Objective) -> None:
-    shape = Shape(("T4", "V100"), 12, 5120, memory_factor=0.4, objective=objective)
-    problem = cluster_problem(shape, seed=6)
-    highs = solve(problem, relative_gap=0)
-    cbc = solve(problem, solver="cbc", relative_gap=0)
-    assert cbc.objective == pytest.approx(highs.objective, rel=PRECISION)
-    assert cbc.status == "optimal"
+@pytest.mark.parametrize("solver", INSTALLED)
+def test_every_solver_agrees_with_highs(solver: str) -> None:
+    """On problems that Gurobi's free licence takes."""
+    shape = Shape(("T4", "V100"), 12, 5120, memory_factor=0.4)
+    for problem in (cluster_problem(shape, seed=6), *feasible_problems(6, "paper")):
+        highs = solve(problem, relative_gap=0)
+        other = solve(problem, solver=solver, relative_gap=0)
+        assert other.objective == pytest.approx(highs.objective, rel=PRECISION)
+        assert other.status == "optimal"
 
 
 def test_a_missing_solver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +161,3 @@ def test_a_missing_solver_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPat
     problem = cluster_problem(Shape(("T4", "V100"), 12, 4096), seed=6)
     with pytest.raises(SpecError, match="install gurobipy and a licence, or use 'highs'"):
         solve(problem, solver="gurobi")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("gurobipy") is None, reason="needs gurobipy")
-@pytest.mark.parametrize("seed", range(10))
-def test_gurobi_agrees_with_highs_on_what_its_free_licence_takes(seed: int) -> None:
-    problem = small_problem(seed, "pipeline")
-    if math.isfinite(lower_bound(problem)):
-        highs, gurobi = (
-            solve(problem, solver=name, relative_gap=0) for name in ("highs", "gurobi")
-        )
-        assert gurobi.objective == pytest.approx(highs.objective, rel=PRECISION)

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.optimiser.capacity import fullest_bytes, is_feasible
+from planner.optimiser.assignment import evaluate, stage_times
+from planner.optimiser.capacity import explain_infeasible, fullest_bytes, is_feasible
 from planner.optimiser.heuristics.uniform import even_sizes
 from planner.optimiser.problem import AssignmentProblem
-from planner.optimiser.solve import evaluate, explain_infeasible, solve, stage_times
+from planner.optimiser.solve import solve
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
 
@@ -127,14 +128,16 @@ def test_unknown_options_are_refused(
         solve(problem, **options)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_feasibility_in_closed_form_agrees_with_trying_everything(seed: int) -> None:
-    problem = small_problem(seed, "pipeline")
-    assert is_feasible(problem) == np.isfinite(brute_force(problem))
-    assert (explain_infeasible(problem, ["d"] * problem.stages) == "") == is_feasible(problem)
+def test_feasibility_in_closed_form_agrees_with_trying_everything() -> None:
+    problems = [small_problem(seed, "pipeline") for seed in range(60)]
+    feasible = [is_feasible(problem) for problem in problems]
+    assert feasible == [bool(np.isfinite(brute_force(problem))) for problem in problems]
+    assert min(feasible.count(True), feasible.count(False)) > 10, "cases of both sorts"
+    for problem, fits in zip(problems, feasible, strict=True):
+        assert (explain_infeasible(problem, ["d"] * problem.stages) == "") == fits
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(15))
 def test_the_fullest_stage_agrees_with_trying_all_counts(seed: int) -> None:
     problem = small_problem(seed, "pipeline")
     for stage in range(problem.stages):
@@ -173,8 +176,7 @@ def test_one_layer_cannot_fill_two_stages(problem: AssignmentProblem) -> None:
         solve(single, method="uniform")
 
 
-@pytest.mark.parametrize("layers", [2, 3, 7, 48])
-@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (2, 3), (3, 8), (7, 4), (48, 4)])
 def test_even_sizes_differ_by_at_most_one_and_fill_the_ends(layers: int, stages: int) -> None:
     sizes = even_sizes(layers, stages)
     assert sizes.sum() == layers

@@ -14,7 +14,7 @@ from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.optimiser.problem import Assignment
+from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
 from planner.plan.builder import Solution, build_plan, simulate_solution
 from planner.plan.origin import PlanOrigin

@@ -129,8 +129,8 @@ def test_measured_rows_win_where_measured() -> None:
     assert model.layer_decode_s(T4, 16, 4, 256, "float16") == 1.0
     assert model.layer_decode_s(T4, 16, 3, 256, "float16") != 1.0
     assert model.layer_prefill_s(T4, 16, 8, 512, "float16") == row("prefill", 8, 512).seconds
-    told = model.provenance(T4, "float16", BITWIDTHS)
-    assert told.startswith("measured in 17 profile rows (bits 16)")
+    provenance = model.provenance(T4, "float16", BITWIDTHS)
+    assert provenance.startswith("measured in 17 profile rows (bits 16)")
 
 
 def test_what_is_not_profiled_is_estimated() -> None:
@@ -155,9 +155,9 @@ def test_rows_of_other_kernels_or_threads_do_not_apply() -> None:
     ours = replace(foreign, backend="bnb_nf4", backend_version="0.48")
     assert not applies(foreign, T4, "float16")
     assert applies(ours, T4, "float16")
-    told = FittedLatency((ours,), ROOFLINE).provenance(T4, "float16", (4,))
-    assert "bnb_nf4 0.48" in told
-    assert "prefill of bits 4: no rows" in told
+    provenance = FittedLatency((ours,), ROOFLINE).provenance(T4, "float16", (4,))
+    assert "bnb_nf4 0.48" in provenance
+    assert "prefill of bits 4: no rows" in provenance
     values = {"accelerators": {"CPU": 1}, "memory_gib": 1, "threads": 2}
     cpu = ClusterSpec.from_dict({"name": "c", "nodes": [values]}).devices[0]
     measured = replace(foreign, device="CPU", backend="int4pack", threads=2)
@@ -185,8 +185,8 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert model.layer_decode_s(T4, 16, 2, 128, "float16") == pytest.approx(
         row("decode", 2, 128).seconds
     )
-    told = model.provenance(replace(T4, threads=3), "float16", BITWIDTHS)
-    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in told
+    provenance = model.provenance(replace(T4, threads=3), "float16", BITWIDTHS)
+    assert "profile rows of p.csv (bits 8, 16; bnb_int8)" in provenance
 
 
 def test_decode_without_context_is_no_division_by_zero() -> None:

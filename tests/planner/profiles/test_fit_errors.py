@@ -38,9 +38,9 @@ def test_relative_errors_and_their_summary() -> None:
     doubled = [replace(each, seconds=2 * each.seconds) for each in grid()]
     errors = relative_errors(model, T4, doubled, "float16")
     assert errors == pytest.approx([0.5] * len(doubled), abs=0.01)
-    told = FitError(16, "decode", 3, (0.0, 0.1, 0.2))
-    assert (told.mean, told.most) == pytest.approx((0.1, 0.2))
-    assert told.percentile_95 == pytest.approx(float(np.quantile([0, 0.1, 0.2], 0.95)))
+    error = FitError(16, "decode", 3, (0.0, 0.1, 0.2))
+    assert (error.mean, error.most) == pytest.approx((0.1, 0.2))
+    assert error.percentile_95 == pytest.approx(float(np.quantile([0, 0.1, 0.2], 0.95)))
 
 
 def test_too_few_rows_have_no_error() -> None:

@@ -23,7 +23,8 @@ from planner.profiles.links import (
     write_links,
 )
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.search import cost_model, find_plan
+from planner.search.costs import cost_model
+from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
 
@@ -77,9 +78,9 @@ def test_measured_links_count_more_than_the_file() -> None:
     assert measured.fingerprint() != CLUSTER.fingerprint()
     assert measured.link_provenance(T4, T4_TOO) is None
     assert measured.link_provenance(T4, T4) is None
-    told = measured.link_provenance(T4, V100)
-    assert told is not None
-    assert told.startswith("hop to V100-SXM2-32GB of another node measured (gloo")
+    provenance = measured.link_provenance(T4, V100)
+    assert provenance is not None
+    assert provenance.startswith("hop to V100-SXM2-32GB of another node measured (gloo")
 
 
 def test_a_plan_takes_them_from_beside_the_profile(tmp_path: Path) -> None:

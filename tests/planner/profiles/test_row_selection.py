@@ -91,9 +91,9 @@ def test_a_whole_file_is_fitted_and_strict(tmp_path: Path) -> None:
 
 def test_a_partial_file_says_what_is_mixed(tmp_path: Path) -> None:
     path = profile(tmp_path / "p.csv", kinds=WHOLE[:3])
-    told = planned(path).stages[0].provenance
-    assert told.startswith("CPU fitted to 3 profile rows of p.csv (bits 8, 16); estimated: ")
-    assert "(decode of bits 16: no rows)" in told
+    provenance = planned(path).stages[0].provenance
+    assert provenance.startswith("CPU fitted to 3 profile rows of p.csv (bits 8, 16); estimated: ")
+    assert "(decode of bits 16: no rows)" in provenance
     with pytest.raises(SpecError, match=r"node0/CPU:0: decode of bits 16: no rows; measure them"):
         planned(path, strict_profiles=True)
     assert planned(path, strict_profiles=True, bits=[8]).stages
@@ -101,8 +101,10 @@ def test_a_partial_file_says_what_is_mixed(tmp_path: Path) -> None:
 
 def test_rows_of_another_model_are_scaled_and_said_so(tmp_path: Path) -> None:
     path = profile(tmp_path / "p.csv", h1="512")
-    told = planned(path).stages[0].provenance
-    assert "fitted to 4 profile rows of p.csv (bits 8, 16; bits 8, 16: scaled from opt" in told
+    provenance = planned(path).stages[0].provenance
+    assert (
+        "fitted to 4 profile rows of p.csv (bits 8, 16; bits 8, 16: scaled from opt" in provenance
+    )
     with pytest.raises(SpecError, match="bits 8, 16: scaled from opt-125m"):
         planned(path, strict_profiles=True)
 
@@ -110,8 +112,8 @@ def test_rows_of_another_model_are_scaled_and_said_so(tmp_path: Path) -> None:
 def test_a_compute_type_that_was_asked_for_counts(tmp_path: Path) -> None:
     """Not the device's own."""
     path = profile(tmp_path / "p.csv")
-    told = planned(path, dtype="float32").stages[0].provenance
-    assert "taken in bfloat16, not float32" in told
+    provenance = planned(path, dtype="float32").stages[0].provenance
+    assert "taken in bfloat16, not float32" in provenance
 
 
 def test_measured_times_are_described_alike(tmp_path: Path) -> None:

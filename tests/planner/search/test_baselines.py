@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.optimiser.problem import AssignmentProblem, stage_times
-from planner.optimiser.solve import Objective, evaluate, solve
-from planner.search.offloading import estimate_offloading
+from planner.optimiser.assignment import evaluate, stage_times
+from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.solve import solve
+from planner.search.baselines.offloading import estimate_offloading
 from quant.common.errors import InfeasibleError, SpecError
-from tests.planner.problems import Shape, cluster_problem, small_problem
+from tests.planner.problems import Shape, cluster_problem, feasible_problems, small_problem
 
 OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
 TWO_PERCENT = 0.02
@@ -28,7 +29,7 @@ def all_plans(problem: AssignmentProblem) -> list[tuple[tuple[int, ...], tuple[i
     return plans
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_adabits_has_the_least_sensitivity_of_all_plans(seed: int) -> None:
     problem = small_problem(seed, "pipeline")
     plans = all_plans(problem)
@@ -45,25 +46,16 @@ def test_adabits_has_the_least_sensitivity_of_all_plans(seed: int) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("seed", range(60))
-def test_transfer_is_never_worse_than_its_start(seed: int, objective: Objective) -> None:
-    problem = small_problem(seed, objective)
-    try:
-        start = solve(problem, "adabits")
-    except InfeasibleError:
-        with pytest.raises(InfeasibleError):
-            solve(problem, "transfer")
-        return
-    found = solve(problem, "transfer")
-    assert found.status == "transfer"
-    assert found.bound <= found.objective <= start.objective
-    assert found.objective == evaluate(problem, found.first_layer, found.bitwidth)
+def test_transfer_is_never_worse_than_its_start(objective: Objective) -> None:
+    for problem in feasible_problems(15, objective):
+        start, found = solve(problem, "adabits"), solve(problem, "transfer")
+        assert found.status == "transfer"
+        assert found.bound <= found.objective <= start.objective
+        assert found.objective == evaluate(problem, found.first_layer, found.bitwidth)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize(
-    "devices", [("T4",) * 3 + ("V100",), ("P100",) * 3 + ("V100",), ("V100",) * 4]
-)
+@pytest.mark.parametrize("devices", [("T4",) * 3 + ("V100",), ("V100",) * 4])
 def test_transfer_comes_near_the_optimum(devices: tuple[str, ...], objective: Objective) -> None:
     problem = cluster_problem(Shape(devices, 48, 7168, objective=objective), seed=2)
     best, start = solve(problem).objective, solve(problem, "adabits").objective
@@ -72,7 +64,7 @@ def test_transfer_comes_near_the_optimum(devices: tuple[str, ...], objective: Ob
     assert start > best * (1 + TWO_PERCENT), "the case must need transfers"
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(25))
 def test_pipeedge_has_the_fastest_prefill_at_its_bitwidth(seed: int) -> None:
     problem = small_problem(seed, "pipeline")
     of_one_bitwidth = [plan for plan in all_plans(problem) if len(set(plan[1])) == 1]

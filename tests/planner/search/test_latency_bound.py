@@ -20,7 +20,7 @@ from quant.common.errors import BoundNotMetError
 SHAPE = model_shape("opt-13b")
 CLUSTER = ClusterSpec.from_counts(["T4"], [3])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
-PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True)
+PAPER = PlanOptions(objective="paper", head="last", keep_all_devices=True, group=4)
 
 
 def plan(options: PlanOptions) -> PlanSpec:
@@ -32,7 +32,7 @@ def test_the_bound_holds_for_the_simulated_latency(objective: str) -> None:
     options = replace(PAPER, objective=objective)
     points = trace_front(CLUSTER, SHAPE, WORKLOAD, options, most_points=4)
     least_s, most_s = (pick(point.latency_s for point in points) for pick in (min, max))
-    for share in (0.0, 0.3, 0.7, 1.0):
+    for share in (0.0, 0.4, 1.0):
         bound_s = (least_s + share * (most_s - least_s)) * (1 + 1e-9)
         kept = plan(replace(options, max_latency_s=bound_s))
         assert kept.predicted.latency_s <= bound_s
@@ -41,7 +41,7 @@ def test_the_bound_holds_for_the_simulated_latency(objective: str) -> None:
 
 
 def test_a_bound_that_only_the_formula_keeps_is_refused_with_what_is_reachable() -> None:
-    """Eq. 4 counts far less than the simulation, which the old bound took no notice of."""
+    """Eq. 4 counts far less time than the simulation."""
     fastest = plan(replace(PAPER, theta=0.0)).predicted
     bound_s = (fastest.objective_latency_s + 3 * fastest.latency_s) / 4
     assert fastest.objective_latency_s < bound_s < fastest.latency_s
@@ -65,7 +65,7 @@ def test_another_objective_is_named_where_it_keeps_the_bound() -> None:
 
 
 def test_an_unreachable_quality_is_refused_with_what_is_reachable() -> None:
-    asked = PlanOptions(max_omega=1e-6, head="last", keep_all_devices=True)
+    asked = PlanOptions(max_omega=1e-6, head="last", keep_all_devices=True, group=4)
     shape, workload = model_shape("opt-30b"), WORKLOAD
     with pytest.raises(BoundNotMetError, match="--max_omega ") as caught:
         find_plan(CLUSTER, shape, "opt-30b", workload, asked)
@@ -92,7 +92,7 @@ class Guessed:
 
 
 @pytest.mark.parametrize("stray", [0.0, 0.02, 1.5])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_choice_keeps_the_bound_and_its_gap_is_true(seed: int, stray: float) -> None:
     """No plan is predicted faster than it is ranked here, so the gap holds for the prediction."""
     guessed = Guessed(seed, stray)

@@ -17,26 +17,30 @@ from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.optimiser.heuristics.pipeedge import solve_pipeedge
-from planner.optimiser.heuristics.uniform import solve_uniform
-from planner.optimiser.problem import Assignment, stage_times
+from planner.optimiser.assignment import stage_times
+from planner.optimiser.bit_assignment import Candidate
+from planner.optimiser.heuristics.pipeedge import pipeedge_candidate
+from planner.optimiser.heuristics.uniform import uniform_candidate
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.search.baselines import baselines
+from planner.search.baselines.comparison import baselines
+from planner.search.candidate_search import CandidateSearch
+from planner.search.candidate_search import search as whole_search
 from planner.search.candidates import Candidates, SearchCandidate
+from planner.search.costs import cost_model
 from planner.search.front import front_json, trace_front
 from planner.search.orders.enumeration import distinct_orders
-from planner.search.search import PlanSearch, cost_model, find_plan
-from planner.search.search import search as whole_search
+from planner.search.search import find_plan
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
 
 CLUSTER = ClusterSpec.from_counts(["T4-16GB", "V100-SXM2-32GB"], [2, 1])
 WORKLOAD = Workload(global_batch=8, prompt_length=128, new_tokens=32)
+GROUP = 4  # layers decided together, so that all candidates are solved in little time
 
 
 def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
@@ -49,7 +53,7 @@ def costs_of(options: PlanOptions, cluster: ClusterSpec = CLUSTER) -> CostModel:
 def search(costs: CostModel) -> Solution:
     """The search over all devices."""
     candidates = Candidates(costs)
-    runner = PlanSearch(costs.options, time.perf_counter)
+    runner = CandidateSearch(costs.options, time.perf_counter)
     runner.run(candidates, costs.options.relative_gap)
     return runner.solution([candidates])
 
@@ -57,7 +61,9 @@ def search(costs: CostModel) -> Solution:
 @pytest.mark.parametrize("objective", ["pipeline", "paper"])
 @pytest.mark.parametrize("all_orders", [False, True])
 def test_the_search_finds_the_best_of_all_candidates(all_orders: bool, objective: str) -> None:
-    options = PlanOptions(theta=5.0, all_orders=all_orders, objective=objective, relative_gap=1e-6)
+    options = PlanOptions(
+        theta=5.0, all_orders=all_orders, objective=objective, relative_gap=1e-6, group=GROUP
+    )
     costs = costs_of(options)
     every = [solve(c.problem, relative_gap=1e-6).objective for c in Candidates(costs)]
     found = search(costs)
@@ -82,13 +88,14 @@ def test_candidates_are_all_orders_sizes_and_heads_the_most_promising_first() ->
 
 
 def test_bounds_hold_for_every_candidate() -> None:
-    for candidate in Candidates(costs_of(PlanOptions(all_orders=True))):
+    for candidate in Candidates(costs_of(PlanOptions(all_orders=True, group=GROUP))):
         assert 0 < candidate.bound <= solve(candidate.problem).objective
 
 
 def test_more_orders_are_never_worse() -> None:
     few, many = (
-        search(costs_of(PlanOptions(theta=20.0, all_orders=every))) for every in (False, True)
+        search(costs_of(PlanOptions(theta=20.0, all_orders=every, group=GROUP)))
+        for every in (False, True)
     )
     assert many.candidates > few.candidates
     best = few.assignment.objective
@@ -97,7 +104,7 @@ def test_more_orders_are_never_worse() -> None:
 
 @pytest.mark.parametrize("method", ["transfer", "adabits", "uniform", "pipeedge", "ilp"])
 def test_every_method_can_be_searched_with(method: str) -> None:
-    options = PlanOptions(method=method, prefill_micro_batch=2, decode_micro_batch=4)
+    options = PlanOptions(method=method, prefill_micro_batch=2, decode_micro_batch=4, group=GROUP)
     found = search(costs_of(options))
     best = search(costs_of(replace(options, method="auto")))
     objective = best.assignment.objective
@@ -166,7 +173,7 @@ def test_the_order_of_nodes_in_the_file_changes_nothing(
 ) -> None:
     """Nodes may be alike but for the link inside, which is slow in one."""
     sizes = {"prefill_micro_batch": 2, "decode_micro_batch": 4}
-    options = PlanOptions(theta=5.0, head="last", keep_all_devices=keep_all, **sizes)
+    options = PlanOptions(theta=5.0, head="last", keep_all_devices=keep_all, group=GROUP, **sizes)
 
     def found(nodes: tuple[int, ...]) -> Solution:
         network = {"internode_gbit_per_s": 0.5}
@@ -185,7 +192,7 @@ def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
         find_plan(small, model_shape("opt-30b"), "opt-30b", WORKLOAD, PlanOptions())
 
 
-def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Assignment) -> float:
+def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Candidate) -> float:
     run = simulate_assignment(
         costs, candidate.devices, candidate.sizes, plan.first_layer, plan.bitwidth
     )
@@ -199,7 +206,7 @@ def test_baselines_are_those_of_the_paper() -> None:
     assert list(named) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
     uniform_s = []
     for candidate in (c for c in found if not c.head_on_first):
-        plan = solve_uniform(candidate.problem)
+        plan = uniform_candidate(candidate.problem)
         times = stage_times(candidate.problem, plan.first_layer, plan.bitwidth)
         uniform_s.append((times.latency_s, simulated_s(costs, candidate, plan)))
     assert named["uniform"].latency_s == pytest.approx(min(uniform_s)[1])
@@ -207,7 +214,7 @@ def test_baselines_are_those_of_the_paper() -> None:
     share = MicroBatches(3, 3)
     for devices in distinct_orders(costs.cluster.devices, all_orders=False):
         candidate = SearchCandidate(devices, share, costs.problem(devices, share), 0.0)
-        latencies.append(simulated_s(costs, candidate, solve_pipeedge(candidate.problem)))
+        latencies.append(simulated_s(costs, candidate, pipeedge_candidate(candidate.problem)))
     assert named["pipeedge"].latency_s in [pytest.approx(latency) for latency in latencies]
     assert named["flexgen-int8"].bitwidth == 8
 
@@ -244,7 +251,7 @@ def test_a_device_that_only_slows_the_pipeline_is_left_out(tmp_path: Path) -> No
 
 def test_leaving_out_is_the_best_of_every_subset() -> None:
     cluster = ClusterSpec.from_counts(["T4-16GB", "A100-80GB"], [2, 1], internode_gbit_per_s=1)
-    costs = costs_of(PlanOptions(theta=0.5, head="last"), cluster)
+    costs = costs_of(PlanOptions(theta=0.5, head="last", group=GROUP), cluster)
     objectives = []
     for size in (1, 2, 3):
         for subset in combinations(cluster.devices, size):

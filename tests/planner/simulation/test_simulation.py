@@ -18,7 +18,8 @@ from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.optimiser.problem import AssignmentProblem, evaluate
+from planner.optimiser.assignment import evaluate
+from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.simulation.schedule import static_schedule
@@ -165,7 +166,7 @@ class EventSimulation:
                 self.ready.append(group)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_agrees_with_an_event_simulation(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pipeline = random_pipeline(rng, int(rng.integers(1, 7)), per_context=rng.uniform(0, 0.02))
@@ -208,8 +209,8 @@ class RecordingPipeline:
     last_length = 0
 
 
-@pytest.mark.parametrize("prefill", [1, 2, 3, 5, 8, 13])
-@pytest.mark.parametrize("decode", [1, 3, 4, 13])
+@pytest.mark.parametrize("prefill", [1, 3, 5, 13])
+@pytest.mark.parametrize("decode", [1, 4, 13])
 @pytest.mark.parametrize(("stages", "new_tokens"), [(1, 3), (2, 1), (3, 6)])
 def test_order_is_that_of_the_scheduler(
     prefill: int, decode: int, stages: int, new_tokens: int

@@ -12,7 +12,7 @@ import torch
 
 from quant.backends.base import CanonicalPacked, PackedWeight
 from quant.backends.bnb import BnbNf4
-from quant.backends.cpu import int3pack, int4_blob
+from quant.backends.cpu import int3pack, int4_layout
 from quant.backends.cpu.int3pack import Int3Pack
 from quant.backends.cpu.int4pack import Int4Pack
 from quant.backends.cpu.int8pack import Int8Pack
@@ -176,8 +176,8 @@ def test_unknown_int4_layout_leaves_many_tokens_to_the_kernel(
     packed = kind.from_weight(weight, torch.bfloat16, CPU)
     x = torch.randn(130, 256, generator=torch.Generator().manual_seed(11)).bfloat16()
     decoded = packed.forward(x)
-    monkeypatch.setattr(int4_blob, "layout_is_known", lambda: False)
-    monkeypatch.setattr(int4_blob.functional, "linear", None)
+    monkeypatch.setattr(int4_layout, "layout_is_known", lambda: False)
+    monkeypatch.setattr(int4_layout.functional, "linear", None)
     assert (packed.forward(x) - decoded).norm() < 0.01 * decoded.norm()
 
 
@@ -235,12 +235,15 @@ def test_self_test_passes_here(rule: KernelRule, dtype: str) -> None:
     assert self_test(BACKENDS[rule.name], DTYPES[dtype], CPU) is None
 
 
-def test_every_rule_has_a_backend() -> None:
-    assert set(BACKENDS) == set(RULES)
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_every_rule_names_a_kernel_of_its_bitwidth(rule: KernelRule) -> None:
+    kernel = BACKENDS[rule.name]
+    assert {"from_weight", "represent", "forward", "state", "warm_up"} <= {*dir(kernel)}
+    assert not issubclass(kernel, CanonicalPacked) or kernel.bits == rule.bits
 
 
 def test_missing_bitsandbytes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
     with pytest.raises(DeviceError, match=r"pip install 'llmpq\[bitsandbytes\]'"):
         BnbNf4.from_weight(torch.zeros(64, 64), torch.float16, CPU)
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
-from actors.stage_group import StageGroup
+from actors.stage_group import GroupOptions, StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
 from llmpq.run.monitoring.meter import RunMeter, RunState, generated
@@ -43,7 +43,7 @@ def group(
     )
     try:
         with StageGroup(
-            plan.spec, str(tiny[0]), telemetry=TelemetryOptions(JOB, trace=True)
+            plan.spec, str(tiny[0]), GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
         ) as stages:
             yield stages
     finally:

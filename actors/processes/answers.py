@@ -1,0 +1,122 @@
+"""Waiting for what stages answer: where the driver blocks on Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
+
+from actors.processes.handle import StageHandle
+from actors.processes.ray_head import LOOK_S, check_head
+from quant.common.errors import LlmpqError, StageLostError
+
+T = TypeVar("T")
+Waitable = TypeVar("Waitable", bound=ObjectRef[Any] | ObjectRefGenerator)
+
+
+class StageDiedError(StageLostError):
+    """A stage's process ended while an answer of it was awaited."""
+
+
+def get_answer(reference: ObjectRef[T]) -> T:
+    """Return what `reference` stands for; see `get_answers`."""
+    return get_answers([reference])[0]
+
+
+def get_answers(references: Sequence[ObjectRef[T]]) -> list[T]:
+    """Return what `references` stand for; `ray.get` would wait for ever for a Ray that is gone.
+
+    Raises `HeadLostError` then, and else what `ray.get` raises.
+    """
+    while True:
+        try:
+            return ray.get(references, timeout=LOOK_S)
+        except GetTimeoutError:
+            check_head()
+
+
+def get_streamed(stream: ObjectRefGenerator) -> Iterator[ObjectRef[Any]]:
+    """Yield a reference for each item of a streaming task, as they come.
+
+    Raises `HeadLostError` where the Ray that the task runs on is gone.
+    """
+    while True:
+        while not ray.wait([stream], timeout=LOOK_S, fetch_local=False)[0]:
+            check_head()
+        try:
+            reference = next(stream)
+        except StopIteration:
+            return
+        yield reference
+
+
+class StageAnswers:
+    """Waits for answers of `stages`, by the driver's clock; errors name the stage they are of."""
+
+    def __init__(self, stages: Sequence[StageHandle]) -> None:
+        self._stages = stages
+
+    def now_s(self) -> float:
+        """Seconds of a clock that only goes forward."""
+        return time.monotonic()
+
+    def ready(
+        self, references: Sequence[Waitable], timeout_s: float, fetch: bool = True
+    ) -> list[Waitable]:
+        """Return those that have come, as soon as one has or after `timeout_s`; with `fetch`, to
+        this node. Raises `HeadLostError` where a local Ray is gone.
+        """
+        done, _ = ray.wait(list(references), timeout=timeout_s, fetch_local=fetch)
+        check_head()
+        return [reference for reference in references if reference in done]
+
+    def streamed(self, stream: ObjectRefGenerator) -> Iterator[ObjectRef[Any]]:
+        """Yield a reference for each item of `stream`, as they come."""
+        return get_streamed(stream)
+
+    def get(self, reference: ObjectRef[T]) -> T:
+        """Return the answer that `reference` stands for.
+
+        Raises the user's own mistake (`LlmpqError`) as the stage raised it, `StageDiedError` for
+        processes that died, `StageLostError` for answers that were lost otherwise, `RayTaskError`
+        for faults of the stage's code, and `HeadLostError`.
+        """
+        try:
+            return get_answer(reference)
+        except RayTaskError as error:
+            cause = self._cause_of(error)
+            raise cause from cause.__cause__
+        except RayActorError as error:
+            raise self._death(error) from error
+        except OutOfMemoryError as error:  # the actor is dead, but this is no RayActorError
+            raise StageDiedError(f"a stage's process was killed: {error}") from error
+        except ObjectLostError as error:
+            raise StageLostError(f"a stage's results were lost with its node: {error}") from error
+
+    def _cause_of(self, error: RayTaskError) -> BaseException:
+        """What the user should see of an error inside an actor: their own mistake bare, ours with
+        its trace.
+        """
+        cause: BaseException | None = error.cause
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, LlmpqError | StageLostError):
+            return cause
+        return self._death(cause) if isinstance(cause, RayActorError) else error
+
+    def _death(self, error: RayActorError) -> StageDiedError:
+        named = [stage.index for stage in self._stages if stage.actor_id == error.actor_id]
+        stage = f"stage {named[0]}" if named else "a stage"
+        died = StageDiedError(f"{stage}'s process died: {error}")
+        died.__cause__ = error
+        return died

@@ -1,0 +1,126 @@
+"""A stage as the driver sees it: typed calls to its actor, whichever process that has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray import ObjectRef, ObjectRefGenerator
+from ray.actor import ActorHandle
+
+from actors.messages import Chunk, StageStats
+from actors.processes.health import Heartbeat, RunReport
+from actors.processes.stage_actor import StageActor
+from actors.schedule.scheduler import QueueSizes
+from actors.telemetry.meter import Spans
+from actors.transport.rendezvous import Rendezvous
+
+
+class StageHandle:
+    """Stage `index` of a plan, on `device`. `start_actor` makes an actor for it, and `has_device`
+    says whether the cluster has what the stage needs, free or not.
+
+    The calls to the actor do what its methods of these names do; they return at once, with a
+    reference for the answer.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: str,
+        start_actor: Callable[[], ActorHandle[StageActor]],
+        has_device: Callable[[], bool],
+    ) -> None:
+        self.index = index
+        self.device = device
+        self.has_device = has_device
+        self._start_actor = start_actor
+        self._actor: ActorHandle[StageActor] | None = None
+
+    @property
+    def name(self) -> str:
+        """The stage and its device, for messages."""
+        return f"stage {self.index} ({self.device})"
+
+    def start(self) -> None:
+        """Put a new process in the place of the one it had; Ray starts it once there is a device
+        for it.
+        """
+        self.kill()
+        self._actor = self._start_actor()
+
+    def kill(self) -> None:
+        """End the process, where there is one, without waiting for that."""
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    @property
+    def actor(self) -> Any:
+        """Ray's handle, which knows the actor's methods only when it runs."""
+        if self._actor is None:
+            raise RuntimeError(f"{self.name} was not started")
+        return self._actor
+
+    @property
+    def actor_id(self) -> str | None:
+        """Ray's name for the actor; None before it is started."""
+        return None if self._actor is None else self._actor._actor_id.hex()
+
+    def load(self) -> ObjectRef[StageStats]:
+        answer: ObjectRef[StageStats] = self.actor.load.remote()
+        return answer
+
+    def begin(self, epoch: int) -> ObjectRef[str]:
+        answer: ObjectRef[str] = self.actor.begin.remote(epoch)
+        return answer
+
+    def open_rendezvous(self, rendezvous: Rendezvous) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.open_rendezvous.remote(rendezvous)
+        return answer
+
+    def connect(
+        self, rendezvous: Rendezvous, first: StageHandle, sizes: QueueSizes
+    ) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.connect.remote(rendezvous, first.actor, sizes)
+        return answer
+
+    def lead(self, sizes: QueueSizes, following: Sequence[StageHandle] | None) -> ObjectRef[None]:
+        actors = None if following is None else [stage.actor for stage in following]
+        answer: ObjectRef[None] = self.actor.lead.remote(sizes, actors)
+        return answer
+
+    def serve(self) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.serve.remote()
+        return answer
+
+    def generate(self, chunk: Chunk) -> ObjectRefGenerator:
+        """The stream's items are tuples of `Finished`."""
+        stream: ObjectRefGenerator = self.actor.generate.options(num_returns="streaming").remote(
+            chunk
+        )
+        return stream
+
+    def stop(self) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.stop.remote()
+        return answer
+
+    def leave_run(self) -> ObjectRef[RunReport]:
+        answer: ObjectRef[RunReport] = self.actor.leave_run.remote()
+        return answer
+
+    def heartbeat(self, with_tokens: bool = False) -> ObjectRef[Heartbeat]:
+        answer: ObjectRef[Heartbeat] = self.actor.heartbeat.remote(with_tokens)
+        return answer
+
+    def stats(self) -> ObjectRef[StageStats]:
+        answer: ObjectRef[StageStats] = self.actor.stats.remote()
+        return answer
+
+    def clock_s(self) -> ObjectRef[float]:
+        answer: ObjectRef[float] = self.actor.clock_s.remote()
+        return answer
+
+    def spans(self) -> ObjectRef[Spans | None]:
+        answer: ObjectRef[Spans | None] = self.actor.spans.remote()
+        return answer

@@ -1,0 +1,74 @@
+"""Faults of a run: what happened to which stage, and what was computed meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from actors.processes.health import BatchFailure, SlotTokens
+from actors.recovery.policy import FaultKind
+from quant.common.errors import StageLostError
+
+
+class HangError(StageLostError):
+    """A stage that does nothing for too long (`stage` None: nobody knows which)."""
+
+    def __init__(self, message: str, stage: int | None) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a stage has to be started again; `text` goes on from the stage's name."""
+
+    kind: Literal["died", "hung"]
+    text: str
+
+    @classmethod
+    def death(cls) -> Loss:
+        """The loss of a stage whose process has ended."""
+        return cls("died", "died")
+
+    @classmethod
+    def hang(cls, why: str) -> Loss:
+        """The loss of a stage that is killed since it hangs."""
+        return cls("hung", f"hung: {why}")
+
+    @classmethod
+    def unusable_device(cls, failure: BatchFailure) -> Loss:
+        """The loss of a stage whose process can do nothing more with its device."""
+        return cls("died", f"cannot use its device again: {failure.text}")
+
+
+@dataclass
+class StoppedRun:
+    """What is known of a run that all stages have left: the stages that are lost, the micro-batches
+    that failed, by stage, and the tokens of what was in flight (None: the first stage is lost).
+    """
+
+    lost: dict[int, Loss] = field(default_factory=dict)
+    failures: dict[int, BatchFailure] = field(default_factory=dict)
+    tokens: SlotTokens | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a turn; `text` names the stage (None: nobody's in particular).
+
+    `custom_ids` were computed then (None: not known). They become suspects where there is no
+    `remedy`: smaller micro-batches are one.
+    """
+
+    kind: FaultKind
+    stage: int | None
+    text: str
+    custom_ids: frozenset[str] | None = None
+    has_remedy: bool = False
+
+
+def lost_by(error: Exception) -> dict[int, Loss]:
+    """Return the stage that `error` found to hang, if it did, with its loss."""
+    if isinstance(error, HangError) and error.stage is not None:
+        return {error.stage: Loss.hang(str(error))}
+    return {}

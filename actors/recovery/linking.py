@@ -1,0 +1,126 @@
+"""The stages of a plan as one pipeline: linked by gloo or by Ray, and led by the first one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from ray import ObjectRef, ObjectRefGenerator
+from ray.exceptions import RayTaskError
+
+from actors.messages import Chunk, Transport
+from actors.processes.answers import StageAnswers, StageDiedError
+from actors.processes.handle import StageHandle
+from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
+from actors.schedule.scheduler import QueueSizes
+from actors.transport.rendezvous import Rendezvous
+from quant.common.errors import DeviceError, LlmpqError, StageLostError
+
+T = TypeVar("T")
+
+MEETING_AGAIN_S = 10.0  # at most, when stages that have met before are linked again
+NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, and reported
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How stages are linked: `transport` as in `Transport`, seconds until they have met, and
+    seconds without a sign of life after which one of them hangs.
+    """
+
+    transport: Transport
+    meeting_s: float
+    hang_s: float
+
+
+class StagePipeline:
+    """Links `stages`, hands requests to the first one, and numbers the runs.
+
+    `sizes`: the queue and micro-batches that the first stage schedules by from the next link on.
+    `serving`: what ends when a stage leaves the run, for each but the first where gloo links them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageHandle],
+        answers: StageAnswers,
+        sizes: QueueSizes,
+        options: LinkOptions,
+    ) -> None:
+        self.stages = tuple(stages)
+        self.answers = answers
+        self.sizes = sizes
+        self.serving: list[ObjectRef[None]] = []
+        self._options = options
+        self._runs = self._epoch = 0
+
+    def next_run(self) -> int:
+        """Return a number that no run had before."""
+        self._runs += 1
+        return self._runs
+
+    def generate(self, chunk: Chunk) -> ObjectRefGenerator:
+        """Hand `chunk` to the first stage; what finishes comes in the stream."""
+        return self.stages[0].generate(chunk)
+
+    def link(self) -> None:
+        """Connect all stages, none of which is in a run, and let the first one lead.
+
+        Raises `StageLostError` where one dies or hangs, `DeviceError` where they do not get ready.
+        """
+        self._epoch += 1
+        first, *following = self.stages
+        limit_s = max(self._options.meeting_s, self._options.hang_s)
+        hosts = self._get_all({i: s.begin(self._epoch) for i, s in enumerate(self.stages)}, limit_s)
+        linked = self._connect(tuple(hosts[i] for i in range(len(self.stages))))
+        self._get_all({0: first.lead(self.sizes, None if linked else following)}, limit_s)
+        self.serving = [stage.serve() for stage in following] if linked else []
+
+    def _connect(self, hosts: tuple[str, ...]) -> bool:
+        """Connect the stages by gloo; where that fails and may, warn and leave it to Ray."""
+        if self._options.transport == "ray" or len(self.stages) == 1:
+            return False
+        try:
+            self._meet(hosts)
+        except DeviceError as error:
+            if self._options.transport == "gloo":
+                raise
+            warnings.warn(
+                f"{error}; stages exchange tensors by Ray, which takes longer", stacklevel=4
+            )
+            return False
+        return True
+
+    def _meet(self, hosts: tuple[str, ...]) -> None:
+        first = self.stages[0]
+        timeout_s = self._options.meeting_s
+        if self._epoch > 1:  # all are there and have met before
+            timeout_s = min(timeout_s, MEETING_AGAIN_S)
+        rendezvous = Rendezvous(hosts, timeout_s)
+        self._get_all({0: first.open_rendezvous(rendezvous)}, timeout_s)
+        # The first to fail is the one to blame: the others wait for it.
+        connecting = [stage.connect(rendezvous, first, self.sizes) for stage in self.stages]
+        self._get_all(dict(enumerate(connecting)), 2 * timeout_s)
+
+    def _get_all(self, asked: dict[int, ObjectRef[T]], limit_s: float) -> dict[int, T]:
+        check = LivenessCheck(self.stages, self.answers, self._options.hang_s)
+        try:
+            return get_all(self.answers, asked, limit_s, check)
+        except OverdueError:
+            raise DeviceError(f"stages were not ready within {limit_s:g} s") from None
+
+    def raise_failure(self, *noticed: Exception) -> NoReturn:
+        """Raise why stages do not serve: a death is the cause of what neighbours `noticed`."""
+        errors = list(noticed)
+        serving = dict(enumerate(self.serving))
+        try:
+            for _, reference in wait_for(self.answers, serving, NEIGHBOURS_S, lambda: None):
+                try:
+                    self.answers.get(reference)
+                except (StageLostError, RayTaskError, LlmpqError) as error:
+                    errors.append(error)
+        except OverdueError:  # the others still serve
+            pass
+        raise next((error for error in errors if isinstance(error, StageDiedError)), errors[0])

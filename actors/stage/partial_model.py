@@ -1,0 +1,159 @@
+"""The part of a transformers model that a stage runs.
+
+A stage keeps the forward pass of transformers and replaces the modules of other stages by
+placeholders. `planner.model.families` says for each family which modules belong to the first and
+to the last stage; families whose layers do not call transformers' attention interface have an
+entry in `_ATTENTION_REPLACEMENTS` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from actors.attention.masks import Scoring
+from actors.attention.ragged import (
+    RAGGED_ATTENTION,
+    NewTokens,
+    RaggedContext,
+    attend,
+    register,
+)
+from planner.model.families.family import Architecture
+from planner.model.families.table import FAMILIES, supported_model_types
+from quant.common.errors import SpecError
+
+
+def architecture_of(config: PretrainedConfig) -> Architecture:
+    """The modules of `config`'s model type; SpecError for a family that is not supported."""
+    found = FAMILIES.get(config.model_type)
+    if found is None:
+        raise SpecError(
+            f"model type {config.model_type!r} cannot run in stages; supported: "
+            f"{', '.join(supported_model_types())}"
+        )
+    return found.architecture
+
+
+class PassThrough(nn.Module):
+    """A placeholder for a module of another stage, which returns its first input."""
+
+    def __init__(self, returns_tuple: bool = False) -> None:
+        super().__init__()
+        self.returns_tuple = returns_tuple
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor, None]:
+        """Return `x`, in a pair if the replaced module did so."""
+        return (x, None) if self.returns_tuple else x
+
+
+class NoPositions(nn.Module):
+    """A placeholder for position embeddings, which were added on the first stage."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        """Return a zero without dimensions, for the addition that follows."""
+        return torch.zeros(())
+
+
+class ContextAsCache:
+    """The ragged context in place of a KV cache, for layers that pass nothing else to attention.
+
+    Its answers about lengths keep the alibi and mask tensors of the model at one element: the
+    ragged attention makes its own.
+    """
+
+    is_compileable = False
+
+    def __init__(self, context: RaggedContext) -> None:
+        self.context = context
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Return a length without past tokens."""
+        return 0
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """Return one key at offset zero."""
+        return 1, 0
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Build the causal model of `config` with all weights on the meta device, without memory."""
+    register()
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = RAGGED_ATTENTION
+    model.eval()
+    return model
+
+
+def keep_stage(
+    model: PreTrainedModel, layers: range, is_first: bool, is_last: bool, has_head: bool
+) -> None:
+    """Replace the modules that a stage of `layers` does not own; layers keep their indices."""
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    stack = getattr(decoder, architecture.layers)
+    for index in range(len(stack)):
+        if index not in layers:
+            stack[index] = PassThrough(architecture.layer_returns_tuple)
+    if not is_first:
+        for name in architecture.embedding:
+            if getattr(decoder, name) is not None:
+                setattr(decoder, name, NoPositions() if "positions" in name else PassThrough())
+    if not is_last:
+        for name in architecture.final:
+            if getattr(decoder, name) is not None:
+                setattr(decoder, name, PassThrough())
+    if not has_head:
+        model.set_output_embeddings(PassThrough())
+    _restore_buffers(decoder)
+    replace_attention = _ATTENTION_REPLACEMENTS.get(model.config.model_type)
+    if replace_attention is not None:
+        replace_attention(model, [stack[index] for index in layers])
+
+
+def _restore_buffers(decoder: nn.Module) -> None:
+    """Compute rotary frequencies, which no checkpoint stores, off the meta device."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        decoder.rotary_emb = type(rotary)(config=rotary.config)
+
+
+def _replace_bloom_attention(model: PreTrainedModel, blocks: list[nn.Module]) -> None:
+    """Give BLOOM's attention, which does not call the attention interface, a ragged forward."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    heads = model.config.n_head
+    slopes = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    for block in blocks:
+        attention: Any = block.self_attention
+        attention.alibi_slopes = slopes
+        attention.forward = MethodType(_bloom_attention, attention)
+
+
+def _bloom_attention(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    layer_past: ContextAsCache,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention on the flattened batch, `hidden_states`: `[1, tokens, hidden_size]`."""
+    projected = self._reshape(self.query_key_value(hidden_states))
+    new = NewTokens(*(x[0].transpose(0, 1) for x in projected))
+    slopes = self.alibi_slopes.to(hidden_states.device)
+    scoring = Scoring(self.inv_norm_factor, alibi_slopes=slopes)
+    out = attend(layer_past.context, self.layer_idx, new, scoring)
+    return self.dense(out.flatten(1)[None]) + residual, None
+
+
+_ATTENTION_REPLACEMENTS: Mapping[str, Callable[[PreTrainedModel, list[nn.Module]], None]] = {
+    "bloom": _replace_bloom_attention,
+}
+"""Functions that replace a model's attention, by `model_type`, for families whose layers do not
+call the attention interface of transformers."""

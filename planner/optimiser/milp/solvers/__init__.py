@@ -1,0 +1,1 @@
+"""Solvers of integer programmes: one file and one entry in `table` each."""

@@ -1,0 +1,217 @@
+"""The linear relaxation of an assignment: how many layers each kind of stage holds, in fractions.
+
+A layer's time and bytes depend on its stage and bitwidth only, so fractional counts of layers per
+stage and bitwidth say all about latency and memory; which layers get which bits is a transport
+problem that ignores where they lie. Every assignment is a point of this programme, so its minimum
+bounds LLM-PQ eq. 4 from below. Stages of one kind share their columns (the optimum is symmetric),
+and so do layers of equal sensitivity. Exact search and device orders group equal stages
+(`stage_kinds`); the integer programme's windows need every stage alone (`each_stage_alone`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import linprog
+
+from planner.optimiser.problem import FloatArray
+from planner.optimiser.relaxation.prices import PricedProblem, Prices, onto_simplex
+from planner.optimiser.relaxation.scaling import (
+    OBJECTIVE_UNITS,
+    memory_unit_bytes,
+    typical_objective_s,
+)
+
+SLACK = 1e-6  # relative; above the solver's tolerance
+LINPROG_INFEASIBLE = 2  # scipy.optimize.linprog's status
+PREFILL_COLUMN, DECODE_COLUMN = -2, -1  # what the slowest prefill stage and decoding cost
+
+
+@dataclass(frozen=True, eq=False)
+class LinearOptimum:
+    """The least objective: a bound in seconds, prices that prove about as much, layers held [Q]."""
+
+    bound: float
+    prices: Prices
+    held: FloatArray
+
+
+@dataclass(frozen=True)
+class SlowestStages:
+    """The least and the most seconds of the slowest prefill and decode stage."""
+
+    prefill_least: float
+    prefill_most: float
+    decode_least: float
+    decode_most: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """The solver's result: the point and its value, and the prices of the upper limits."""
+
+    infeasible: bool
+    point: FloatArray | None
+    value: float
+    prices: FloatArray
+
+
+@dataclass(frozen=True, eq=False)
+class WithinCutoff:
+    """The programme with one more row: only points of at most some objective."""
+
+    programme: LinearProgramme
+    upper: FloatArray
+    limit: FloatArray
+
+    def extremes(self, cost: FloatArray) -> tuple[float, float] | None:
+        """The least and the most of `cost` times the columns; None where no point is left.
+
+        Infinite where the solver fails.
+        """
+        found = []
+        for sign in (1.0, -1.0):
+            outcome = self.programme.solve(sign * cost, self.upper, self.limit)
+            if outcome.infeasible:
+                return None
+            found.append(-sign * np.inf if outcome.point is None else sign * outcome.value)
+        return found[0], found[1]
+
+
+class LinearProgramme:
+    """The programme of one problem.
+
+    Columns: counts [Q * K], bits of the U distinct layers [U * K], both bottlenecks' costs.
+    """
+
+    def __init__(self, priced: PricedProblem) -> None:
+        self._priced = priced
+        form, kinds = priced.form, priced.kinds
+        self._scale = OBJECTIVE_UNITS / typical_objective_s(priced.problem)
+        distinct, repeats = np.unique(priced.loss_s, axis=0, return_counts=True)
+        self._cells, losses = priced.prefill_s.size, distinct.size
+        self._columns = self._cells + losses + 2
+        each = priced.prefill_s + form.decode_each * priced.decode_s
+        self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
+        self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
+        self._upper, self._limit, self._memory_unit = self._upper_rows()
+        self._equal = self._equal_rows(len(distinct))
+        self._value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
+        most = np.where(np.isfinite(priced.bytes), np.inf, 0.0).ravel().tolist()
+        prefill = form.prefill_max * form.prefill_floor_s * self._scale
+        decode = form.decode_max * form.decode_floor_s * self._scale
+        least = [0.0] * (self._columns - 2) + [prefill, decode]
+        self._bounds = list(zip(least, most + [np.inf] * (losses + 2), strict=True))
+        fixed = priced.fixed_prefill_s + form.decode_each * priced.fixed_decode_s
+        self._constant = form.constant_s + float(kinds.count @ fixed)
+
+    def minimum(self) -> LinearOptimum:
+        """Find the least objective of a feasible problem.
+
+        Should the solver fail, the bound is zero, and prices and layers are spread evenly.
+        """
+        form, count = self._priced.form, self._priced.kinds.count
+        kinds = count.size
+        result = self.solve(self._cost, self._upper, self._limit)
+        dual = np.maximum(result.prices, 0.0)
+        bound, held = 0.0, self._priced.problem.layers * count / count.sum()
+        if result.point is not None:
+            bound = result.value / self._scale + self._constant
+            held = result.point[: self._cells].reshape(kinds, -1).sum(axis=1)
+        trip = min(1.0, float(dual[3 * kinds])) if form.round_trips else 0.0
+        prefill, decode = dual[:kinds] * form.prefill_max, dual[kinds : 2 * kinds]
+        prices = Prices(
+            onto_simplex(prefill, count, form.prefill_max),
+            onto_simplex(decode * form.decode_max, count, (1 - trip) * form.decode_max),
+            dual[2 * kinds : 3 * kinds] / self._memory_unit / self._scale,
+            trip,
+        )
+        return LinearOptimum(bound, prices, held)
+
+    def within(self, cutoff: float) -> WithinCutoff:
+        """Restrict the programme to points of at most `cutoff` seconds, less the solver's slack."""
+        limit = (cutoff - self._constant) * self._scale + SLACK * OBJECTIVE_UNITS
+        upper, limits = np.vstack([self._upper, self._cost]), np.append(self._limit, limit)
+        return WithinCutoff(self, upper, limits)
+
+    def slowest_stages(self, cutoff: float) -> SlowestStages | None:
+        """Limits on the slowest stages of any assignment of at most `cutoff` seconds, if any."""
+        form, within, found = self._priced.form, self.within(cutoff), []
+        for column, weight in (
+            (PREFILL_COLUMN, form.prefill_max),
+            (DECODE_COLUMN, form.decode_max),
+        ):
+            if not weight:
+                found += [0.0, np.inf]
+                continue
+            cost = np.zeros(self._columns)
+            cost[column] = 1.0
+            extremes = within.extremes(cost)
+            if extremes is None:
+                return None
+            least, most = max(extremes[0], 0.0), extremes[1]
+            unit = weight * self._scale
+            found += [least * (1 - SLACK) / unit, most * (1 + SLACK) / unit]
+        if form.round_trips:
+            found[2] = 0.0  # the column may be above the slowest stage: one trip round
+        return SlowestStages(
+            max(found[0], form.prefill_floor_s),
+            found[1],
+            max(found[2], form.decode_floor_s),
+            found[3],
+        )
+
+    def layers_before(self, kind: int) -> FloatArray:
+        """The cost row that adds up all layers on the kinds before `kind`."""
+        row = np.zeros(self._columns)
+        row[: kind * self._priced.prefill_s.shape[1]] = 1.0
+        return row
+
+    def solve(self, cost: FloatArray, upper: FloatArray, limit: FloatArray) -> _Outcome:
+        """Minimise `cost` under rows of upper limits."""
+        found = linprog(
+            cost, upper, limit, self._equal, self._value, self._bounds, method="highs-ds"
+        )
+        if found.x is None or found.fun is None:
+            return _Outcome(found.status == LINPROG_INFEASIBLE, None, 0.0, np.zeros(len(limit)))
+        return _Outcome(False, found.x, float(found.fun), -found.ineqlin.marginals)
+
+    def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Rows of each kind's bottlenecks and memory, the trip round, and a layer on either end."""
+        priced, form = self._priced, self._priced.form
+        kinds, choices = priced.prefill_s.shape
+        count = priced.kinds.count.astype(np.float64)
+        upper, limit = np.zeros((3 * kinds + 3, self._columns)), np.zeros(3 * kinds + 3)
+        size = np.where(np.isfinite(priced.bytes), priced.bytes, 0.0)
+        unit = memory_unit_bytes(size, priced.memory_bytes)
+        prefill, decode = form.prefill_max * self._scale, form.decode_max * self._scale
+        trip = form.round_trips * self._scale
+        for kind in range(kinds):
+            cell = slice(kind * choices, (kind + 1) * choices)
+            upper[kind, cell] = prefill * priced.prefill_s[kind]
+            upper[kinds + kind, cell] = decode * priced.decode_s[kind]
+            upper[2 * kinds + kind, cell] = size[kind] / unit[kind]
+            upper[3 * kinds, cell] = trip * priced.decode_s[kind]
+        rows = np.arange(kinds)
+        upper[rows, PREFILL_COLUMN] = upper[kinds + rows, DECODE_COLUMN] = -count
+        upper[3 * kinds, DECODE_COLUMN] = -1.0
+        limit[:kinds] = -prefill * count * priced.fixed_prefill_s
+        limit[kinds : 2 * kinds] = -decode * count * priced.fixed_decode_s
+        limit[2 * kinds : 3 * kinds] = count * priced.memory_bytes / unit
+        limit[3 * kinds] = -trip * (float(count @ priced.fixed_decode_s) + form.trip_s)
+        for row, end in ((-2, 0), (-1, -1)):
+            kind = int(priced.kinds.of_stage[end])
+            upper[row, kind * choices : (kind + 1) * choices] = limit[row] = -1.0
+        return upper, limit, unit
+
+    def _equal_rows(self, distinct: int) -> FloatArray:
+        """Rows for one bitwidth a layer, and equal counts of layers and stages at each bitwidth."""
+        choices, cells = self._priced.prefill_s.shape[1], self._cells
+        rows = np.zeros((distinct + choices, self._columns))
+        for row in range(distinct):
+            rows[row, cells + row * choices : cells + (row + 1) * choices] = 1.0
+        for choice in range(choices):
+            rows[distinct + choice, choice:cells:choices] = -1.0
+            rows[distinct + choice, cells + choice : cells + distinct * choices : choices] = 1.0
+        return rows

@@ -1,0 +1,124 @@
+"""Generating through faults with pretend stages: what is replayed, halved, suspected, given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from actors.messages import Request
+from actors.schedule.scheduler import QueueSizes
+from quant.common.errors import StageLostError
+from tests.actors.recovery.pretend import Cluster, requests, started
+
+COUNT = 300
+SOON_S = 5.0  # in the middle of the run
+
+
+@pytest.mark.parametrize(("stage", "again"), [(0, 3 + 1), (1, 0 + 1)])
+def test_requests_in_flight_keep_their_tokens(stage: int, again: int) -> None:
+    """All of them where the first stage can tell; else those of the last second or so are lost."""
+    source = [replace(request, max_new_tokens=60) for request in requests(8)]
+    undisturbed = started()
+    undisturbed.check_all(source)
+    cluster = started()
+    cluster.plan_in(SOON_S, cluster.stages[stage].die)
+    cluster.check_all(source)
+    assert undisturbed.steps <= cluster.steps <= undisturbed.steps + again
+
+
+def test_what_had_finished_before_the_fault_is_not_computed_again() -> None:
+    """Nobody has taken it by then."""
+    source = requests(64, new_tokens=2)
+    undisturbed = started()
+    undisturbed.check_all(source)
+    cluster = started()
+    cluster.plan_in(SOON_S, cluster.stages[1].die)
+    cluster.check_all(source, pause_s=3.0)
+    assert undisturbed.steps <= cluster.steps <= undisturbed.steps + 1
+
+
+def test_short_memory_halves_micro_batches_until_they_fit() -> None:
+    cluster = started(sizes=QueueSizes(16, 8, 12))
+
+    def compute(custom_ids: tuple[str, ...]) -> None:
+        if len(custom_ids) > 3:
+            cluster.fail(1, "memory", cluster.computing)
+
+    cluster.on_compute = compute
+    with pytest.warns(UserWarning, match=r"stage 1 .* out of memory .* 4096 bytes .* 64; .*halved"):
+        cluster.check_all(requests(COUNT))
+    assert cluster.kinds() == [("memory", 1)] * 2
+    assert cluster.pipeline.sizes == QueueSizes(16, 8, 3), "twelve, six, three"
+    assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
+
+
+def test_a_request_for_which_there_is_no_memory_alone_is_an_error() -> None:
+    cluster = started(sizes=QueueSizes(8, 2, 2))
+
+    def compute(custom_ids: tuple[str, ...]) -> None:
+        if "7" in custom_ids:
+            cluster.fail(2, "memory", cluster.computing)
+
+    cluster.on_compute = compute
+    with pytest.warns(UserWarning, match="halved to 1"):
+        cluster.check_all(requests(COUNT), but=("7",))
+    assert cluster.kinds()[-1][0] == "memory"
+    assert ("given up", 2) in cluster.kinds()
+
+
+def failing(cluster: Cluster) -> None:
+    cluster.fail(1, "failed", cluster.computing)
+
+
+def breaking(cluster: Cluster) -> None:
+    cluster.fail(1, "device", cluster.computing)
+
+
+def killing(cluster: Cluster) -> None:
+    cluster.stages[1].die()
+
+
+def freezing(cluster: Cluster) -> None:
+    cluster.stages[1].freeze()
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [(failing, "failed"), (breaking, "died"), (killing, "died"), (freezing, "hung")],
+)
+def test_a_request_that_does_harm_is_found_and_the_others_finish(
+    harm: Callable[[Cluster], None], kind: str
+) -> None:
+    cluster = started()
+    cluster.on_compute = lambda ids: harm(cluster) if "41" in ids else None
+    cluster.check_all(requests(COUNT), but=("41",))
+    assert set(cluster.kinds()) == {(kind, 1), ("given up", 1)}
+    assert (cluster.stages[1].starts > 1) is (harm is not failing)
+    faults = [event for event in cluster.events if event.kind == kind]
+    assert len(faults) <= 2 + 3 + 2, "twice, halves of eight requests, twice alone"
+
+
+def test_a_link_that_breaks_is_nobodys_fault() -> None:
+    cluster = started()
+
+    def break_link() -> None:
+        cluster.stages[1].process.links_broken = True
+
+    cluster.plan_in(SOON_S, break_link)
+    cluster.check_all(requests(COUNT))
+    assert cluster.kinds() == [("broken", None)]
+    assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
+
+
+def test_an_error_of_the_source_is_nobody_elses() -> None:
+    cluster = started()
+
+    def source() -> Iterator[Request]:
+        yield from requests(5)
+        raise StageLostError("of another group")
+
+    with pytest.raises(StageLostError, match="of another group"):
+        cluster.generate(source())  # type: ignore[arg-type]
+    assert cluster.events == []
