@@ -57,7 +57,8 @@ def can_attend(stored: Tensor) -> bool:
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the loop for a cache of `dtype` before the first token; int8: for codes."""
-    stored = Stored.empty((1, 1, 1, 1), dtype, torch.device("cpu"))
+    shape = (2, 1, 2, 1)  # numba takes absent scales of one number for an array of another layout
+    stored = Stored.empty(shape, dtype, torch.device("cpu"))
     if can_attend(stored.numbers):
         one = np.ones(1, dtype=np.int64)
         batch = MicroBatch(np.zeros_like(one), np.zeros_like(one), one)

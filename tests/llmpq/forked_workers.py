@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 _MOST_BYTES = 1 << 20
 """Of a worker's arguments and environment."""
@@ -41,7 +42,7 @@ def serve(address: str) -> None:
     """Fork a worker for every connection."""
     prepare()
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
@@ -63,19 +64,23 @@ def prepare() -> None:
     from actors.attention.cpu_decode import warm_up
     from actors.emulation import stage  # noqa: F401
 
-    torch.set_num_threads(1)  # numba's own threads do not survive a fork
-    for dtype in (torch.float32, torch.bfloat16):
-        warm_up(dtype)
+    torch.set_num_threads(1)
+    with patch("numba.set_num_threads"):  # it starts threads, which do not survive a fork
+        for dtype in (torch.float32, torch.bfloat16):
+            warm_up(dtype)
 
 
 def become_worker(connection: socket.socket) -> None:
-    """Run the program that the other side was asked for, with its variables and its files."""
+    """Run the program that the other side was asked for, in its folder, with all that it has."""
+    import numba
+
     message, files, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
-    words = [os.fsdecode(word) for word in message.split(b"\0")]
-    count = int(words[0])
-    sys.argv[:] = words[1 : 1 + count]
+    folder, count, *words = [os.fsdecode(word) for word in message.split(b"\0")]
+    sys.argv[:] = words[: int(count)]
     os.environ.clear()
-    os.environ.update(word.split("=", 1) for word in words[1 + count :])
+    os.environ.update(word.split("=", 1) for word in words[int(count) :])
+    os.chdir(folder)
+    numba.config.reload_config()  # it has read its variables where they were others
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -86,8 +91,8 @@ def become_worker(connection: socket.socket) -> None:
 def call(address: str, arguments: list[str]) -> None:
     """Have a worker forked, and stay as long as it lives."""
     variables = [f"{name}={value}" for name, value in os.environ.items()]
-    message = os.fsencode("\0".join([str(len(arguments)), *arguments, *variables]))
-    with socket.socket(socket.AF_UNIX) as connection:
+    message = os.fsencode("\0".join([os.getcwd(), str(len(arguments)), *arguments, *variables]))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(address)
         socket.send_fds(connection, [message], [0, 1, 2])
         connection.recv(1)

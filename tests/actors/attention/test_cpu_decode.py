@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numba.core.event import install_recorder
 from torch import Tensor
 from torch.nn import functional
 
+from actors.attention import cpu_decode
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
 from actors.attention.kv_cache import SlotRows, Stored, quantized
 from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from quant import numba_loops
+from tests.actors.models import CONFIGS, generate, random_prompts, save_tiny, stages_of
 
 CPU = torch.device("cpu")
 SCALE = 0.21
@@ -123,6 +127,16 @@ def test_without_numba_one_message_says_so(
         "computing on this CPU is several times slower without numba: pip install 'llmpq[cpu]'"
     ]
     numba_loops.has_numba.cache_clear()
+
+
+@pytest.mark.parametrize("kv_bits", [8, 16])
+def test_the_first_token_finds_its_loop_compiled(kv_bits: int, tmp_path: Path) -> None:
+    cpu_decode._kernel.cache_clear()  # of other tests
+    save_tiny(tmp_path, CONFIGS["llama"])
+    stages = stages_of(tmp_path, (0, 3, 5), slots=4, max_tokens=32, kv_bits=kv_bits)
+    with install_recorder("numba:compile") as compiled:
+        generate(stages, random_prompts((5, 3)), new_tokens=4, prefill=2, decode=2)
+    assert compiled.buffer == []
 
 
 def test_kinds_of_caches_that_it_leaves_to_pytorch() -> None:

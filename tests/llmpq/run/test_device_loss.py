@@ -35,7 +35,7 @@ emulate: {time_scale: 0}
 class Nodes:
     """A head with the T4, and a node for each other device; deaths are noticed in two seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         head: dict[str, Any] = {"num_cpus": 1, "resources": {"T4": 1}, "include_dashboard": False}
         self.cluster = RayCluster(
             initialize_head=True, head_node_args=head | {"_system_config": LOOKS}
@@ -44,7 +44,7 @@ class Nodes:
             name: self.cluster.add_node(num_cpus=1, resources={name: 1})
             for name in ("V100", "A100")
         }
-        ray.init(address=self.cluster.address, log_to_driver=False)
+        ray.init(address=self.cluster.address, log_to_driver=False, runtime_env=environment)
 
     def __enter__(self) -> Nodes:
         return self
@@ -67,7 +67,7 @@ def three(tiny: tuple[Path, Any], tmp_path: Path) -> Plan:
 
 
 def test_what_is_left_is_planned_for_and_goes_on_until_it_does_not_fit(
-    tiny: tuple[Path, Any], three: Plan
+    tiny: tuple[Path, Any], three: Plan, worker_environment: dict[str, str]
 ) -> None:
     """The second loss leaves too little, which ends the run with what it had."""
     model = tiny[1]
@@ -75,7 +75,7 @@ def test_what_is_left_is_planned_for_and_goes_on_until_it_does_not_fit(
     events: list[RecoveryEvent] = []
     gone_at = {COUNT // 4: "V100", COUNT // 2: "A100"}
     lost: DeviceLostError | None = None
-    with Nodes() as nodes:
+    with Nodes(worker_environment) as nodes:
         run = three.run([list(prompt) for prompt in PROMPTS], replace_s=1.0, on_event=events.append)
         try:
             for result in run:
