@@ -34,7 +34,7 @@ _FIRST_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen, and when a request ends.
+    """Options for choosing the next token, and for ending a request.
 
     `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` keep every token. Draws are keyed
     by `seed`, the request's `custom_id` and the position, so they do not depend on how requests are

@@ -48,7 +48,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a group's stages are started and driven.
+    """Options for starting and driving a group's stages.
 
     `cache` is where each node keeps packed layers. `transport` takes hidden states from stage to
     stage: "gloo" (torch.distributed), "ray", or "auto", which is gloo where the stages can be

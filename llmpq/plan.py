@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
-        """What limits each stage. Raises as `costs`."""
+        """The limits of each stage. Raises what `costs` raises."""
         return stage_limits(planned_assignment(self.spec, self.costs))
 
     def trace(self, path: str | Path) -> None:
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def solver(self) -> SolverRecord:
-        """How the plan was found."""
+        """The solver's record of finding the plan."""
         return self.spec.solver
 
     def run(

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def llmpq_version() -> str:
-    """Of the installed package."""
+    """Return the version of the installed package."""
     try:
         return version("llmpq")
     except PackageNotFoundError:  # run from a checkout that is not installed

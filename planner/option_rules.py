@@ -13,7 +13,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class Rule:
-    """When each of `options` is refused, and the `remedy`.
+    """A rule by which each of `options` is refused, with the `remedy`.
 
     They are refused beside the option `beside` (with one of `values`, where these are named), or
     where every one of `without` is missing. A value among `honoured` happens anyway and passes.

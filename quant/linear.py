@@ -20,7 +20,8 @@ from quant.scheme import FULL_BITS, LinearShape, Processor
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a decoder layer is held: its linears with `bits`, norms and biases in `dtype`.
+    """The form in which a decoder layer is held: its linears with `bits`, norms and biases in
+    `dtype`.
 
     `processor` is that of `device`. `backend` names an entry of `quant.backends.table`, None takes
     the preferred one; `rounding` is one of `quant.scheme.ROUNDINGS`.

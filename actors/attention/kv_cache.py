@@ -61,7 +61,7 @@ class Stored:
 
     @cached_property
     def arrays(self) -> HeldArrays:
-        """The same memory for compiled code on a CPU."""
+        """The memory of the cache for compiled code on a CPU."""
         numbers = _as_array(self.numbers)
         if self.scales is None:
             return HeldArrays(numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1]))
@@ -122,7 +122,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheForm:
-    """How keys and values are held: `kv_bits` 16 in `dtype`, 8 as codes."""
+    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes."""
 
     dtype: torch.dtype
     device: torch.device

@@ -22,7 +22,7 @@ class Scoring:
     alibi_slopes: Tensor | None = None
 
     def within(self, length: int) -> Scoring:
-        """The same scores for requests of at most `length` tokens, without a window they fit in."""
+        """Equal scores for requests of at most `length` tokens, without a window they fit in."""
         if self.window is None or self.window < length:
             return self
         return replace(self, window=None)

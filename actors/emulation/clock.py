@@ -10,7 +10,7 @@ SPIN_S = 2e-4
 
 
 class EmulatedClock:
-    """How far one process has come by the model, and how late it is in truth.
+    """The modelled time that one process has reached, and how late it really is.
 
     `now_s` must be a clock that all processes of the machine share; `sleep` may end late.
     """

@@ -104,8 +104,8 @@ class StageAnswers:
             raise StageLostError(f"a stage's results were lost with its node: {error}") from error
 
     def _cause_of(self, error: RayTaskError) -> BaseException:
-        """What the user should see of an error inside an actor: their own mistake bare, ours with
-        its trace.
+        """Return what the user should see of an error inside an actor: their own mistake bare, ours
+        with its trace.
         """
         cause: BaseException | None = error.cause
         while isinstance(cause, RayTaskError):

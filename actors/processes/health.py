@@ -47,7 +47,7 @@ class BatchFailure:
 
 @dataclass(frozen=True, eq=False)
 class SlotTokens:
-    """By KV slot, the request that the first stage has there in a `run`, and its new tokens."""
+    """The request in each KV slot of the first stage in a `run`, with its new tokens."""
 
     run: int | None
     slots: Mapping[int, tuple[str, npt.NDArray[np.int64]]]
@@ -68,7 +68,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a stage that has left a broken run reports of it; `tokens` on the first stage only."""
+    """Report of a stage that has left a broken run; `tokens` on the first stage only."""
 
     failure: BatchFailure | None
     tokens: SlotTokens | None

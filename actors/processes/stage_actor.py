@@ -93,7 +93,7 @@ class StageActor(BoardKeeper):
         MetricsPublisher(self._meter, self._figures, tags, self._spec.has_head).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
-        """As `Stage.step`, counted and timed."""
+        """Run `Stage.step`, counted and timed."""
         with self._health.computing(batch), self._meter.computing(batch):
             return self._loaded().step(batch, inputs)
 
@@ -250,7 +250,7 @@ class _Leader:
         return SlotTokens(run, {} if run is None else self._driver.so_far())
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """As `StageActor.generate`."""
+        """Run `StageActor.generate`."""
         if chunk.run != self._run:
             self._begin(chunk.run)
         elif self._failed:

@@ -40,7 +40,7 @@ class Wanted:
 
 
 def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileState]:
-    """As `measure`, on a node that has `device`; needs an initialised Ray.
+    """Run `measure` on a node that has `device`; needs an initialised Ray.
 
     Raises `DeviceError` where no node offers the device.
     """
@@ -51,7 +51,7 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
 
 
 def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoad, ...]:
-    """As `time_loading`, on a node that has `device`; needs an initialised Ray.
+    """Run `time_loading` on a node that has `device`; needs an initialised Ray.
 
     Raises `DeviceError` where no node offers the device.
     """

@@ -43,8 +43,9 @@ class Loss:
 
 @dataclass
 class StoppedRun:
-    """What is known of a run that all stages have left: the stages that are lost, the micro-batches
-    that failed, by stage, and the tokens of what was in flight (None: the first stage is lost).
+    """A run that all stages have left, as far as it is known: the stages that are lost, the
+    micro-batches that failed, by stage, and the tokens of what was in flight (None: the first stage
+    is lost).
     """
 
     lost: dict[int, Loss] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class StoppedRun:
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a turn; `text` names the stage (None: nobody's in particular).
+    """The event that ended a turn; `text` names the stage (None: nobody's in particular).
 
     `custom_ids` were computed then (None: not known). They become suspects where there is no
     `remedy`: smaller micro-batches are one.

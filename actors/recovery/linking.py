@@ -26,7 +26,7 @@ NEIGHBOURS_S = 2.0  # after a failure: until the stages beside it have noticed, 
 
 @dataclass(frozen=True)
 class LinkOptions:
-    """How stages are linked: `transport` as in `Transport`, seconds until they have met, and
+    """Options of linking stages: `transport` as in `Transport`, seconds until they have met, and
     seconds without a sign of life after which one of them hangs.
     """
 

@@ -19,7 +19,7 @@ EventKind = FaultKind | Literal["waiting", "given up", "replanned", "tokenizer"]
 
 @dataclass(frozen=True)
 class Recovery:
-    """What ends a run and what does not.
+    """Limits within which a run goes on after faults.
 
     `retries`: faults at which a request in flight becomes a suspect (0: the first fault ends the
     run); `restarts` in a row in which no request finishes end it too.

@@ -39,7 +39,7 @@ class PipelineDriver:
         self._lock = Lock()  # around changes that `so_far` must not see halfway
 
     def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """As `Scheduler.so_far`; for any thread."""
+        """Return `Scheduler.so_far`; any thread may call this."""
         with self._lock:
             return self._scheduler.so_far()
 

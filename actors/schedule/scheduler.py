@@ -47,7 +47,7 @@ class Scheduler(Protocol):
 
     @property
     def wants_requests(self) -> bool:
-        """Whether it should be given more requests before it is asked for a micro-batch."""
+        """Tell whether it should be given more requests before it is asked for a micro-batch."""
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """The next micro-batch and its token ids, or None when it waits for those under way."""
@@ -64,4 +64,4 @@ class Scheduler(Protocol):
         """Number of requests that have a KV slot."""
 
     def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """By slot, the `custom_id` of the request that has it, and its new tokens."""
+        """Return, by slot, the `custom_id` of its request and the new tokens."""

@@ -106,7 +106,7 @@ class StaticScheduler:
         return len(self._requests)
 
     def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """By slot, the `custom_id` of the request that has it, and its new tokens."""
+        """Return, by slot, the `custom_id` of its request and the new tokens."""
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
             for slot, request in self._requests.items()

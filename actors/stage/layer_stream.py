@@ -46,7 +46,7 @@ _FIRST, _MIDDLE, _LAST = range(3)
 
 
 def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
-    """How to compute in `dtype` with the kernels that this machine's `device` runs."""
+    """The way to compute in `dtype` with the kernels that this machine's `device` runs."""
     return Compute(device, dtype, local_processor(device))
 
 

@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> TokenIds:
-        """How often each was generated, `[distinct]`."""
+        """Number of times that each was generated, `[distinct]`."""
         return self._counts[: len(self._place)]
 
 

@@ -114,7 +114,7 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
 
 
 class Codec(Protocol):
-    """How stages encode their messages: plainly, or with the time of an emulated link."""
+    """The encoding of messages between stages: plainly, or with the time of an emulated link."""
 
     def encode(self, batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
         """A message `[bytes]` with the `result` of `batch`."""

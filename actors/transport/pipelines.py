@@ -30,10 +30,10 @@ class ComputingStage(Protocol):
     """A stage in its process."""
 
     def compute(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
-        """As `actors.stage.stage.Stage.step`."""
+        """Run `actors.stage.stage.Stage.step`."""
 
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        """As `actors.stage.stage.Stage.finish`."""
+        """Run `actors.stage.stage.Stage.finish`."""
 
     def sent(self) -> None:
         """Told when what was computed last was passed on."""

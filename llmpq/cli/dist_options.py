@@ -134,7 +134,7 @@ def _add_recovery(parser: Parser) -> None:
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """How to run; raises `SpecError` for values out of range."""
+    """Options of the run; raises `SpecError` for values out of range."""
     given = {name: getattr(options, name) for name in _RUN_OPTIONS if name in options}
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
@@ -142,7 +142,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
 
 def output_options(options: argparse.Namespace) -> OutputOptions:
-    """How results are kept; raises `SpecError` for impossible sizes of shards."""
+    """Options of the output; raises `SpecError` for impossible sizes of shards."""
     rows, seconds = options.shard_rows, options.shard_seconds
     if rows < 1 or not 0 < seconds < float("inf"):
         raise SpecError(

@@ -33,7 +33,9 @@ def loading_table(rows: Iterable[LoadRow]) -> Table:
 
 
 def loading_note(plan: PlanSpec, profile: str | Path) -> str | None:
-    """How long the plan's stages load, by what was measured with the profile, where it was."""
+    """A note on how long the plan's stages load, by what was measured with the profile, where it
+    was.
+    """
     path = loading_path(profile)
     if not path.exists():
         return None

@@ -43,7 +43,7 @@ class QuantizedCheckpoint:
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """How a checkpoint is quantized: `bitwidths`, one a layer, calibrated on a text.
+    """Options of quantizing a checkpoint: `bitwidths`, one a layer, calibrated on a text.
 
     `token_ids` `[sequences, length]`: the calibration text, without padding.
     """

@@ -135,5 +135,5 @@ def _type_here(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _processor(stage: StagePlan) -> Processor:
-    """Whose kernels the stage runs: an emulated one computes on a host's CPU."""
+    """The processor whose kernels the stage runs: an emulated one computes on a host's CPU."""
     return Processor() if stage.emulated else find_accelerator(stage.accelerator).processor

@@ -58,24 +58,24 @@ def rate(bytes_per_s: float) -> str:
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """For instance "1 layer" and "3 layers"."""
+    """Join count and noun: "1 layer" and "3 layers"."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def layer_span(layers: range) -> str:
-    """For instance "layer 7", or "layers 8 to 11"."""
+    """Name a span of layers: "layer 7", or "layers 8 to 11"."""
     return f"{'layer' if len(layers) == 1 else 'layers'} {layer_numbers(layers)}"
 
 
 def layer_numbers(layers: range) -> str:
-    """For instance "7", "8 to 11", or "none"."""
+    """Number a span of layers: "7", "8 to 11", or "none"."""
     if len(layers) < 2:
         return str(layers.start) if layers else "none"
     return f"{layers.start} to {layers.stop - 1}"
 
 
 def listed(names: list[str], word: str = "and") -> str:
-    """For instance "a, b and c"."""
+    """Join words as in "a, b and c"."""
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} {word} {names[-1]}"

@@ -33,7 +33,7 @@ _RULES = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a plan is run; the command line has the same names (`hang_s` is `--hang_s`).
+    """Options of running a plan; the command line has the same names (`hang_s` is `--hang_s`).
 
     `model`: folder or hub id of the weights, where not the plan's own. `sampling`: a `Sampling`
     settles every field; a mapping those that it names, and the others are those of the model's
@@ -101,7 +101,7 @@ class RunOptions:
 
     @property
     def recovery(self) -> Recovery:
-        """How the run goes on after faults."""
+        """The limits within which the run goes on after faults."""
         return Recovery(
             retries=self.retries,
             hang_s=self.hang_s,

@@ -9,7 +9,7 @@ from actors.messages import StageStats
 
 @dataclass(frozen=True)
 class RunSize:
-    """What a run will do, where that is known: rows, the tokens they may generate at most, and the
+    """Size of a run, where it is known: rows, the tokens they may generate at most, and the
     rows that an earlier run had done (`resumed`), which `prompts` does not count.
     """
 
@@ -20,8 +20,8 @@ class RunSize:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did: `load_s` seconds until its stages were loaded, `seconds` of generating, and
-    the figures of its `stages` in pipeline order. `resumed` as in `RunSize`.
+    """Figures of a run that has ended: `load_s` seconds until its stages were loaded, `seconds` of
+    generating, and the figures of its `stages` in pipeline order. `resumed` as in `RunSize`.
     """
 
     prompts: int

@@ -53,7 +53,7 @@ class Accelerator:
 
     @property
     def processor(self) -> Processor:
-        """Its properties that decide on kernels (`quant.backends.table`)."""
+        """The properties that decide on kernels (`quant.backends.table`)."""
         return Processor(compute_capability=self.compute_capability)
 
     @property

@@ -127,7 +127,9 @@ class ClusterSpec:
         return LINK_LATENCY_S if sender.node == receiver.node else INTERNODE_LATENCY_S
 
     def link_provenance(self, sender: Device, receiver: Device) -> str | None:
-        """How a hop's time was measured; None where it follows from cluster file and datasheets."""
+        """Name the measurement of a hop's time; None where it follows from cluster file and
+        datasheets.
+        """
         if sender == receiver:
             return None
         found = self._measured_link(sender, receiver)

@@ -32,7 +32,7 @@ NUDGE = 1e-3  # relative growth of a stage's time by which its price is measured
 
 @dataclass(frozen=True)
 class Headroom:
-    """How much more of a resource a stage may use, and the least that any change asks for.
+    """Amount of a resource that a stage may use, and the least that any change asks for.
 
     Bytes, or seconds of one micro-batch before this stage slows the phase. Changes are a further
     layer and more bits for one of its layers; `least_step` is infinite where none takes more.
@@ -49,8 +49,8 @@ class Headroom:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """What limits one stage. A price is how many seconds longer a batch takes for each second more
-    of one of the stage's passes.
+    """The limits of one stage. A price is how many seconds longer a batch takes for each second
+    more of one of the stage's passes.
     """
 
     stage: int

@@ -75,7 +75,7 @@ class AssignmentProblem:
 
     @property
     def stages(self) -> int:
-        """N, the number of pipeline stages."""
+        """Number of pipeline stages, N."""
         return len(self.prefill_s)
 
     @property

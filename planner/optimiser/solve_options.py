@@ -14,7 +14,7 @@ DEFAULT_SOLVER = "highs"
 
 @dataclass(frozen=True)
 class SolveOptions:
-    """How a method solves; `relative_gap` is of the objective, `upper_bound` in seconds.
+    """Options of solving; `relative_gap` is of the objective, `upper_bound` in seconds.
 
     Only assignments better than `upper_bound` by more than the gap are of interest. Raises
     SpecError for figures out of range.

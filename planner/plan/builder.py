@@ -50,7 +50,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the plan can be from the optimum of the whole search, relative to it."""
+        """The most that the plan can be from the optimum of the whole search, relative to it."""
         objective = self.assignment.objective
         return (objective - self.lower_bound) / objective if objective > 0 else 0.0
 

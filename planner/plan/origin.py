@@ -34,8 +34,8 @@ class PlanOrigin:
     files: dict[str, str | None] = field(default_factory=dict)
 
     def cluster_spec(self) -> ClusterSpec:
-        """What is left of the cluster; raises `InfeasibleError` where that is nothing, `SpecError`
-        for a text that is no cluster.
+        """The devices that are left of the cluster; raises `InfeasibleError` where that is nothing,
+        `SpecError` for a text that is no cluster.
         """
         where = "the plan's origin.cluster"
         values, _ = parse_yaml(self.cluster, where)

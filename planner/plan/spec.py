@@ -126,7 +126,7 @@ class PerplexityForecast:
 
 @dataclass(frozen=True, config=STRICT)
 class SolverRecord:
-    """How the plan was found, and how far from the optimum it can be.
+    """Record of how the plan was found, and how far from the optimum it can be.
 
     `objective` is latency plus `theta` times the summed sensitivity; `gap` is relative to it.
     """

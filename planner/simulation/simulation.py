@@ -53,7 +53,7 @@ class Simulated:
 
     @property
     def stages(self) -> int:
-        """N, the number of stages."""
+        """Number of stages, N."""
         return int(self.stage_end_s.shape[1])
 
     @property

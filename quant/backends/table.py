@@ -44,7 +44,7 @@ class KernelCost:
 
 @dataclass(frozen=True)
 class KernelRule:
-    """When a backend can hold a weight matrix at `bits`, and how many bytes it then allocates.
+    """A backend at `bits`: which weight matrices it can hold, and the bytes that it allocates.
 
     `supports(processor, shape, dtype)` and `nbytes(shape, dtype)`; `dtype` is the compute type's
     name (a key of `DTYPE_BYTES`). Biases are not counted: they stay in the compute type.

@@ -34,7 +34,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class GptqConfig:
-    """How the linears of a GPTQ checkpoint are stored.
+    """The storage of the linears of a GPTQ checkpoint.
 
     `bits` and `group_size` (-1: whole rows) are those of most modules; `mixed`: rules in the
     configuration give some modules other bits, or leave them in 16. `desc_act`: columns were

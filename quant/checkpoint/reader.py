@@ -165,7 +165,7 @@ class Checkpoint:
 
     @cached_property
     def gptq(self) -> GptqConfig | None:
-        """How quantized linears are stored; None for plain weights, SpecError if unknown."""
+        """The storage of quantized linears; None for plain weights, SpecError if unknown."""
         return read_gptq_config(self.folder)
 
     def _handle(self, name: str) -> Any:

@@ -28,7 +28,7 @@ from quant.scheme import FULL_BITS, LinearShape, Processor
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How one decoder layer is held, on this machine or as planned for another device.
+    """The form of one decoder layer, on this machine or as planned for another device.
 
     `backend` names a kernel backend of `bits`, None the preferred one; `dtype` is the type to
     compute in where it differs from that of the other layers. With `planned_for` the layer is that

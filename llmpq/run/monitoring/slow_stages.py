@@ -13,8 +13,8 @@ from planner.plan.spec import PlanSpec, StagePlan
 
 @dataclass(frozen=True)
 class Evidence:
-    """When a stage counts as slow: it takes the share `excess` longer than planned, over at least
-    so many full micro-batches that take at least `busy_s` seconds together.
+    """The evidence by which a stage counts as slow: it takes the share `excess` longer than
+    planned, over at least so many full micro-batches that take at least `busy_s` seconds together.
 
     A micro-batch that is less than `least_s` slower is so by what models leave out: a hop, and
     some Python.

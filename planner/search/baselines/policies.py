@@ -73,7 +73,7 @@ Sized = Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedPr
 
 @dataclass(frozen=True)
 class Policy:
-    """How a baseline decides: the sizes it tries, its partition, what it looks for.
+    """The decisions of a baseline: the sizes it tries, its partition, what it looks for.
 
     Of the orders that keep equal devices together (up to `MOST_ORDERS`, those with unlike ends
     first) and all sizes it takes the least by the first of `least`, of equal ones the least by the

@@ -59,7 +59,7 @@ class PartialOrder:
         return self.placed[-1][1] if self.placed else None
 
     def kinds_left(self) -> Counter[int]:
-        """How many devices of each kind are left."""
+        """Number of devices left of each kind."""
         kinds = Counter[int]()
         for left in self.left:
             kinds.update(dict(left))

@@ -19,7 +19,7 @@ class SolverUnavailableError(SpecError):
 
 @dataclass(frozen=True)
 class SolverLimits:
-    """When a solver may stop: relative gap, and seconds (None: no limit)."""
+    """Limits at which a solver may stop: relative gap, and seconds (None: no limit)."""
 
     relative_gap: float
     time_limit_s: float | None
@@ -27,7 +27,8 @@ class SolverLimits:
 
 @dataclass(frozen=True)
 class SolverOutcome:
-    """How a run ended; `bound` is a lower bound in model units, None if the solver has none.
+    """The end of a solver's run; `bound` is a lower bound in model units, None if the solver has
+    none.
 
     Where `has_point` is true, the model's variables hold the best point found.
     """
@@ -39,7 +40,9 @@ class SolverOutcome:
 
 @dataclass(frozen=True)
 class Solver:
-    """How one solver is made, run, and read; `remedy` is what to do where it is not available."""
+    """One solver: made, run and read by these functions; `remedy` is what to do where it is not
+    available.
+    """
 
     create: Callable[[SolverLimits], pulp.LpSolver]
     run: Callable[[pulp.LpProblem, pulp.LpSolver], None]
