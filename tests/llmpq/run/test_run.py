@@ -13,11 +13,17 @@ import torch
 
 from actors.processes.placement import place
 from actors.recovery.policy import Recovery
-from actors.stage_group import GroupOptions, StageGroup, StageLostError
+from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.detect import detect_cluster
 from llmpq.run.rows_in_flight import BAD_ROWS_AT_ONCE
-from quant.common.errors import CheckpointError, DeviceError, PlanMismatchError, SpecError
+from quant.common.errors import (
+    CheckpointError,
+    DeviceError,
+    PlanMismatchError,
+    SpecError,
+    StageLostError,
+)
 from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
 
