@@ -22,7 +22,7 @@ from quant.common.errors import DeviceError, LlmpqError
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceRequest:
     """A device as placement asks for it."""
 
     index: int
@@ -32,7 +32,7 @@ class Wanted:
     custom_resource: str | None
 
     @classmethod
-    def of(cls, device: Device) -> Wanted:
+    def of(cls, device: Device) -> DeviceRequest:
         """The request of a stage on `device`."""
         return cls(
             0, device.accelerator.name, device.emulated, device.threads or 1, device.custom_resource
@@ -63,7 +63,7 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
 
 def _as_stage(function: Callable[..., Any], device: Device, **options: Any) -> Any:
     """`function` as a Ray task with the resources and the environment of a stage on `device`."""
-    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
+    (placement,) = place([DeviceRequest.of(device)], ray.cluster_resources())
     remote: Any = ray.remote(function)
     return remote.options(
         num_cpus=placement.num_cpus,

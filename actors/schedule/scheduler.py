@@ -63,5 +63,5 @@ class Scheduler(Protocol):
     def in_slots(self) -> int:
         """Number of requests that have a KV slot."""
 
-    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """By slot, the `custom_id` of the request that has it, and its new tokens."""
