@@ -45,7 +45,7 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
     Raises `DeviceError` where no node offers the device.
     """
     remote = _as_stage(_measure_there, device, num_returns="streaming")
-    with _bare_errors():
+    with bare_errors():
         for reference in get_streamed(remote.remote(task, device.accelerator.name)):
             yield get_answer(reference)
 
@@ -56,7 +56,7 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
     Raises `DeviceError` where no node offers the device.
     """
     remote = _as_stage(time_loading, device)
-    with _bare_errors():
+    with bare_errors():
         found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
     return found
 
@@ -76,7 +76,7 @@ def _as_stage(function: Callable[..., Any], device: Device, **options: Any) -> A
 
 
 @contextmanager
-def _bare_errors() -> Iterator[None]:
+def bare_errors() -> Iterator[None]:
     """Raise the project's own errors as they were inside the task."""
     try:
         yield
