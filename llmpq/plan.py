@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ class Plan:
         Before anything is started, raises what `llmpq.errors` lists under `LlmpqError`; while it
         runs, `StageLostError` and `HeadLostError` of the same module.
         """
-        return self._results(rows_of(rows), {"sampling": sampling, **options}, on_event)
+        chosen = RunOptions.of({"sampling": sampling, **options})
+        return self._results(rows_of(rows), chosen, on_event)
 
     def run_dataset(
         self,
@@ -161,20 +162,16 @@ class Plan:
         """
         from llmpq.jobs.formats.dataset import dataset_of, rows_in
 
-        given = {"sampling": sampling, **options}
-        with self._results(rows_in(dataset), given, on_event) as results:
+        chosen = RunOptions.of({"sampling": sampling, **options})
+        with self._results(rows_in(dataset), chosen, on_event) as results:
             return dataset_of(results)
 
     def _results(
-        self,
-        rows: Iterable[Row | BadRow],
-        options: Mapping[str, object],
-        on_event: OnEvent | None,
+        self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
     ) -> Results:
         from llmpq.run.run import Run
 
-        chosen = RunOptions.of(options)
-        return Results(Run(self.spec, chosen, self._source, on_event=on_event), rows)
+        return Results(Run(self.spec, options, self._source, on_event=on_event), rows)
 
     def evaluate(
         self,

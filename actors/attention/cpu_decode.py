@@ -38,7 +38,7 @@ class DecodeQuery:
     scoring: Scoring
 
 
-class _Spans(NamedTuple):
+class _TokenRanges(NamedTuple):
     """The slot of each request and its half-open range of tokens that count, `[requests]` each."""
 
     slots: Any
@@ -83,7 +83,7 @@ def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
             (query.query.float() * scoring.scale).contiguous().numpy(),
             keys.arrays,
             values.arrays,
-            _Spans(query.where.slots.numpy(), np.maximum(starts, 0), lengths),
+            _TokenRanges(query.where.slots.numpy(), np.maximum(starts, 0), lengths),
             slopes.numpy(),
             out,
         )
@@ -101,13 +101,13 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
         query: Any,
         held_keys: HeldArrays,
         held_values: HeldArrays,
-        spans: _Spans,
+        ranges: _TokenRanges,
         slopes: Any,
         out: Any,
     ) -> None:
         keys, key_scales = held_keys
         values, value_scales = held_values
-        slots, starts, ends = spans
+        slots, starts, ends = ranges
         requests, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
         group = heads // kv_heads

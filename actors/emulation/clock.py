@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 SPIN_S = 2e-4
-"""The end of a wait is not slept but spun: sleeps of 1 to 10 ms ended 0.1 ms late (median)."""
+"""The last part of a wait is a busy loop: sleeps of 1 to 10 ms ended 0.1 ms late (median)."""
 
 
 class EmulatedClock:

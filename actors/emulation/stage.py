@@ -21,8 +21,8 @@ from planner.plan.modelled_times import ModelledTimes
 from quant.common.errors import DeviceError
 
 OVERRUN_SHARE = 0.01
-"""By how much computing may outlast single micro-batches, as a share of all modelled seconds so
-far: stalls by other programs, which then show in the measured latency."""
+"""The share of all modelled seconds so far by which computing may outlast the modelled times of
+single micro-batches: stalls by other programs, which then show in the measured latency."""
 
 
 class EmulatedStage:

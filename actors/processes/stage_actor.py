@@ -133,7 +133,7 @@ class StageActor(BoardKeeper):
 
     def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
-        tokens = None if self._leader is None else self._leader.so_far()
+        tokens = None if self._leader is None else self._leader.slot_tokens()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
         return RunReport(self._health.take_failure(), tokens)
@@ -202,7 +202,7 @@ class StageActor(BoardKeeper):
     def heartbeat(self, with_tokens: bool = False) -> Heartbeat:
         """Give a sign of life; the first stage's `with_tokens` of the requests in its slots."""
         leader = self._leader
-        tokens = leader.so_far() if with_tokens and leader is not None else None
+        tokens = leader.slot_tokens() if with_tokens and leader is not None else None
         is_held = self._emulated is not None and self._emulated.is_waiting
         return replace(self._health.heartbeat(tokens), is_held=is_held)
 
@@ -244,10 +244,10 @@ class _Leader:
         under_way = self._driver.under_way
         return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
 
-    def so_far(self) -> SlotTokens:
+    def slot_tokens(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
         run = self._run
-        return SlotTokens(run, {} if run is None else self._driver.so_far())
+        return SlotTokens(run, {} if run is None else self._driver.slot_tokens())
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run `StageActor.generate`."""

@@ -19,12 +19,13 @@ from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
 from actors.processes.environment import stage_environment
 from actors.processes.placement import CRUMB, Placement
+from actors.profiling.on_cluster import bare_errors
 from actors.transport.gloo_links import Links
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
 from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.links import Place, Way
-from quant.common.errors import DeviceError, LlmpqError
+from quant.common.errors import DeviceError
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
@@ -155,13 +156,10 @@ def measure_hops(
                 f"Ray did not grant {bundles} on {'one node' if place == 'node' else 'two nodes'} "
                 f"within {_PLACING_S:g} s"
             )
-        for index, end in enumerate(ends):
-            actors.append(_start(end, PlacementGroupSchedulingStrategy(group, index)))
-        return _measured(actors, turns, ways)
-    except RayTaskError as error:
-        if isinstance(error.cause, LlmpqError):
-            raise error.cause from None
-        raise
+        with bare_errors():
+            for index, end in enumerate(ends):
+                actors.append(_start(end, PlacementGroupSchedulingStrategy(group, index)))
+            return _measured(actors, turns, ways)
     except RayActorError as error:
         raise DeviceError(f"a process died while hops were timed: {error}") from error
     finally:

@@ -22,7 +22,7 @@ from quant.common.errors import DeviceError, LlmpqError
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DeviceRequest:
     """A device as placement asks for it."""
 
     index: int
@@ -32,7 +32,7 @@ class Wanted:
     custom_resource: str | None
 
     @classmethod
-    def of(cls, device: Device) -> Wanted:
+    def of(cls, device: Device) -> DeviceRequest:
         """The request of a stage on `device`."""
         return cls(
             0, device.accelerator.name, device.emulated, device.threads or 1, device.custom_resource
@@ -45,7 +45,7 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
     Raises `DeviceError` where no node offers the device.
     """
     remote = _as_stage(_measure_there, device, num_returns="streaming")
-    with _bare_errors():
+    with bare_errors():
         for reference in get_streamed(remote.remote(task, device.accelerator.name)):
             yield get_answer(reference)
 
@@ -56,14 +56,14 @@ def time_loading_on_cluster(task: LoadTask, device: Device) -> tuple[MeasuredLoa
     Raises `DeviceError` where no node offers the device.
     """
     remote = _as_stage(time_loading, device)
-    with _bare_errors():
+    with bare_errors():
         found: tuple[MeasuredLoad, ...] = get_answer(remote.remote(task))
     return found
 
 
 def _as_stage(function: Callable[..., Any], device: Device, **options: Any) -> Any:
     """`function` as a Ray task with the resources and the environment of a stage on `device`."""
-    (placement,) = place([Wanted.of(device)], ray.cluster_resources())
+    (placement,) = place([DeviceRequest.of(device)], ray.cluster_resources())
     remote: Any = ray.remote(function)
     return remote.options(
         num_cpus=placement.num_cpus,
@@ -76,7 +76,7 @@ def _as_stage(function: Callable[..., Any], device: Device, **options: Any) -> A
 
 
 @contextmanager
-def _bare_errors() -> Iterator[None]:
+def bare_errors() -> Iterator[None]:
     """Raise the project's own errors as they were inside the task."""
     try:
         yield

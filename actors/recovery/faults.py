@@ -20,7 +20,7 @@ class HangError(StageLostError):
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a stage has to be started again; `text` goes on from the stage's name."""
+    """Why a stage has to be started again; `text` follows the name of the stage in messages."""
 
     kind: Literal["died", "hung"]
     text: str
@@ -55,10 +55,10 @@ class StoppedRun:
 
 @dataclass(frozen=True)
 class Fault:
-    """The event that ended a turn; `text` names the stage (None: nobody's in particular).
+    """The event that ended a turn; `stage` is None where no stage in particular is to blame.
 
-    `custom_ids` were computed then (None: not known). They become suspects where there is no
-    `remedy`: smaller micro-batches are one.
+    `custom_ids`: the requests that were computed then (None: not known), which count as suspects.
+    They do not where the fault `has_remedy`, such as smaller micro-batches.
     """
 
     kind: FaultKind

@@ -17,7 +17,7 @@ T = TypeVar("T")
 SNAPSHOT_S = 1.0
 """How often the first stage is asked for tokens: what is computed in this time is lost with it."""
 
-_AWAY_S = 5.0  # longer between two looks: whoever takes the results took a while, no stage did
+_AWAY_S = 5.0  # a longer time between two looks went to the caller, not to a stage
 
 
 class OverdueError(Exception):
@@ -27,9 +27,9 @@ class OverdueError(Exception):
 class LivenessCheck:
     """Asks every stage for its heartbeat, without waiting for it.
 
-    A stage hangs when an answer takes longer than `hang_s`, where it `may_start` only after its
-    first one, or with `needs_progress` when no micro-batch is computed for so long. `tokens` are
-    those that the first stage last told.
+    A stage hangs when its answer takes longer than `hang_s`; with `may_start` only once it has
+    given a first one, as its process may still be starting. With `needs_progress` a stage also
+    hangs when no micro-batch is computed for `hang_s`. `tokens` are the latest of the first stage.
     """
 
     def __init__(

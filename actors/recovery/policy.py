@@ -51,7 +51,7 @@ class Recovery:
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
-                raise SpecError(f"recovery.{name} is {getattr(self, name)!r}; it must be {wanted}")
+                raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from actors.recovery.policy import EventReporter, Recovery
 from quant.common.errors import DeviceError, DeviceLostError
 
 STARTS = 2
-"""Of a process that does not come up although its device is there, until the device is given up."""
+"""Starts of a process that does not come up although its device is there, until the device is given
+up."""
 
 _REPORT_S = 60.0  # between two reports of a device that is waited for
-_LOAD_S = 3600.0  # of a shard that was loaded before
+_LOAD_S = 3600.0  # for loading a shard that was loaded before
 
 
 class StageRestart:

@@ -78,7 +78,7 @@ class RunStopper:
                 self._kill(
                     error.stage, Loss.hang(f"it gave no sign of life for {self._hang_s:g} s")
                 )
-        except StageLostError:  # what it was asked will tell
+        except StageLostError:  # its answer in `asked` will fail too
             pass
         for stage in [stage for stage in asked if stage in self.stopped.lost]:
             del asked[stage]

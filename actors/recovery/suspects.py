@@ -96,10 +96,10 @@ class RequestLedger:
 
     def progress(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """Note the new tokens of running requests."""
-        for custom_id, so_far in tokens.items():
+        for custom_id, generated in tokens.items():
             request = self._unfinished.get(custom_id)
-            if request is not None and len(so_far) > len(request.generated):
-                self._unfinished[custom_id] = replace(request, generated=tuple(so_far))
+            if request is not None and len(generated) > len(request.generated):
+                self._unfinished[custom_id] = replace(request, generated=tuple(generated))
 
     def fault(self, fault: Fault) -> tuple[Finished, ...]:
         """Take in that `fault` has ended the turn; return requests that are given up for it.

@@ -36,12 +36,12 @@ class PipelineDriver:
         self._pipeline = pipeline
         self._limit = UNDER_WAY_PER_STAGE * pipeline.stages
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
-        self._lock = Lock()  # around changes that `so_far` must not see halfway
+        self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
-    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return `Scheduler.so_far`; any thread may call this."""
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        """Return `Scheduler.slot_tokens`; any thread may call this."""
         with self._lock:
-            return self._scheduler.so_far()
+            return self._scheduler.slot_tokens()
 
     @property
     def under_way(self) -> int:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.transport.message_format import Limits
 from planner.plan.spec import PlanSpec
 
-Policy = Literal["static"]
-
 
 @dataclass(frozen=True)
 class QueueSizes:
-    """KV slots, the planned requests of a micro-batch of each phase, and the scheduling policy."""
+    """KV slots, the planned requests of a micro-batch of each phase, and the scheduling policy by
+    its name in `actors.schedule.table`.
+    """
 
     slots: int
     prefill_micro_batch: int
     decode_micro_batch: int
-    policy: Policy = "static"
+    policy: str = "static"
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
@@ -63,5 +63,5 @@ class Scheduler(Protocol):
     def in_slots(self) -> int:
         """Number of requests that have a KV slot."""
 
-    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens."""

@@ -105,7 +105,7 @@ class StaticScheduler:
         """Number of requests that have one."""
         return len(self._requests)
 
-    def so_far(self) -> dict[int, tuple[str, TokenIds]]:
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens."""
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())

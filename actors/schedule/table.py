@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from actors.schedule.scheduler import Policy, QueueSizes, Scheduler
+from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
 
-POLICIES: Mapping[Policy, Callable[[QueueSizes, int], Scheduler]] = {"static": StaticScheduler}
+POLICIES: Mapping[str, Callable[[QueueSizes, int], Scheduler]] = {"static": StaticScheduler}
 """Makes the scheduler of each policy for a queue of these sizes and a number of stages."""
 
 

@@ -1,1 +1,1 @@
-"""One pipeline stage: its part of the model, its sampling, and what it is told."""
+"""One pipeline stage: its part of the model, its sampling, and its specification."""

@@ -11,7 +11,7 @@ import ray
 
 from actors.processes.placement import place
 from actors.profiling.links import MeasuredHop, measure_hops
-from actors.profiling.on_cluster import Wanted
+from actors.profiling.on_cluster import DeviceRequest
 from llmpq.profile.layers import Report
 from planner.cluster.device import Device
 from planner.cluster.links import Place
@@ -76,7 +76,7 @@ def _where(place_of_hop: Place) -> str:
 
 
 def _placement(device: Device) -> Any:
-    (found,) = place([replace(Wanted.of(device), threads=1)], ray.cluster_resources())
+    (found,) = place([replace(DeviceRequest.of(device), threads=1)], ray.cluster_resources())
     return found
 
 

@@ -96,7 +96,7 @@ class RunOptions:
 
     @property
     def cache(self) -> CacheSettings:
-        """Where each node keeps packed layers; SpecError for the home folder of nobody."""
+        """Where each node keeps packed layers; raises `SpecError` for an unknown home folder."""
         return cache_settings(self.cache_dir, self.cache_limit_gib, self.no_cache)
 
     @property

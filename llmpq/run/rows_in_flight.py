@@ -27,7 +27,7 @@ BAD_ROWS_S = 5.0
 class RowsInFlight:
     """Makes results of finished requests and of rows that cannot run; tells `meter` of each.
 
-    `rows` counts all results, `errors` those that failed, `tokens` what was generated;
+    `ended` counts all rows with a result, `errors` those that failed, `tokens` those generated;
     `first_error` is the first result that failed.
     """
 
@@ -35,7 +35,7 @@ class RowsInFlight:
         self._maker, self._meter = maker, meter
         self._requests: dict[str, Request] = {}
         self._bad_rows: deque[BadRow] = deque()
-        self.rows = self.errors = self.tokens = 0
+        self.ended = self.errors = self.tokens = 0
         self.first_error: Result | None = None
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
@@ -83,12 +83,12 @@ class RowsInFlight:
             if error is not None:
                 yield self._failed(each.custom_id, error, each.token_ids)
                 continue
-            self.rows += 1
+            self.ended += 1
             yield Result(each.custom_id, answer.text, each.token_ids, each.finish_reason)
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
         result = Result(custom_id, None, token_ids, None, error)
-        self.rows += 1
+        self.ended += 1
         self.errors += 1
         self.first_error = self.first_error or result
         return result

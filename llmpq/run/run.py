@@ -124,7 +124,7 @@ class Run:
                     yield from self._generate(chain((item,), made), resumed)
                     return
                 yield self.rows.bad_result(item)
-            self.summary = RunSummary(self.rows.rows, self.rows.errors, 0, 0.0, 0.0, (), resumed)
+            self.summary = RunSummary(self.rows.ended, self.rows.errors, 0, 0.0, 0.0, (), resumed)
         finally:
             self.close()
 
@@ -172,7 +172,7 @@ class Run:
                 yield from self.rows.results(finished)
             yield from self.rows.bad_results()
             self.summary = RunSummary(
-                prompts=self.rows.rows,
+                prompts=self.rows.ended,
                 errors=self.rows.errors,
                 generated_tokens=self.rows.tokens,
                 load_s=self._loaded_s - began_s,

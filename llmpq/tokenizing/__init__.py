@@ -1,1 +1,1 @@
-"""A model's tokenizer and chat template in a process of their own: time and memory a row."""
+"""A model's tokenizer and chat template, in a process that bounds the time and memory of a row."""

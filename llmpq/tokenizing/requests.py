@@ -1,4 +1,4 @@
-"""Rows become requests of token ids that the plan has room for, or error rows; and tokens texts."""
+"""Making requests of token ids that the plan has room for out of rows, and texts of new tokens."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def start_tokenizer(folder: Path, limits: Limits = DOCUMENTS) -> TokenizerProces
 
 @contextmanager
 def tokenizer_checked(model: str) -> Iterator[None]:
-    """Load the tokenizer of a local model meanwhile.
+    """Load the tokenizer of a local model while the body of the `with` statement runs.
 
-    Raises `CheckpointError` at the end if it cannot be loaded.
+    Raises `CheckpointError` at its end if the tokenizer cannot be loaded.
     """
     try:
         folder = Path(model).expanduser()

@@ -201,11 +201,11 @@ class TokenizerProcess:
             for line in lines:
                 content = json.loads(line)
                 if self._is_ready:
-                    self._settle(_answer(content))
+                    self._note_answer(_answer(content))
                 else:
                     self._take_first(content)
 
-    def _settle(self, answer: Answer) -> None:
+    def _note_answer(self, answer: Answer) -> None:
         """Note the answer to the oldest task."""
         task = self._waiting.popleft()
         self.behind_bytes -= len(task.line)
@@ -234,7 +234,7 @@ class TokenizerProcess:
             if -code in _FROM_OUTSIDE and task.number != self._retried:
                 self._retried = task.number  # perhaps another process was to blame
             else:
-                self._settle(Answer(error=cause, of=task.of))
+                self._note_answer(Answer(error=cause, of=task.of))
                 self.on_failure(cause, time.monotonic() - self._heard_s)
         self._start()
 

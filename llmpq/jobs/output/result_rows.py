@@ -1,4 +1,4 @@
-"""Rows of results as outputs hold them: how they are written, read back and known again."""
+"""Rows of results as outputs hold them: writing them, reading them back, and their identities."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class OutputLock:
             os.close(self._descriptor)  # its holder removed it between our two calls
 
     def release(self) -> None:
-        """Remove the file, then unlock it: who waited for this one sees that it is gone."""
+        """Remove the file, then unlock it: a process that opened it before sees that it is gone."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""How far a run is: what stages tell of themselves, and what has ended, as a state."""
+"""How far a run is, by the figures of its stages and by the requests that have ended."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def slow_stages(
     """
     evidence = evidence or Evidence()
     found = [
-        _slow(plan, stage, phase, work_of(told, phase), evidence)
-        for stage, told in zip(plan.stages, stats, strict=False)
+        _slow(plan, stage, phase, work_of(figures, phase), evidence)
+        for stage, figures in zip(plan.stages, stats, strict=False)
         for phase in PHASES
     ]
     return tuple(each for each in found if each is not None)
@@ -77,7 +77,7 @@ def work_of(stats: StageStats, phase: Phase) -> PhaseWork:
 
 
 def measured_s(work: PhaseWork) -> float | None:
-    """Mean seconds of full micro-batches; None where none was full."""
+    """Mean seconds of a planned micro-batch, by those that were full; None where none was."""
     return work.full_s / work.full_sizes if work.full_sizes else None
 
 

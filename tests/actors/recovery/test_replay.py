@@ -62,7 +62,7 @@ def test_tokens_so_far_are_told_while_requests_run() -> None:
             return batch
 
         def result(self, handle: MicroBatch) -> object:
-            told.append({i: tokens.tolist() for i, tokens in driver.so_far().values()})
+            told.append({i: tokens.tolist() for i, tokens in driver.slot_tokens().values()})
             return sampler.sample(handle, torch.eye(10)[[9] * len(handle.slots)])
 
     told: list[dict[str, list[int]]] = []
@@ -71,7 +71,7 @@ def test_tokens_so_far_are_told_while_requests_run() -> None:
     (finished,) = [f for batch in driver.run() for f in batch]
     assert finished.token_ids == (7, 9, 9, 9, 9)
     assert told == [{"a": [7]}, {"a": [7, 9]}, {"a": [7, 9, 9]}, {"a": [7, 9, 9, 9]}]
-    assert driver.so_far() == {}
+    assert driver.slot_tokens() == {}
 
 
 class Letters:

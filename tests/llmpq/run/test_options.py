@@ -71,3 +71,9 @@ def test_what_cannot_be_used_is_refused(plan: Plan, given: dict[str, object], me
     for refuse in (lambda: plan.run([[5]], **given), lambda: plan.run_dataset(None, **given)):
         with pytest.raises(SpecError, match=message):
             refuse()
+
+
+def test_options_are_checked_before_rows_are_read(plan: Plan) -> None:
+    rows = [{"custom_id": "twice", "prompt": [5]}] * 2
+    with pytest.raises(SpecError, match="temprature"):
+        plan.run(rows, temprature=1)

@@ -121,5 +121,5 @@ def test_settings_of_recovery_are_checked_before_anything_is_started(
     (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
     places = [f"--{name}={tmp_path / file}" for name, file in FILES.items()]
     assert main([*places, option]) == 2
-    assert f"recovery.{field}" in capsys.readouterr().err
+    assert f"error: {field} is" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "plan.json"]
