@@ -134,6 +134,7 @@ class Plan:
         self,
         rows: Iterable[RowInput],
         sampling: SamplingInput = None,
+        *,
         on_event: OnEvent | None = None,
         **options: object,
     ) -> Results:
@@ -156,6 +157,7 @@ class Plan:
         self,
         dataset: Any,
         sampling: SamplingInput = None,
+        *,
         on_event: OnEvent | None = None,
         **options: object,
     ) -> Any:

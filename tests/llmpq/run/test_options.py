@@ -71,3 +71,8 @@ def test_what_cannot_be_used_is_refused(plan: Plan, given: dict[str, object], me
     for refuse in (lambda: plan.run([[5]], **given), lambda: plan.run_dataset(None, **given)):
         with pytest.raises(SpecError, match=message):
             refuse()
+
+
+def test_a_model_without_its_name_is_not_taken_for_a_listener(plan: Plan) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        plan.run([[5]], None, "models/other")  # type: ignore[misc]
