@@ -28,6 +28,7 @@ from planner.search.front import FrontPoint
 from planner.simulation.gantt import write_gantt
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
+from quant.common.errors import LlmpqError
 
 
 class Plan:
@@ -71,10 +72,16 @@ class Plan:
     def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
         """Write the plan and its explanation as one HTML page.
 
-        `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it cannot be
-        written, and as `costs`.
+        Where the costs of a loaded plan cannot be computed again, the page has no reasons and says
+        why. `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it
+        cannot be written.
         """
-        write_report(path, self.spec, self.explanation, front)
+        reasons: Explanation | LlmpqError
+        try:
+            reasons = self.explanation
+        except LlmpqError as error:
+            reasons = error
+        write_report(path, self.spec, reasons, front)
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
@@ -127,6 +134,7 @@ class Plan:
         self,
         rows: Iterable[RowInput],
         sampling: SamplingInput = None,
+        *,
         on_event: OnEvent | None = None,
         **options: object,
     ) -> Results:
@@ -150,6 +158,7 @@ class Plan:
         self,
         dataset: Any,
         sampling: SamplingInput = None,
+        *,
         on_event: OnEvent | None = None,
         **options: object,
     ) -> Any:

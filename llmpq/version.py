@@ -1,4 +1,4 @@
-"""Which llmpq this is, for what it leaves in files."""
+"""The version of llmpq, which is written into files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def llmpq_version() -> str:
-    """Return the version of the installed package."""
+    """The version of the installed package, or "unknown" without one."""
     try:
         return version("llmpq")
     except PackageNotFoundError:  # run from a checkout that is not installed

@@ -1,4 +1,4 @@
-"""What the command lines share: option spelling, error messages and exit codes."""
+"""Code that all commands share: option spelling, error messages and exit codes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Pair:
 
 
 def pairs(cluster: ClusterSpec) -> tuple[Pair, ...]:
-    """One for each two kinds of accelerator that meet on a node, and on different nodes.
+    """Pairs of devices, one for each two kinds of accelerator on a node and on different nodes.
 
     CPUs also meet themselves: a node takes as many such stages as it has cores.
     """

@@ -22,6 +22,7 @@ from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
+from quant.loading.emulated_kernels import Compute
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -46,9 +47,11 @@ def measure_omega(
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
     if options.needs_text:
+        device = device_of(options.device)  # refused before the text is tokenized
+        compute = compute_on(device, compute_dtype(options.dtype, device))
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = Calibration.sample(windows, options.sequences, options.seed)
-        matrix, measured = _measured(folder, sample, options, progress)
+        matrix, measured = _measured(folder, sample, options, compute, progress)
         provenance |= measured
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
@@ -60,11 +63,10 @@ def _measured(
     folder: Path,
     sample: Calibration,
     options: IndicatorOptions,
+    compute: Compute,
     progress: ReportProgress | None,
 ) -> tuple[Matrix, dict[str, str | int | float]]:
     """The indicator on a text, and its provenance."""
-    device = device_of(options.device)
-    compute = compute_on(device, compute_dtype(options.dtype, device))
     indicators = {options.method: _indicator(options)}
     found = measure_indicators(
         folder, sample.token_ids, indicators, options.bits, compute, progress
@@ -76,7 +78,7 @@ def _measured(
         "calibration": sample.fingerprint,
         "sequences": sequences,
         "sequence_length": length,
-        "device": device.type,
+        "device": compute.device.type,
         "dtype": str(compute.dtype).removeprefix("torch."),
     }
 

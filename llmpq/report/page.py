@@ -24,7 +24,7 @@ from llmpq.report.what_if import ChangedPlan, changed_plans
 from planner.explanation.explain import Explanation, StageLimits
 from planner.plan.spec import Baseline, PlanSpec
 from planner.search.front import FrontPoint
-from quant.common.errors import InputError
+from quant.common.errors import InputError, LlmpqError
 from quant.common.whole_file import write_whole
 
 
@@ -52,19 +52,23 @@ class Page:
     link_lines: Sequence[Sequence[str]]
     baselines: Sequence[Baseline]
     explained: Explained | None
+    not_explained: str
     front: Front | None
     chart: Chart | None
 
 
 def report_page(
-    plan: PlanSpec, explanation: Explanation | None = None, front: Sequence[FrontPoint] = ()
+    plan: PlanSpec,
+    reasons: Explanation | LlmpqError | None = None,
+    front: Sequence[FrontPoint] = (),
 ) -> str:
     """The plan as an HTML document.
 
-    Without an `explanation` (a plan that was read from its file) the reasons and the schedule are
-    missing, and the page says so. `front`: as `planner.search.front.trace_front` finds it; by
-    default the plans for other thetas of the explanation.
+    Without an explanation the reasons and the schedule are missing, and the page says so, with the
+    error that says why. `front`: as `planner.search.front.trace_front` finds it; by default the
+    plans for other thetas of the explanation.
     """
+    explanation = reasons if isinstance(reasons, Explanation) else None
     found = front_of(plan, explanation, front)
     page = Page(
         plan=plan,
@@ -72,8 +76,9 @@ def report_page(
         link_lines=_link_lines(plan, explanation),
         baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
         explained=_explained(plan, explanation) if explanation else None,
+        not_explained=str(reasons) if isinstance(reasons, LlmpqError) else "",
         front=found,
-        chart=Chart(found.points, found.present) if found else None,
+        chart=Chart(found.points, found.present) if found and len(found.points) > 1 else None,
     )
     return render("page.html.j2", **vars(page))
 
@@ -117,15 +122,15 @@ def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[st
 def write_report(
     path: str | Path,
     plan: PlanSpec,
-    explanation: Explanation | None = None,
+    reasons: Explanation | LlmpqError | None = None,
     front: Sequence[FrontPoint] = (),
 ) -> None:
-    """Write the page; an existing file is replaced whole or not at all.
+    """Write `report_page`; an existing file is replaced whole or not at all.
 
     Raises InputError where it cannot be written.
     """
     target = Path(path)
     try:
-        write_whole(target, report_page(plan, explanation, front))
+        write_whole(target, report_page(plan, reasons, front))
     except OSError as error:
         raise InputError(f"cannot write the report to {target}: {error.strerror}") from error

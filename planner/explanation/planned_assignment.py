@@ -130,15 +130,17 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
 
 def _check_same(plan: PlanSpec, costs: CostModel) -> None:
     """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
+    named = {stage.device for stage in plan.stages}
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (
         ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),
         ("model", plan.model.fingerprint, costs.shape.fingerprint()),
         ("workload", plan.workload, costs.workload),
+        ("devices", sorted(named), sorted(named & {each.name for each in costs.cluster.devices})),
         ("bitwidths", sorted(used), sorted(used & set(costs.options.bits))),
     ):
         if planned != given:
             raise PlanMismatchError(
-                f"the plan's {what} ({planned}) is not that of the cost model ({given}); explain a "
+                f"the plan's {what} ({planned}) and the cost model's ({given}) differ; explain a "
                 "plan with the cost model it was made with"
             )

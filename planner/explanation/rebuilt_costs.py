@@ -11,11 +11,12 @@ from planner.model.finding import ModelShape, model_shape
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec
 from planner.search.costs import planning_costs
-from quant.common.errors import CheckpointError, SpecError
+from quant.common.errors import CheckpointError, PlanMismatchError, SpecError
 
 _ROUNDING = 1e-6
 """Relative difference up to which figures are the same: sums in another order."""
 
+_OTHER_FIGURES = "the plan was changed, or made by another version of llmpq"
 _REMEDY = "plan again with llmpq-algo"
 
 
@@ -63,14 +64,18 @@ def _shape(plan: PlanSpec) -> ModelShape:
 
 
 def _check_figures(plan: PlanSpec, costs: CostModel) -> None:
-    """Raise SpecError unless latency and sensitivity are those of the plan."""
-    times = planned_assignment(plan, costs).times
+    """Raise SpecError unless devices, latency and sensitivity are those of the plan."""
+    try:
+        times = planned_assignment(plan, costs).times
+    except PlanMismatchError as error:
+        what, _, _ = str(error).partition(";")
+        raise SpecError(f"{_OTHER_FIGURES}: {what}; {_REMEDY}") from error
     for what, planned, computed in (
         ("latency in seconds", plan.predicted.objective_latency_s, times.latency_s),
         ("sensitivity", plan.solver.sensitivity, times.quality),
     ):
         if not math.isclose(planned, computed, rel_tol=_ROUNDING, abs_tol=_ROUNDING * 1e-6):
             raise SpecError(
-                f"the plan's {what} is {planned:.6g}, computed again it is {computed:.6g}: the "
-                f"plan was changed, or made by another version of llmpq; {_REMEDY}"
+                f"the plan's {what} is {planned:.6g}, computed again it is {computed:.6g}: "
+                f"{_OTHER_FIGURES}; {_REMEDY}"
             )

@@ -1,4 +1,4 @@
-"""What would change the plan: making it anew with more memory, faster links or another theta.
+"""Plans under changed conditions: made anew with more memory, faster links or another theta.
 
 Each question is solved like the plan itself, on the same devices in the same order with all
 micro-batch sizes searched; a full search over orders could only find better.

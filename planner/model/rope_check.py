@@ -14,7 +14,7 @@ from planner.model.families.family import RotaryKeys
 from quant.common.errors import SpecError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-"""Those `ROPE_INIT_FUNCTIONS` of transformers with which a token's frequencies depend only on its
+"""The `ROPE_INIT_FUNCTIONS` of transformers with which a token's frequencies depend only on its
 position: longrope changes them with the longest request of a batch."""
 
 _DEFAULT_THETA = 10_000.0

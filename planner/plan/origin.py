@@ -1,5 +1,5 @@
-"""What a plan was made from, kept with it so that it can explain itself after it was loaded, and be
-made again for fewer devices.
+"""The origin of a plan, which is kept with it so that a plan that was loaded can explain itself and
+be made again for fewer devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlanOrigin:
     files: dict[str, str | None] = field(default_factory=dict)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The devices that are left of the cluster; raises `InfeasibleError` where that is nothing,
+        """The cluster without the lost devices; raises `InfeasibleError` where none is left,
         `SpecError` for a text that is no cluster.
         """
         where = "the plan's origin.cluster"

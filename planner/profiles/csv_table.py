@@ -39,10 +39,12 @@ class Line:
         return found
 
 
-def read_lines(path: Path, check_columns: Callable[[Sequence[str]], None]) -> list[Line]:
+def read_lines(
+    path: Path, check_columns: Callable[[Sequence[str]], None], kind: str = "table"
+) -> list[Line]:
     """Read the rows of the CSV file at `path`; SpecError where it cannot be read.
 
-    `check_columns` raises for the names in the first line.
+    `check_columns` raises for the names in the first line. Messages call the file a `kind`.
     """
     try:
         with path.open(newline="", encoding="utf-8") as stream:
@@ -50,7 +52,7 @@ def read_lines(path: Path, check_columns: Callable[[Sequence[str]], None]) -> li
             check_columns(reader.fieldnames or ())
             return [Line(values, f"{path}:{reader.line_num}") for values in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SpecError(f"{path} cannot be read: {error}") from error
+        raise SpecError(f"{kind} {path} cannot be read: {error}") from error
 
 
 def write_lines(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -102,7 +102,7 @@ def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow,
     With `torn_end` a last row that was cut off while it was written is left out.
     """
     path = Path(path)
-    lines = read_lines(path, lambda found: _check_columns(found, path))
+    lines = read_lines(path, lambda found: _check_columns(found, path), "profile")
     rows = [_row(line, path.name) for line in lines[:-1]]
     try:
         rows += [_row(line, path.name) for line in lines[-1:]]

@@ -1,4 +1,4 @@
-"""What fits memory: micro-batch sizes for a device order, and sets of devices for a model.
+"""Choices that fit memory: micro-batch sizes for a device order, and sets of devices for a model.
 
 Every part of a stage's memory grows with the micro-batches or stays as it is. So the smallest sizes
 decide whether anything fits, and the greatest that fits is found by bisection.

@@ -63,7 +63,10 @@ class BoundedChoice(Generic[PlanT]):
 
 
 def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[Point[PlanT], ...]:
-    """The hull's points from fastest to best quality, at most `most_points`, widest gaps first."""
+    """The hull's points from fastest to best quality, at most `most_points`, widest gaps first.
+
+    Points that another one beats, because the solver is not exact, are left out.
+    """
     fastest, finest = extremes(solve)
     points = [fastest] if _same(fastest, finest) else [fastest, finest]
     open_spans = [(fastest, finest)] if len(points) == 2 else []
@@ -76,7 +79,11 @@ def front(solve: Solve[PlanT], most_points: int = 12) -> tuple[Point[PlanT], ...
         if found is not None:
             points.append(found)
             open_spans += [(left, found), (found, right)]
-    return tuple(sorted(points, key=lambda point: (point.latency_s, -point.omega)))
+    kept: list[Point[PlanT]] = []
+    for point in sorted(points, key=lambda point: (point.latency_s, point.omega)):
+        if not kept or point.omega < kept[-1].omega:
+            kept.append(point)
+    return tuple(kept)
 
 
 def extremes(solve: Solve[PlanT]) -> tuple[Point[PlanT], Point[PlanT]]:
@@ -90,7 +97,7 @@ def extremes(solve: Solve[PlanT]) -> tuple[Point[PlanT], Point[PlanT]]:
 
 def between(solve: Solve[PlanT], left: Point[PlanT], right: Point[PlanT]) -> Point[PlanT] | None:
     """The hull's point farthest below the chord of two points, or None if there is none."""
-    if left.omega <= right.omega:
+    if left.omega <= right.omega or right.latency_s <= left.latency_s:
         return None
     theta = (right.latency_s - left.latency_s) / (left.omega - right.omega)
     found = solve(theta)

@@ -31,7 +31,7 @@ from quant.scheme import FULL_BITS, GROUP_SIZES, group_size
 
 @dataclass(frozen=True)
 class GptqLayout:
-    """Bits and groups to which a checkpoint's decoder layers are quantized.
+    """The layout to which the decoder layers of a checkpoint are quantized.
 
     `layers_name`: full name of their list; `bitwidths`: of each; `linears`: `[out, in]` of each
     linear by its name within a layer; `head_names`: those that the LM head may be stored under.

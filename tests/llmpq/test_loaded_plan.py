@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,11 @@ def edited(*path: str | int, to: object) -> Callable[[Path], None]:
         (edited("model", "source", to="opt-1.3b"), "opt-1.3b is not the opt-125m of the plan"),
         (edited("predicted", "objective_latency_s", to=77.5), "latency in seconds is 77.5, comp"),
         (edited("solver", "sensitivity", to=1e6), "sensitivity is 1e[+]06, computed again"),
+        (
+            edited("cluster_fingerprint", to="0" * 16),
+            r"another version of llmpq: the plan's cluster \(0+\) and",
+        ),
+        (edited("stages", 0, "device", to="a/gone"), r"the plan's devices \(.*'a/gone'"),
         (edited("origin", to=None), "does not say what it was made from.*llmpq-algo"),
     ],
 )
@@ -146,10 +153,13 @@ def test_what_is_gone_or_changed_is_named(
     made(profiles="times.csv", omega_file="omega.json").save("plan.json")
     harm(folder)
     plan = Plan.load("plan.json")
-    for use in (plan.explain, lambda: plan.report("p.html"), lambda: plan.trace("t.svg")):
+    for use in (plan.explain, lambda: plan.trace("t.svg")):
         with pytest.raises(SpecError, match=message):
             use()
-    assert not Path("p.html").exists()
+    plan.report("p.html")
+    page = unescape(Path("p.html").read_text())
+    assert re.search(f"The reasons are not known: .*{message}", page)
+    assert "Memory of each stage" in page
 
 
 def test_files_that_were_only_moved_and_put_back_are_taken(folder: Path) -> None:

@@ -52,10 +52,10 @@ class PricedOrders:
         """The row of each stage of a placement, and whether it is the first or the last stage."""
         if begins and ends and placement.count == 1:
             return [(self.first, True)]
-        begun = [(self.first, True)] if begins else []
-        ended = [(self.last, True)] if ends else []
-        inner = placement.count - len(begun) - len(ended)
-        return begun + [(self.between[placement.kind], False) for _ in range(inner)] + ended
+        at_start = [(self.first, True)] if begins else []
+        at_end = [(self.last, True)] if ends else []
+        inner = placement.count - len(at_start) - len(at_end)
+        return at_start + [(self.between[placement.kind], False) for _ in range(inner)] + at_end
 
     def transfers_s(self, latest: int | None, placement: Placement) -> float:
         """The price of the transfers to the stages of a placement."""
@@ -64,7 +64,7 @@ class PricedOrders:
             return within
         return within + float(self.hop_s[latest, placement.kind, int(placement.joined)])
 
-    def rough_after(self, beginning: PartialOrder) -> FloatArray:
+    def rough_after(self, partial: PartialOrder) -> FloatArray:
         """A bound on the price [L+1] of the stages after a partial order, without making any order.
 
         Each layer is on the kind where it is cheapest, wherever that lies, as in the linear
@@ -72,13 +72,13 @@ class PricedOrders:
         """
         each = np.diff(self.costs.running[self.costs.able], axis=1).min(axis=0)
         layers: FloatArray = np.append(each[::-1].cumsum()[::-1], 0.0)
-        rows = list(self._rows_after(beginning))
-        return layers + float(self.costs.fixed[rows].sum()) + self._least_transfers_s(beginning)
+        rows = list(self._rows_after(partial))
+        return layers + float(self.costs.fixed[rows].sum()) + self._least_transfers_s(partial)
 
-    def _rows_after(self, beginning: PartialOrder) -> Iterator[int]:
+    def _rows_after(self, partial: PartialOrder) -> Iterator[int]:
         """The rows of the stages that are still to come."""
-        kinds = beginning.kinds_left()
-        if not beginning.placed:
+        kinds = partial.kinds_left()
+        if not partial.placed:
             yield self.first
             kinds[self.ends[0]] -= 1
         if kinds.total():
@@ -87,10 +87,10 @@ class PricedOrders:
         for kind, count in kinds.items():
             yield from itertools.repeat(self.between[kind], count) if count else ()
 
-    def _least_transfers_s(self, beginning: PartialOrder) -> float:
-        senders = beginning.kinds_left()
+    def _least_transfers_s(self, partial: PartialOrder) -> float:
+        senders = partial.kinds_left()
         senders[self.ends[1]] -= 1
-        if (latest := beginning.latest_kind) is not None:
+        if (latest := partial.latest_kind) is not None:
             senders[latest] += 1
         cheapest = self.hop_s.min(axis=(1, 2))
         onward_s = sum(count * float(cheapest[kind]) for kind, count in senders.items())
@@ -101,7 +101,7 @@ class PricedOrders:
 class _PricedPartial:
     """Partial orders that look the same, and the least price [L+1] of their stages by boundary."""
 
-    beginnings: tuple[PartialOrder, ...]
+    partials: tuple[PartialOrder, ...]
     before: FloatArray
 
 
@@ -125,42 +125,39 @@ class OrderQueue:
 
         Where the tree is too large for exact costs, a better one may still follow.
         """
-        bound, _, begun = heapq.heappop(self._heap)
-        while not begun.beginnings[0].is_complete:
+        bound, _, priced = heapq.heappop(self._heap)
+        while not priced.partials[0].is_complete:
             following = sorted(
-                (self._bound(each), next(self._serial), each) for each in self._following(begun)
+                (self._bound(each), next(self._serial), each) for each in self._following(priced)
             )
-            bound, _, begun = following[0]
+            bound, _, priced = following[0]
             for entry in following[1:]:
                 heapq.heappush(self._heap, entry)
-        return bound, self._orders.tree.indices(begun.beginnings[0])
+        return bound, self._orders.tree.indices(priced.partials[0])
 
-    def _following(self, begun: _PricedPartial) -> Iterator[_PricedPartial]:
+    def _following(self, priced: _PricedPartial) -> Iterator[_PricedPartial]:
         """Yield every continuation; complete orders singly, as their ways back may differ."""
-        for placement, beginnings in self._orders.tree.next_placements(begun.beginnings).items():
-            before = self._before(begun, placement, beginnings[0].is_complete)
-            if beginnings[0].is_complete:
-                yield from (
-                    _PricedPartial((whole,), before) for whole in complete_orders(beginnings)
-                )
+        for placement, partials in self._orders.tree.next_placements(priced.partials).items():
+            before = self._before(priced, placement, partials[0].is_complete)
+            if partials[0].is_complete:
+                yield from (_PricedPartial((whole,), before) for whole in complete_orders(partials))
             else:
-                yield _PricedPartial(beginnings, before)
+                yield _PricedPartial(partials, before)
 
-    def _before(self, begun: _PricedPartial, placement: Placement, ends: bool) -> FloatArray:
-        orders, latest = self._orders, begun.beginnings[0].latest_kind
-        before = begun.before + orders.transfers_s(latest, placement)
+    def _before(self, priced: _PricedPartial, placement: Placement, ends: bool) -> FloatArray:
+        orders, latest = self._orders, priced.partials[0].latest_kind
+        before = priced.before + orders.transfers_s(latest, placement)
         for row, is_end in orders.rows(placement, latest is None, ends):
             before = orders.costs.onward(before, row, is_end)
         return before
 
-    def _bound(self, begun: _PricedPartial) -> float:
+    def _bound(self, priced: _PricedPartial) -> float:
         return min(
-            float((begun.before + self._least_after(beginning)).min())
-            for beginning in begun.beginnings
+            float((priced.before + self._least_after(partial)).min()) for partial in priced.partials
         )
 
-    def _push(self, begun: _PricedPartial) -> None:
-        heapq.heappush(self._heap, (self._bound(begun), next(self._serial), begun))
+    def _push(self, priced: _PricedPartial) -> None:
+        heapq.heappush(self._heap, (self._bound(priced), next(self._serial), priced))
 
 
 class _LeastAfter:
@@ -171,23 +168,23 @@ class _LeastAfter:
         self._exact = orders.tree.most_states() <= MOST_STATES
         self._known: dict[Hashable, FloatArray] = {}
 
-    def __call__(self, beginning: PartialOrder) -> FloatArray:
+    def __call__(self, partial: PartialOrder) -> FloatArray:
         """The least price; infinite where nothing can follow."""
-        key = beginning.key, beginning.latest_kind
+        key = partial.key, partial.latest_kind
         if key not in self._known:
-            self._known[key] = self._found(beginning)
+            self._known[key] = self._found(partial)
         return self._known[key]
 
-    def _found(self, beginning: PartialOrder) -> FloatArray:
+    def _found(self, partial: PartialOrder) -> FloatArray:
         orders = self._orders
-        if beginning.is_complete:
-            back_s = float(orders.return_s[int(beginning.returns_within_node)])
+        if partial.is_complete:
+            back_s = float(orders.return_s[int(partial.returns_within_node)])
             return boundary(orders.layers, orders.layers) + back_s
         if not self._exact:
-            return orders.rough_after(beginning)
-        latest = beginning.latest_kind
+            return orders.rough_after(partial)
+        latest = partial.latest_kind
         found = np.full(orders.layers + 1, np.inf)
-        for placement, following in orders.tree.steps(beginning):
+        for placement, following in orders.tree.steps(partial):
             after = self(following)
             rows = orders.rows(placement, latest is None, following.is_complete)
             for row, is_end in reversed(rows):

@@ -137,29 +137,29 @@ class OrderTree:
         found = {ends: self.between(*ends) for ends in pairs}
         return {ends: tree for ends, tree in found.items() if tree is not None}
 
-    def steps(self, beginning: PartialOrder) -> Iterator[tuple[Placement, PartialOrder]]:
+    def steps(self, partial: PartialOrder) -> Iterator[tuple[Placement, PartialOrder]]:
         """Yield every placement that may come next, and the partial order that it gives."""
-        latest = beginning.placed[-1][0] if beginning.placed else None
-        first = beginning.placed[0][0] if beginning.placed else None
+        latest = partial.placed[-1][0] if partial.placed else None
+        first = partial.placed[0][0] if partial.placed else None
         seen = set()
-        for node, left in enumerate(beginning.left):
+        for node, left in enumerate(partial.left):
             look = left, node == latest, node == first
             if look in seen:
                 continue
             seen.add(look)
             for kind, count in left:
                 taken = 1 if self._all_orders else count
-                after = self._without(beginning, node, kind, taken)
-                if self._may_follow(beginning, kind, after):
+                after = self._without(partial, node, kind, taken)
+                if self._may_follow(partial, kind, after):
                     yield Placement(kind, taken, node == latest), after
 
     def next_placements(
-        self, beginnings: Sequence[PartialOrder]
+        self, partials: Sequence[PartialOrder]
     ) -> dict[Placement, tuple[PartialOrder, ...]]:
         """Map every next placement of partial orders that look the same to the ones it gives."""
         found: dict[Placement, dict[Hashable, PartialOrder]] = {}
-        for beginning in beginnings:
-            for placement, after in self.steps(beginning):
+        for partial in partials:
+            for placement, after in self.steps(partial):
                 found.setdefault(placement, {}).setdefault(after.key, after)
         return {placement: tuple(after.values()) for placement, after in found.items()}
 
@@ -199,28 +199,28 @@ class OrderTree:
             ways *= math.comb(nodes + each - 1, each - 1)
         return ways
 
-    def _orders_after(self, beginnings: tuple[PartialOrder, ...]) -> Iterator[tuple[int, ...]]:
-        if beginnings[0].is_complete:
-            for whole in complete_orders(beginnings):
+    def _orders_after(self, partials: tuple[PartialOrder, ...]) -> Iterator[tuple[int, ...]]:
+        if partials[0].is_complete:
+            for whole in complete_orders(partials):
                 yield self.indices(whole)
-        for following in self.next_placements(beginnings).values():
+        for following in self.next_placements(partials).values():
             yield from self._orders_after(following)
 
-    def _count(self, beginnings: tuple[PartialOrder, ...], known: dict[Hashable, int]) -> int:
-        if beginnings[0].is_complete:
-            return len(complete_orders(beginnings))
-        look = frozenset(beginning.key for beginning in beginnings)
+    def _count(self, partials: tuple[PartialOrder, ...], known: dict[Hashable, int]) -> int:
+        if partials[0].is_complete:
+            return len(complete_orders(partials))
+        look = frozenset(partial.key for partial in partials)
         if look not in known:
-            ways = self.next_placements(beginnings).values()
+            ways = self.next_placements(partials).values()
             known[look] = sum(self._count(following, known) for following in ways)
         return known[look]
 
-    def _may_follow(self, beginning: PartialOrder, kind: int, after: PartialOrder) -> bool:
+    def _may_follow(self, partial: PartialOrder, kind: int, after: PartialOrder) -> bool:
         """Whether a placement of `kind` respects the ends: one of the last kind stays for last."""
         if self._ends is None:
             return True
         first, last = self._ends
-        if not beginning.placed and kind != first:
+        if not partial.placed and kind != first:
             return False
         left = {kind for kind, _ in self._groups(after)}
         return last in left or (kind == last and not left)
@@ -230,15 +230,15 @@ class OrderTree:
         return count if self._all_orders else 1
 
     @staticmethod
-    def _groups(beginning: PartialOrder) -> list[tuple[int, int]]:
-        return [group for left in beginning.left for group in left]
+    def _groups(partial: PartialOrder) -> list[tuple[int, int]]:
+        return [group for left in partial.left for group in left]
 
     @staticmethod
-    def _without(beginning: PartialOrder, node: int, kind: int, taken: int) -> PartialOrder:
-        rest = [(k, count - taken * (k == kind)) for k, count in beginning.left[node]]
-        left = list(beginning.left)
+    def _without(partial: PartialOrder, node: int, kind: int, taken: int) -> PartialOrder:
+        rest = [(k, count - taken * (k == kind)) for k, count in partial.left[node]]
+        left = list(partial.left)
         left[node] = tuple(group for group in rest if group[1])
-        return replace(beginning, left=tuple(left), placed=(*beginning.placed, (node, kind, taken)))
+        return replace(partial, left=tuple(left), placed=(*partial.placed, (node, kind, taken)))
 
 
 def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] | None) -> int:
@@ -255,6 +255,6 @@ def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] |
     return total
 
 
-def complete_orders(beginnings: Sequence[PartialOrder]) -> list[PartialOrder]:
+def complete_orders(partials: Sequence[PartialOrder]) -> list[PartialOrder]:
     """Keep one complete order of each way back to the first stage, within its node or not."""
-    return list({whole.returns_within_node: whole for whole in beginnings}.values())
+    return list({whole.returns_within_node: whole for whole in partials}.values())

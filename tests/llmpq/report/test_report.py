@@ -263,6 +263,14 @@ def test_given_front_is_drawn_without_dominated_points() -> None:
     assert len(parsed.all_of("circle", "present")) == 1
 
 
+def test_a_front_that_only_this_plan_is_left_of_is_a_sentence() -> None:
+    spec = made().spec
+    worse = FrontPoint(9.0, spec.predicted.latency_s + 1, 1.0, 1.0, spec.solver.sensitivity, 8.0)
+    parsed = Page(report_page(spec, None, (worse,)))
+    assert "Theta from 1 to 9 gives no plan that is better in one" in parsed.text
+    assert parsed.all_of("svg", "chart") == []
+
+
 def test_a_front_by_itself_is_the_same_picture(tmp_path: Path) -> None:
     points = tuple(FrontPoint(5.0 - n, 1.0 + n, 1.0, 1.0, 2.0 - n, 8.0) for n in (0, 1))
     write_front(tmp_path / "front.svg", points)

@@ -77,3 +77,8 @@ def test_options_are_checked_before_rows_are_read(plan: Plan) -> None:
     rows = [{"custom_id": "twice", "prompt": [5]}] * 2
     with pytest.raises(SpecError, match="temprature"):
         plan.run(rows, temprature=1)
+
+
+def test_a_model_without_its_name_is_not_taken_for_a_listener(plan: Plan) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        plan.run([[5]], None, "models/other")  # type: ignore[misc]

@@ -86,6 +86,20 @@ def test_bounds_that_nothing_meets() -> None:
         finest_within(attainable, min(latency for latency, _ in attainable.pairs) / 2)
 
 
+def test_a_best_quality_that_is_the_fastest_too() -> None:
+    """Within its gap a solver may give the better plan of two for the greater theta alone."""
+    thetas = []
+
+    def solve(theta: float) -> Point[str]:
+        thetas.append(theta)
+        if theta < 1:
+            return Point(theta, 1.0 + 5e-5, 2.0, 1.0, "fastest", 1.0 + 5e-5)
+        return Point(theta, 1.0, 1.5, 1.0, "finest", 1.0)
+
+    assert [point.plan for point in front(solve)] == ["finest"]
+    assert min(thetas) >= 0
+
+
 def test_one_plan_only() -> None:
     single = Point(0.0, 2.0, 0.0, 2.0, "only", 2.0)
     assert front(lambda _: single) == (single,)

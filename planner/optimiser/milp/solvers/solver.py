@@ -1,4 +1,4 @@
-"""What every integer-programming solver offers, and how a run of one ended."""
+"""The interface of integer-programming solvers, and the outcome of a run."""
 
 from __future__ import annotations
 
