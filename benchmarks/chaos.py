@@ -8,7 +8,7 @@ job goes on, and four of ten come with a second one on top of them: SIGKILL and 
 of a stage's process; a Ray node removed for some seconds, or until the job has planned again for
 what is left; SIGKILL, SIGTERM and SIGINT of the driver, which is started again; and a full disk: a
 small tmpfs is filled (only where this process may mount one). Time lost is from the fault to the
-next commit after all is mended (each result is committed on its own, `--shard-rows 1`); for a
+next commit after everything is repaired (each result is its own commit, `--shard-rows 1`); for a
 driver it includes the start of the process. The process ends with 1 when a row is lost, doubled,
 has an error or another text than without faults, when the driver ends by itself, or when it hangs.
 """
@@ -61,7 +61,7 @@ LOOK_S = 0.02
 
 @dataclass
 class Lost:
-    """What each fault cost, by kind; one on top of another is counted and paid with that one."""
+    """Seconds that each fault cost, by kind; a fault on top of another is counted with that one."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     on_top: Counter[str] = field(default_factory=Counter)
@@ -209,7 +209,7 @@ class Chaos:
 
 
 def differences(expected: Path, found: Path) -> list[str]:
-    """What is lost, doubled or not the same; empty where all is well."""
+    """Describe the rows that are lost, doubled or different; empty where there are none."""
     should = {row["custom_id"]: row for row in map(json.loads, expected.open())}
     rows = [json.loads(line) for line in found.open()]
     seen = Counter(row["custom_id"] for row in rows)
@@ -244,7 +244,7 @@ def table(lost: Lost) -> str:
 
 
 def arguments_for(folder: Path, output: Path, nodes: Nodes, transport: str) -> list[str]:
-    """Of `llmpq-dist`."""
+    """The arguments of `llmpq-dist`."""
     return [
         *("--plan", str(folder / "plan.json"), "--input", str(folder / "prompts.jsonl")),
         *("--output", str(output), "--address", nodes.address, "--transport", transport),
@@ -266,7 +266,7 @@ def undisturbed(folder: Path, nodes: Nodes, transport: str) -> Path:
 
 
 def measure(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """The report, and what is amiss."""
+    """The report, and what is wrong."""
     with tempfile.TemporaryDirectory() as name, Nodes() as nodes, Disk() as disk:
         folder = Path(name)
         write_prompts(folder / "prompts.jsonl", options.rows)

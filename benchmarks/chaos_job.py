@@ -1,4 +1,4 @@
-"""What `benchmarks.chaos` disturbs: Ray nodes on this machine, and `llmpq-dist` as a process."""
+"""The job that `benchmarks.chaos` disturbs: `llmpq-dist` as a process, on local Ray nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DRIVER = (
 
 
 class ChaosError(Exception):
-    """What should not happen."""
+    """A job that went wrong in a way that no fault explains."""
 
 
 class Nodes:
@@ -59,15 +59,15 @@ class Nodes:
         return sorted(self._nodes)
 
     def add(self, name: str) -> None:
-        """A node for a device."""
+        """Start a node for a device."""
         self._nodes[name] = self._cluster.add_node(num_cpus=1, resources={name: 1})
 
     def remove(self, name: str) -> None:
-        """Its processes are killed."""
+        """Kill all processes of the node."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def stage_pids(self) -> list[int]:
-        """Of all stages that live, in no order."""
+        """The process ids of all stages that live, in no order."""
         return sorted(int(actor["Pid"]) for actor in self._stages())
 
     def in_use(self) -> list[str]:
@@ -101,7 +101,7 @@ class Disk:
         self._ballast = self.folder / "ballast"
 
     def fill(self) -> None:
-        """Nothing more can be written from now on: ENOSPC."""
+        """Fill the file system, so that every further write fails with ENOSPC."""
         with self._ballast.open("wb", buffering=0) as file, suppress(OSError):
             for size in (2**16, 2**12):
                 with suppress(OSError):
@@ -156,7 +156,7 @@ class DistJob:
             self.process.wait()
 
     def send(self, what: int) -> None:
-        """A signal to the driver."""
+        """Send a signal to the driver."""
         assert self.process is not None
         self.process.send_signal(what)
 
@@ -185,11 +185,11 @@ class DistJob:
         return sum(int(match[1]) for match in found if match)
 
     def told(self) -> str:
-        """What the driver wrote."""
+        """Everything that the driver wrote."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def diagnosis(self) -> str:
-        """Where the driver hangs; then it is killed."""
+        """Return the stacks of a driver that hangs, and kill it."""
         assert self.process is not None
         if self.process.poll() is None:
             self.send(signal.SIGUSR1)

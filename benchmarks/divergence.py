@@ -1,4 +1,4 @@
-"""How far quantization moves a model's predictions: mean Kullback-Leibler divergence on a text.
+"""Mean Kullback-Leibler divergence on a text: how far quantization moves predictions.
 
 Unlike a difference of perplexities it cannot be negative and does not depend on which tokens really
 came, so it tells apart what perplexity on a short text cannot.
@@ -18,7 +18,9 @@ from llmpq.quality.text_windows import Windows
 
 
 class Divergence:
-    """Of subjects from `reference`, whose log-probabilities `[tokens, vocabulary]` it keeps."""
+    """Divergence of subjects from `reference`, whose log-probabilities `[tokens, vocabulary]` it
+    keeps.
+    """
 
     def __init__(self, checkpoint: Path, windows: Windows, reference: Subject) -> None:
         self._checkpoint = checkpoint

@@ -5,7 +5,7 @@
 LLM-PQ's plan, Uniform's and PipeEdge's for clusters 1 to 11 (layer times of `profiles_2023`, as in
 `paper_tables`) are run on local Ray. Every stage is a process that computes a tiny model and holds
 its results until the modelled time of the planned device, model and micro-batch is over, and of the
-transfer. This holds schedule, hops and driver against the simulation, not the latency model against
+transfer. This compares schedule, hops and driver with the simulation, not the latency model with
 devices. Where a batch would take longer than `longest_s`, fewer new tokens are generated and
 simulated, with the plan for all of them.
 """
@@ -56,7 +56,7 @@ NEW_TOKENS = (200, 100, 50, 25, 12, 6)
 
 @dataclass(frozen=True)
 class Setting:
-    """How the paper's clusters are played."""
+    """Options under which the paper's clusters are played."""
 
     time_scale: float
     longest_s: float

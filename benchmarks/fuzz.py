@@ -1,4 +1,4 @@
-"""Every parser of outside input against 1.7 million spoiled inputs: refused in our words, or taken.
+"""Gives every parser of outside input 1.7 million spoiled inputs in all: it must accept or refuse.
 
 Run from the root: `python -m benchmarks.fuzz [--inputs 1730000] [--seed 1] [--crashes FOLDER]`.
 Each parser runs in a process of its own, guided by coverage where atheris is installed, else with
@@ -37,7 +37,7 @@ SHARES = {
     "cluster YAML": 3, "prompt CSV": 4, "packed prompts": 2, "result CSV": 4,
     "chat templates": 10, "tokenizer files": 10,
 }  # fmt: skip
-"""Of the inputs; less for what is slow."""
+"""The share of all inputs that a parser gets; smaller for slow ones."""
 
 PER_SHARE = 10_000
 
@@ -52,7 +52,7 @@ _KEPT = 400
 
 @dataclass
 class Tally:
-    """What became of the inputs of one parser."""
+    """Counts of what became of the inputs of one parser."""
 
     parser: str
     guide: str
@@ -239,7 +239,7 @@ class Trial:
             self.finish()
 
     def _kind_of(self, data: bytes) -> str | None:
-        """Of its failure, if there is one."""
+        """Check one input and return the kind of its failure, None where there is none."""
         self._is_inside = self.parser.watched
         try:
             taken = self.parser.check(bytes(data), self.folder)
@@ -301,7 +301,7 @@ def _kind(error: Exception) -> str:
 
 
 def _peak_bytes() -> int:
-    """Of this process, and of the largest of those that it started and that have ended."""
+    """Peak memory of this process and of the largest one that it started and that has ended."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return sum(resource.getrusage(each).ru_maxrss for each in who) * 1024
 

@@ -1,4 +1,4 @@
-"""What the variance indicator costs, and the Hessian-based one: part by part, and as whole runs.
+"""Cost of the variance and of the Hessian-based indicator: part by part, and as whole runs.
 
     python -m benchmarks.indicator [--hidden 2048] [--intermediate 5632] [--sequences 32]
 
@@ -121,7 +121,7 @@ def gram(batches: Sequence[Tensor]) -> Gram:
 
 
 def general_gram(batches: Sequence[Tensor]) -> Tensor:
-    """The same by torch's matrix product."""
+    """X X^T by torch's matrix product."""
     size = batches[0].shape[-1]
     found = torch.zeros(size, size)
     for batch in batches:
@@ -161,7 +161,7 @@ def whole_runs(folder: Path, token_ids: TokenIds, clock: Clock, turns: int) -> R
 
 
 def rows_of(clock: Clock) -> Iterator[tuple[str, float, float]]:
-    """What is printed: a part, its seconds, and how many times the variance indicator's."""
+    """Yield the printed rows: a part, its seconds, and their ratio to the variance indicator's."""
     variance = clock.median(*VARIANCE)
     for part in (*VARIANCE, "**variance indicator**", *HESSIAN, "**Hessian-based indicator**"):
         parts = {"**v": VARIANCE, "**H": HESSIAN}.get(part[:3], (part,))

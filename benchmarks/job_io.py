@@ -1,8 +1,8 @@
 """Processor time and memory of a job's input, database and output, without a model.
 
-For rows that all run and for rows that all are unreadable; then of the same job looked up again row
-by row, and as a command that nothing has changed since. Each runs in a process of its own, so that
-its peak memory is its own.
+Rows that all run and rows that all are unreadable are measured; then the same job, looked up again
+row by row, and as a command when nothing has changed since. Each measurement runs in a process of
+its own, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def command_s(folder: Path, code: int) -> float:
 
 
 def peak_mib() -> float:
-    """Of this process so far."""
+    """The most memory that this process has held so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

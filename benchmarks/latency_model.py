@@ -1,4 +1,4 @@
-"""How true the models of time and memory are: layer times of this CPU and of two GPUs, bytes held.
+"""Errors of the models of time and memory: layer times of this CPU and of two GPUs, bytes held.
 
     python -m benchmarks.latency_model cpu [--bits 3 4 8 16] [--workloads 8] [--together]
     python -m benchmarks.latency_model gpus [--helix ../shared/data/helix]
@@ -108,7 +108,7 @@ def this_cpu(threads: int) -> Device:
 def rows_of(
     state: ProfileState, shape: ModelShape, phase: Phase, as_clocked: bool
 ) -> Iterator[ProfileRow]:
-    """What was measured of one phase as rows of a profile, put right by the pace or not."""
+    """The measured times of one phase as rows of a profile, corrected by the pace or not."""
     for each in state.measured:
         if each.workload.phase == phase:
             seconds = each.raw_s if as_clocked else each.seconds
@@ -180,7 +180,7 @@ def measured_pair(
     unseen: tuple[LayerWorkload, ...],
     together: bool,
 ) -> tuple[ProfileState, ProfileState]:
-    """What is found of `known` and of `unseen`, measured in turns or one set after the other."""
+    """Measure `known` and `unseen`, in turns or one set after the other."""
     task = ProfileTask(values, "bfloat16", {bits: known}, threads=1, seed=bits)
     if together:
         state = _measured(replace(task, todo={bits: (*known, *unseen)}))
@@ -196,14 +196,14 @@ def measured_pair(
 
 
 def _measured(task: ProfileTask) -> ProfileState:
-    """All that a task finds in a process started as a stage's."""
+    """Run a task in a process started as a stage's, and return all that it measures."""
     return list(measure_on_cluster(task, this_cpu(1)))[-1]
 
 
 def unseen_error(
     known: Sequence[ProfileRow], unseen: Sequence[ProfileRow], shape: ModelShape, device: Device
 ) -> FitError:
-    """Of the fit on `known` rows of one bitwidth and phase, on the `unseen` ones."""
+    """The error of the fit on `known` rows of one bitwidth and phase, on the `unseen` ones."""
     model = FittedLatency(tuple(known), RooflineLatency(shape))
     errors = relative_errors(model, device, unseen, "bfloat16")
     return FitError(known[0].bits, known[0].phase, len(known), errors)

@@ -1,4 +1,4 @@
-"""What many runs leave behind: processes, shared memory, open files, threads.
+"""Counts what many runs leave behind: processes, shared memory, open files, threads.
 
     python -m benchmarks.leaks [--runs 50] [--starts 9]
 
@@ -57,13 +57,13 @@ class Held:
     placement_groups: int
 
     def more_than(self, other: Held) -> dict[str, int]:
-        """By how much what grew."""
+        """By how much each figure has grown since `other`."""
         both = zip(fields(self), astuple(self), astuple(other), strict=True)
         return {field.name: now - then for field, now, then in both if now > then}
 
 
 def held() -> Held:
-    """What is held now."""
+    """Count what is held now."""
     shared = [path for path in Path("/dev/shm").iterdir() if path.is_file()]
     me = psutil.Process()
     below = [process for process in me.children(recursive=True) if not _is_idle(process)]
@@ -95,7 +95,7 @@ def _is_idle(process: psutil.Process) -> bool:
 
 
 def settled(is_enough: Callable[[Held], bool]) -> Held:
-    """What is held once `is_enough` of it, or after a while."""
+    """Count what is held once `is_enough` says so, or after a while."""
     deadline = time.monotonic() + SETTLE_S
     while not is_enough(now := held()) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -138,7 +138,7 @@ def in_one_ray(plan: Plan, runs: int) -> int:
 
 
 def each_in_its_own(what: str, once: Callable[[int], None], starts: int) -> dict[str, int]:
-    """What `starts` of `once`, which starts and leaves a Ray, add to what the first ones left."""
+    """Count what `starts` calls of `once`, which starts and leaves a Ray, add to the first ones."""
     for number in range(WARM_UP_RUNS):
         once(number)
     first = settled(lambda now: not now.processes)
@@ -161,7 +161,7 @@ def _row(what: str, runs: int, now: Held) -> str:
 
 
 def _apart(work: Callable[..., T], *arguments: Any) -> T:
-    """What `work` returns in a process of its own."""
+    """Return what `work` returns in a process of its own."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 

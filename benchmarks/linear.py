@@ -1,4 +1,4 @@
-"""How fast and how exact kernel backends are on the linears of well-known models.
+"""Speed and error of kernel backends on the linears of well-known models.
 
     python -m benchmarks.linear [--device cuda] [--threads 1] [--dtype float32] [--quick]
 
@@ -47,7 +47,7 @@ CALLS = {"cpu": 4, "cuda": 20}
 """Calls between two readings of the clock, as the linears of a layer follow each other: a CPU's
 caches then hold the code, and a GPU's launches hide behind its work."""
 LONG_S = 0.02
-"""Where a call takes longer, one is enough."""
+"""Seconds of a call from which on one call between two readings is enough."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 60
 SAMPLED_OUTPUTS = 256
 GB = 1e9
@@ -57,7 +57,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in which type to compute, and for how long about to measure each case.
+    """The device and type to compute in, and about how long to measure each case.
 
     Weights lie in copies of `cache_bytes` together, None: more than the device's caches hold.
     """
@@ -68,7 +68,7 @@ class Setting:
     cache_bytes: int | None = None
 
     def copies(self, nbytes: int) -> int:
-        """Of a weight of so many bytes."""
+        """Number of copies of a weight of `nbytes` that are measured in turn."""
         together = CACHE_BYTES[self.device.type] if self.cache_bytes is None else self.cache_bytes
         return max(1, math.ceil(together / nbytes))
 
@@ -139,7 +139,7 @@ def usable_rules(setting: Setting) -> list[KernelRule]:
 
 
 def hold(shape: LinearShape, rules: Sequence[KernelRule], setting: Setting) -> list[Held]:
-    """The same random weight as each backend that takes it holds it, the plain one first."""
+    """Hold the same random weight in each backend that accepts it, the plain one first."""
     weight = random_weight(shape, setting)
     processor, dtype = local_processor(setting.device), dtype_name(setting.dtype)
     taken = [rule for rule in rules if rule.supports(processor, shape, dtype)]
@@ -155,7 +155,7 @@ def random_weight(shape: LinearShape, setting: Setting) -> torch.Tensor:
 
 
 def hold_plain(weight: torch.Tensor, setting: Setting) -> Held:
-    """As `nn.Linear` holds `weight`."""
+    """Hold `weight` as `nn.Linear` does."""
     copies = range(setting.copies(weight.nbytes))
     products = [_plain_product(weight.clone()) for _ in copies]
     sample = weight[_sampled(len(weight))].double()
@@ -163,7 +163,7 @@ def hold_plain(weight: torch.Tensor, setting: Setting) -> Held:
 
 
 def hold_packed(rule: KernelRule, weight: torch.Tensor, setting: Setting) -> Held:
-    """As the backend of `rule` holds `weight`."""
+    """Hold `weight` as the backend of `rule` does."""
     backend: type[PackedWeight] = BACKENDS[rule.name]
     shape = LinearShape(in_features=weight.shape[1], out_features=weight.shape[0])
     count = setting.copies(rule.nbytes(shape, dtype_name(setting.dtype)))
@@ -288,7 +288,7 @@ def summary_table(results: Sequence[Result]) -> list[str]:
 
 
 def machine(setting: Setting) -> str:
-    """What the figures were taken on."""
+    """Describe the machine that the figures were taken on."""
     if setting.device.type == "cuda":
         name = torch.cuda.get_device_name(setting.device)
     else:

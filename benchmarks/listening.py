@@ -1,4 +1,4 @@
-"""What a local run listens on, and what answers there without Ray's token.
+"""Lists what a local run listens on, and what answers there without Ray's token.
 
     python -m benchmarks.listening
 
@@ -60,7 +60,7 @@ class Listening:
 
 
 def listening_below(process: psutil.Process) -> list[Listening]:
-    """All of `process` and those it has started, by name."""
+    """The sockets of `process` and of those it has started, by name."""
     found: list[Listening] = []
     for each in (process, *process.children(recursive=True)):
         try:
@@ -80,7 +80,7 @@ def _known(name: str) -> str:
 
 
 def _open_paths(address: str, port: int) -> tuple[str, ...]:
-    """Those that a plain HTTP request reads there."""
+    """The paths that a plain HTTP request reads there."""
     return tuple(path for path in PATHS if _answers(address, port, path))
 
 

@@ -81,7 +81,7 @@ class Measured:
 
 
 def ways_of(bits: int) -> list[Way]:
-    """All that are compared at one bitwidth."""
+    """All ways of loading that are compared at one bitwidth."""
     found = [Way("sequential", bits, cold, overlapped=False) for cold in (True, False)] + [
         Way("overlapped", bits, cold) for cold in (True, False)
     ]
@@ -220,7 +220,7 @@ def run_child(arguments: Sequence[str]) -> None:
 
 
 def disk_bytes_read() -> int:
-    """What this process has had read from a disk."""
+    """The bytes that this process has had read from a disk."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
@@ -269,7 +269,7 @@ def anonymous_bytes(process_id: int) -> int:
 
 
 def median(samples: Sequence[Measured]) -> Measured:
-    """Of each figure by itself."""
+    """The median of each figure by itself."""
     columns = zip(*(asdict(sample).values() for sample in samples), strict=True)
     seconds, *sizes = (statistics.median(column) for column in columns)
     return Measured(seconds, *map(int, sizes))
@@ -297,7 +297,7 @@ def table(results: dict[Way, list[Measured]]) -> str:
 
 
 def machine(threads: int) -> str:
-    """What the figures were taken on."""
+    """Describe the machine that the figures were taken on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.split(":")[1].strip() for line in info.splitlines() if "model name" in line]
     name = models[0] if models else platform.machine()

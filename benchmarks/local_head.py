@@ -1,4 +1,4 @@
-"""What a local run does when its driver or a process of its Ray is killed, and what stays behind.
+"""Kills the driver of a local run or a process of its Ray, and reports what ends and what stays.
 
     python -m benchmarks.local_head [--kill driver raylet gcs stage]
 
@@ -41,7 +41,7 @@ LOOK_S = 0.05
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it is there and has not ended."""
+    """Whether the process is there and has not ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -49,7 +49,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What it calls itself, or the script that it runs."""
+    """The name that a process gives itself, or the script that it runs."""
     words = process.cmdline()
     scripts = [Path(word).name for word in words if word.endswith(".py")]
     return [*scripts, Path(words[0]).name.partition(".")[0]][0]
@@ -81,12 +81,12 @@ class Job:
         return len(list(self.output.parent.glob("results.jsonl.job/part-*.jsonl")))
 
     def last_words(self) -> str:
-        """Of the driver, its progress left out."""
+        """The last lines of the driver, without its progress."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n    ".join(line for line in lines if line.strip())[-1500:]
 
     def amiss(self) -> list[str]:
-        """What is wrong with the finished output."""
+        """Describe what is wrong with the finished output."""
         seen = Counter(json.loads(line)["custom_id"] for line in self.output.open())
         return [f"q{i} is there {seen[f'q{i}']} times" for i in range(ROWS) if seen[f"q{i}"] != 1]
 

@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a scheme does on one cluster by simulation; None where it does not fit.
+    """The simulated result of a scheme on one cluster; None where it does not fit.
 
     `streamed_bytes`: of offloading, what the fullest GPU takes from its host a round.
     """
@@ -220,7 +220,7 @@ def _with_bits(name: str, latency_s: float | None, bits: str) -> str:
 
 
 def _groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome]]]:
-    """All clusters and those whose layer times are all measured, for each amount of memory."""
+    """Yield all clusters, then those with measured layer times alone, for each amount of memory."""
     for less_gib in sorted({each.less_gib for each in outcomes}):
         chosen = [each for each in outcomes if each.less_gib == less_gib]
         suffix = f", {less_gib} GiB less" if less_gib else ""

@@ -1,4 +1,4 @@
-"""How much of the busiest stage's pace the whole pipeline reaches.
+"""Efficiency of the whole pipeline, as a share of its busiest stage's speed.
 
     python -m benchmarks.pipeline [--part emulated|real] [--transports gloo ray] [--rounds 3]
 

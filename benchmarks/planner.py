@@ -1,4 +1,4 @@
-"""How fast the planner is: against the published formulation, on large clusters, and as it grows.
+"""Speed of the planner: against the published formulation, on large clusters, and as it grows.
 
     python -m benchmarks.planner clusters [--update docs/planner.md]
     python -m benchmarks.planner methods [--update docs/planner.md]

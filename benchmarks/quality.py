@@ -273,7 +273,7 @@ def print_goals(rows: Sequence[Row]) -> None:
 
 
 def print_divergences(rows: Sequence[Row], setting: Setting) -> None:
-    """How far predictions move, at the budgets where perplexities are too close to tell."""
+    """Print how far predictions move, at the budgets where perplexities are too close to tell."""
     rows = [row for row in rows if row.share > UNRESOLVED]
     if not rows:
         return

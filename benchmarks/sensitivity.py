@@ -1,4 +1,4 @@
-"""Whether sensitivities tell what quantization costs the demo model: by layer, and as a promise.
+"""Tests how well sensitivities predict what quantization costs: by layer, and as a promise.
 
     python -m benchmarks.sensitivity ranks
     python -m benchmarks.sensitivity promise
@@ -81,7 +81,7 @@ def by_inputs(form: VarianceForm) -> Noise:
 
 
 def forms() -> dict[str, Indicator]:
-    """What is compared."""
+    """The forms of the indicator that are compared, by name."""
     groups = VarianceForm(scales="group")
     return {
         "Proposition 2: D_W all weights, one S_W a tensor": VarianceStatistics,

@@ -94,7 +94,7 @@ class Results:
 
 
 def contestant(name: str, case: Case, folder: Path, options: argparse.Namespace) -> Contestant:
-    """Its process, not yet started."""
+    """The process of the contestant `name`, not yet started."""
     environment = {"OMP_NUM_THREADS": str(CORES), "TOKENIZERS_PARALLELISM": "false"}
     if name == VLLM:
         command = [options.vllm_python, "-m", "benchmarks.throughput_vllm"]

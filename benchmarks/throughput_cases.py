@@ -25,12 +25,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As rows of results have it."""
+        """The name of the case in rows of results."""
         return f"{'tiny ' if self.tiny else ''}{self.model} {self.workload}"
 
     @property
     def new_tokens(self) -> int:
-        """Of every prompt."""
+        """Tokens that are generated for every prompt."""
         return 4 if self.tiny else NEW_TOKENS
 
     def lengths(self) -> list[int]:

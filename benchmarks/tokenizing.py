@@ -57,7 +57,7 @@ def rows(count: int, number: int, chat: bool) -> Iterator[Row]:
 
 
 def in_process(folder: Path, given: Iterator[Row]) -> Times:
-    """Of requests made through the process."""
+    """Times of requests that are made through the process."""
     tokenizer = load_tokenizer(folder, Limits(most_tokens=WORKLOAD.prompt_length))
     assert tokenizer is not None
     with closing(tokenizer):
@@ -66,7 +66,7 @@ def in_process(folder: Path, given: Iterator[Row]) -> Times:
 
 
 def in_driver(folder: Path, given: Iterator[Row]) -> Times:
-    """Of token ids made by transformers here."""
+    """Times of token ids that transformers makes in this process."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -122,7 +122,7 @@ class Contestant:
 
     @property
     def pid(self) -> int:
-        """Of its first process."""
+        """The id of its first process."""
         assert self._process is not None
         return self._process.pid
 

@@ -1,4 +1,4 @@
-"""Where the repository's files lie that tests read."""
+"""Paths of the repository's files that tests read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""All that a GPU is needed for to be measured, as one command; see `__main__`."""
+"""Everything that only a GPU can measure, as one command; see `__main__`."""

@@ -66,7 +66,7 @@ def _measure(parts: Sequence[Part], place: Place, output: Path, deadline_s: floa
 
 
 def _machine(place: Place) -> dict[str, Any] | None:
-    """What this machine is; None, with a message, where nothing can be measured on it."""
+    """Describe this machine; None, with a message, where nothing can be measured on it."""
     command = [sys.executable, "-m", "benchmarks.gpu.machine"]
     try:
         done = subprocess.run(

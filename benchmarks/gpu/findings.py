@@ -1,4 +1,4 @@
-"""What a part finds, written to a file as it is found: a part that hangs leaves what it had."""
+"""Findings of a part, each written to a file at once: a part that hangs leaves what it had."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def missing(requirements: Sequence[str], installed: set[str]) -> list[str]:
 
 
 def requirements() -> list[str]:
-    """What all parts together need, by `pyproject.toml`."""
+    """The libraries that all parts together need, by `pyproject.toml`."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [each for name in _EXTRAS for each in project["optional-dependencies"][name]]
     return [*project["dependencies"], *extras, _FOR_TESTS]
@@ -136,7 +136,7 @@ def _completed(path: str) -> str:
 
 
 def _lines(path: str, code: str) -> list[str]:
-    """What Python at `path` prints; nothing where it fails."""
+    """The lines that Python at `path` prints; none where it fails."""
     try:
         done = subprocess.run(
             [path, "-c", code], capture_output=True, text=True, check=True, timeout=_PROBE_LIMIT_S

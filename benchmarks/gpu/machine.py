@@ -1,4 +1,4 @@
-"""What a report was made on, found out in a process of its own: `python -m benchmarks.gpu.machine`.
+"""Describes the machine of a report, in a process of its own: `python -m benchmarks.gpu.machine`.
 
 Prints one line of JSON; `gpu` is null where torch sees none.
 """

@@ -1,4 +1,4 @@
-"""Where a part runs: a GPU, or in a dry run the CPU with small sizes."""
+"""The place where a part runs: a GPU, or in a dry run the CPU with small sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Place:
 
     @property
     def device(self) -> torch.device:
-        """Where to compute."""
+        """The device to compute on."""
         import torch
 
         return torch.device("cpu") if self.dry_run else torch.device("cuda", 0)

@@ -21,7 +21,7 @@ _DRY_RUN = (
 
 @dataclass(frozen=True)
 class PartResult:
-    """What became of a part; `status` is done, failed, timed out or not run.
+    """The result of a part; `status` is done, failed, timed out or not run.
 
     `error` says why it is not done; `findings` is what it wrote, complete or not.
     """
@@ -77,7 +77,7 @@ class Report:
         return replace(empty, results=tuple(PartResult(**each) for each in content["results"]))
 
     def page(self) -> str:
-        """All of it as Markdown."""
+        """The whole report as Markdown."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:

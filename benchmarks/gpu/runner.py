@@ -86,7 +86,7 @@ def child_environment(place: Place) -> dict[str, str]:
 def _exit_code(
     command: Sequence[str], log: Path, limit_s: float, environment: dict[str, str]
 ) -> int | None:
-    """Of `command`, whose whole process group is ended; None where it ran past `limit_s`."""
+    """Run `command`, end its whole process group; return the exit code, None after `limit_s`."""
     with (
         log.open("wb") as stream,
         subprocess.Popen(
@@ -108,7 +108,7 @@ def _exit_code(
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """What is left of the group that `child` leads: first asked, then killed."""
+    """End what is left of the group that `child` leads: ask first, then kill."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -160,7 +160,7 @@ def _parser() -> Parser:
     add("--device_names", nargs="+", metavar="NAME", help="device types: T4 V100")
     add("--device_numbers", nargs="+", type=int, metavar="COUNT", help="how many of each: 3 1")
     add("--address", help="Ray cluster to detect devices on")
-    add("--write_cluster", metavar="FILE", help="write the cluster used as YAML")
+    add("--write_cluster", metavar="FILE", help="write the cluster that was used, as YAML")
     add("--input", help="prompts.jsonl to take the workload from")
     add("--global_bz", "--global_batch", dest="global_batch", type=int, metavar="COUNT",
         help="prompts in one batch (32)")  # fmt: skip
@@ -193,7 +193,8 @@ def _parser() -> Parser:
         nargs="?",
         const="",
         metavar="FILE",
-        help="the front of latency against quality (with --report: in it), also as .svg or .json",
+        help="show the front of latency against quality (with --report in the page); FILE also "
+        "takes it, as .svg or .json",
     )
     return parser
 
@@ -224,11 +225,11 @@ def _add_planning(add: Any) -> None:
         help=f"seconds that a unit of sensitivity is worth ({default.theta:g})",
     )
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
-    add("--omega_file", metavar="FILE", help="sensitivity JSON, of llmpq-indicator")
+    add("--omega_file", metavar="FILE", help="JSON of sensitivities, made by llmpq-indicator")
     add("--group", type=int, help="decide this many layers together (1)")
     add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
     add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
-    add("--method", help="how to solve, or the paper's baselines uniform and pipeedge (auto)")
+    add("--method", help="how to solve, or uniform or pipeedge: baselines of the paper (auto)")
     add("--solver", help="highs, gurobi or cbc (highs)")
     add(
         "--ilp_time_limit",
@@ -251,20 +252,20 @@ def _add_planning(add: Any) -> None:
     add("--all_orders", action="store_const", const=True, help="try every distinct device order")
     add("--profiles", metavar="FILE",
         help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
-    add("--rounding", help=f"of weights while they load: {', '.join(ROUNDINGS)} (nearest)")
+    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} (nearest)")
     add("--kv_bits", type=_kv_bits, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add(
         "--memory_margin",
         type=float,
         metavar="SHARE",
-        help=f"of each GPU's memory, left free ({default.memory_margin:g})",
+        help=f"share of each GPU's memory that is left free ({default.memory_margin:g})",
     )
     add(
         "--strict_profiles",
         action="store_const",
         const=True,
-        help="refuse to plan where a layer's time is not of the profiles",
+        help="refuse to plan where a layer's time does not come from the profiles",
     )
     add("--head", help="stage of the LM head: auto, first or last (auto)")
     add(
@@ -278,15 +279,19 @@ def _add_planning(add: Any) -> None:
 
 
 def _add_goals(add: Any) -> None:
-    add("--max_omega", type=float, help="most summed sensitivity; theta is found")
+    add("--max_omega", type=float, help="largest allowed sum of sensitivities; theta is found")
     add(
         "--max_ppl_delta",
         type=float,
         metavar="X",
-        help="most increase of perplexity over 16 bit, by the points that llmpq-indicator "
-        "--perplexity put into the omega file; theta is found",
+        help="largest allowed increase of perplexity over 16 bit, by the points that "
+        "llmpq-indicator --perplexity put into the omega file; theta is found",
     )
-    add("--max_latency_s", type=float, help="most predicted seconds a batch; theta is found")
+    add(
+        "--max_latency_s",
+        type=float,
+        help="largest allowed predicted seconds a batch; theta is found",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`llmpq-convert`: make a safetensors checkpoint of a `.bin` one, which stages do not read."""
+"""`llmpq-convert`: make a safetensors checkpoint of a `.bin` one, since stages read no `.bin`."""
 
 from __future__ import annotations
 

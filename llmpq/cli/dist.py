@@ -1,4 +1,4 @@
-"""`llmpq-dist`: run a plan over files of prompts on Ray; run again, it goes on."""
+"""`llmpq-dist`: run a plan over files of prompts on Ray; the same command goes on after a stop."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> tuple[Plan, RunOptions]:
-    """The plan and how to run it; raises for options that could not be used wherever they were
-    run.
+    """Return the plan and the options of the run; raises for options that could not be used on any
+    machine.
     """
     chosen = run_options(options)
     output_options(options)

@@ -55,9 +55,13 @@ def dist_parser(description: str | None) -> Parser:
         help="results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on; there must be something to")
+    how.add_argument(
+        "--resume", action="store_true", help="go on; refused where there is nothing to go on with"
+    )
     how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")
-    parser.add_argument("--extend", action="store_true", help="take other rows into the output too")
+    parser.add_argument(
+        "--extend", action="store_true", help="also take rows that the job did not have"
+    )
     parser.add_argument(
         "--retry-errors", "--retry_errors", action="store_true", help="run error rows again"
     )
@@ -66,15 +70,28 @@ def dist_parser(description: str | None) -> Parser:
         "--on_error",
         choices=("continue", "fail"),
         default="continue",
-        help="what the first row that fails does to the others",
+        help="whether the other rows run on after one has failed",
     )
-    add("--shard_rows", type=int, default=SHARD_ROWS, help="results are kept in so many at once")
-    add("--shard_seconds", type=float, default=SHARD_S, help="and at the latest after so long")
-    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add("--shard_rows", type=int, default=SHARD_ROWS, help="results that are committed together")
+    add(
+        "--shard_seconds",
+        type=float,
+        default=SHARD_S,
+        help="seconds after which results are committed at the latest",
+    )
+    add("--model", help="folder or hub id of the weights (the plan's own)")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
-    add("--cache_dir", metavar="DIR", help="packed layers for the next start (the user's cache)")
-    add("--cache_limit_gib", type=float, help="of that folder (100, at most half the free space)")
+    add(
+        "--cache_dir",
+        metavar="DIR",
+        help="folder of packed layers for the next start (the user's cache)",
+    )
+    add(
+        "--cache_limit_gib",
+        type=float,
+        help="most GiB in that folder (100, at most half the free space)",
+    )
     parser.add_argument(
         "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
     )
@@ -82,7 +99,7 @@ def dist_parser(description: str | None) -> Parser:
         "--transport",
         choices=TRANSPORTS,
         default="auto",
-        help="between stages: gloo, Ray's objects, or gloo where it connects (auto)",
+        help="links between stages: gloo, Ray's objects, or gloo where it connects (auto)",
     )
     _add_recovery(parser)
     add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
@@ -99,20 +116,42 @@ def _add_sampling(parser: Parser) -> None:
         "--generation_config",
         choices=GENERATION_CONFIGS,
         default="model",
-        help="sampling that is not set: of the model's generation_config.json, or none (greedy)",
+        help="where unset sampling options come from: generation_config.json, or none (greedy)",
     )
     add("--temperature", type=float, help="0 is greedy (0)")
     add("--top_k", type=int, help="keep the most probable tokens, 0 is off (0)")
     add("--top_p", type=float, help="keep the tokens that make up this probability (1)")
     add("--min_p", type=float, help="keep tokens with this share of the most probable's (0)")
-    add("--repetition_penalty", type=float, help="of tokens of prompt and answer, 1 is off (1)")
-    add("--presence_penalty", type=float, help="of tokens in the answer, -2 to 2 (0)")
-    add("--frequency_penalty", type=float, help="for each time in the answer, -2 to 2 (0)")
-    add("--logit_bias", nargs="+", metavar="ID=BIAS", help="added to logits, -100 to 100")
-    add("--seed", type=int, help="of the random draws (0)")
-    add("--max_new_tokens", type=int, help="at most the plan's (the plan's)")
+    add(
+        "--repetition_penalty",
+        type=float,
+        help="penalty on tokens of prompt and answer, 1 is off (1)",
+    )
+    add(
+        "--presence_penalty",
+        type=float,
+        help="penalty on tokens that are in the answer, -2 to 2 (0)",
+    )
+    add(
+        "--frequency_penalty",
+        type=float,
+        help="penalty on each use of a token in the answer, -2 to 2 (0)",
+    )
+    add(
+        "--logit_bias",
+        nargs="+",
+        metavar="ID=BIAS",
+        help="added to the logits of token ID, -100 to 100",
+    )
+    add("--seed", type=int, help="seed of the random draws (0)")
+    add("--max_new_tokens", type=int, help="tokens to generate, at most the plan's (the plan's)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
-    add("--ignore_eos", action="store_const", const=True, help="generate on after end of sequence")
+    add(
+        "--ignore_eos",
+        action="store_const",
+        const=True,
+        help="do not stop at the end-of-sequence token",
+    )
 
 
 def _add_recovery(parser: Parser) -> None:
@@ -125,16 +164,29 @@ def _add_recovery(parser: Parser) -> None:
         help="when a device is gone: plan for what is left, wait for it, or end",
     )
     add = parser.option
-    add("--retries", type=int, default=default.retries, help="faults of a row until it is suspect")
-    add("--hang_s", type=float, default=default.hang_s, help="without progress, then a restart")
-    add("--replace_s", type=float, default=default.replace_s, help="a lost device is waited for")
+    add("--retries", type=int, default=default.retries, help="faults that make a row a suspect")
     add(
-        "--row_s", type=float, default=default.row_s, help="for chat template and tokens of one row"
+        "--hang_s",
+        type=float,
+        default=default.hang_s,
+        help="seconds without progress before a restart",
+    )
+    add(
+        "--replace_s",
+        type=float,
+        default=default.replace_s,
+        help="seconds to wait for a lost device",
+    )
+    add(
+        "--row_s",
+        type=float,
+        default=default.row_s,
+        help="seconds that chat template and tokenizer may take for one row",
     )
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:
-    """Options of the run; raises `SpecError` for values out of range."""
+    """Return the options of the run; raises `SpecError` for values out of range."""
     given = {name: getattr(options, name) for name in _RUN_OPTIONS if name in options}
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
@@ -142,7 +194,7 @@ def run_options(options: argparse.Namespace) -> RunOptions:
 
 
 def output_options(options: argparse.Namespace) -> OutputOptions:
-    """Options of the output; raises `SpecError` for impossible sizes of shards."""
+    """Return how results are written; raises `SpecError` for impossible sizes of shards."""
     rows, seconds = options.shard_rows, options.shard_seconds
     if rows < 1 or not 0 < seconds < float("inf"):
         raise SpecError(
@@ -153,7 +205,7 @@ def output_options(options: argparse.Namespace) -> OutputOptions:
 
 
 def _bias(pairs: Sequence[str]) -> Mapping[str, float]:
-    """The bias by token id, from words such as `50256=-100`."""
+    """Read the bias by token id from words such as `50256=-100`."""
     bias = {}
     for pair in pairs:
         token, _, value = pair.partition("=")

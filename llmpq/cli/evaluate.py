@@ -20,7 +20,7 @@ from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
 from quant.scheme import ROUNDINGS
 
-_RULES = (Rule(("rounding",), "a plan has its own; leave it out", without=("bits",)),)
+_RULES = (Rule(("rounding",), "a plan has its own rounding; leave it out", without=("bits",)),)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
 
 
 def _bitwidths(text: str) -> list[int]:
-    """Bitwidths from `4` or `3,3,4,…`."""
+    """Read bitwidths from `4` or `3,3,4,…`."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
@@ -122,13 +122,13 @@ def _error(value: float | None) -> str:
 
 
 def _runs(bitwidths: Sequence[int]) -> str:
-    """Runs of equal bits in layer order: `4x7 3x5`."""
+    """Write runs of equal bits in layer order: `4x7 3x5`."""
     runs = [(bits, len(list(group))) for bits, group in groupby(bitwidths)]
     return " ".join(f"{bits}x{count}" for bits, count in runs)
 
 
 def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
-    """Sentences about what another device's kernels would do that was not done here."""
+    """Yield sentences about what another device's kernels would do that was not done here."""
     for result in results:
         for backend, layers in result.represented.items():
             yield (
@@ -141,7 +141,7 @@ def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """Ascending numbers as ranges: `0-3, 7`."""
+    """Write ascending numbers as ranges: `0-3, 7`."""
     by_run = groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])
     runs = [[layer for _, layer in group] for _, group in by_run]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
@@ -165,7 +165,7 @@ def _parser() -> Parser:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="plans of llmpq-algo, of one model",
+        help="plans of llmpq-algo, all of one model",
     )
     add(
         "--bits",
@@ -178,9 +178,9 @@ def _parser() -> Parser:
         "--rounding",
         default=ROUNDINGS[0],
         choices=ROUNDINGS,
-        help="of weights for --bits; a plan has its own",
+        help="how weights are rounded for --bits; a plan has its own",
     )
-    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add("--model", help="folder or hub id of the weights (the plan's own)")
     add(
         "--text",
         nargs="+",
@@ -193,9 +193,9 @@ def _parser() -> Parser:
         "--sequence_length",
         type=int,
         metavar="TOKENS",
-        help=f"of a window ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+        help=f"length of a window ({SEQUENCE_LENGTH}, or all positions of a model with fewer)",
     )
-    add("--max_tokens", type=int, metavar="COUNT", help="use no more of the text (all of it)")
+    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the text to use (all)")
     add("--device", default=AUTO, help="auto, cpu or cuda")
     add("--dtype", default=AUTO, help="auto (each stage's own), float32, bfloat16 or float16")
     add("--json", metavar="FILE", help="write the figures as JSON")

@@ -29,7 +29,7 @@ from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, Variance
 _RULES = (
     Rule(
         ("rounding", "scheme", "scales"),
-        "it is of the variance indicator; leave it out, or use --method variance",
+        "it is an option of the variance indicator; leave it out, or use --method variance",
         beside="method",
         values=("hessian", "random"),
     ),
@@ -46,7 +46,7 @@ _RULES = (
         values=("random",),
         without=("perplexity",),
     ),
-    Rule(("max_tokens",), "it is of the held-out text", without=("perplexity",)),
+    Rule(("max_tokens",), "it limits the held-out text; leave it out", without=("perplexity",)),
 )
 
 
@@ -176,9 +176,14 @@ def _parser() -> Parser:
         "--rounding",
         choices=ROUNDINGS,
         default=default.form.rounding,
-        help="of the weights, for the variance indicator (Theorem 1)",
+        help="how weights are rounded, for the variance indicator (Theorem 1)",
     )
-    add("--scheme", choices=SCHEMES, default=default.form.scheme, help="of its scales S_W")
+    add(
+        "--scheme",
+        choices=SCHEMES,
+        default=default.form.scheme,
+        help="how its scales S_W are formed",
+    )
     add(
         "--scales",
         choices=SCALES,
@@ -191,20 +196,25 @@ def _parser() -> Parser:
         "--sequence_length",
         type=int,
         metavar="TOKENS",
-        help=f"of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
     )
-    add("--seed", type=int, default=default.seed, help="for the draw of sequences, and for random")
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        help="seed of the draw of sequences, and of random",
+    )
     add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="to compute in: auto, float32, bfloat16 or float16")
+    add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
     add(
         "--perplexity",
         nargs="+",
         action="extend",
         default=[],
         metavar="FILE",
-        help="held-out text: measure perplexities on it too, for llmpq-algo --max_ppl_delta",
+        help="held-out text to measure perplexities on too, for llmpq-algo --max_ppl_delta",
     )
-    add("--max_tokens", type=int, metavar="COUNT", help="use no more of the held-out text")
+    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
     return parser
 
 

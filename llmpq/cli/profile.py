@@ -161,12 +161,17 @@ def _parser() -> Parser:
     add, space = parser.option, DesignSpace()
     add("--model", required=True, help="folder, config.json, built-in name (opt-30b) or hub id")
     add("-o", "--output", dest="output", required=True, metavar="FILE",
-        help="CSV to write, with one of loading and one of links beside it; what they have already "
-        "is not measured again")  # fmt: skip
+        help="CSV of layer times to write, with one of loading and one of links beside it; what "
+        "the files have already is not measured again")  # fmt: skip
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=BITWIDTHS, help="bitwidths")
     add("--cluster", metavar="FILE", help="cluster YAML: one Ray task for each kind of device")
     add("--address", help="Ray cluster to measure on; without it this machine is measured")
-    add("--threads", type=int, metavar="COUNT", help="of a CPU (all that this process may use)")
+    add(
+        "--threads",
+        type=int,
+        metavar="COUNT",
+        help="threads of a CPU (all that this process may use)",
+    )
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--batch_sizes", nargs="+", type=int, metavar="COUNT",
         help=f"requests of a micro-batch ({' '.join(map(str, space.batch_sizes))})")  # fmt: skip
@@ -181,12 +186,12 @@ def _parser() -> Parser:
         "--rounds",
         type=int,
         default=100,
-        help="passes of each workload, fewer of long ones and of those that agree",
+        help="most passes of each workload; long ones, and those whose times agree, take fewer",
     )
-    add("--budget_s", type=float, default=600.0, help="seconds for each device")
+    add("--budget_s", type=float, default=600.0, help="seconds to spend on each device")
     parser.add_argument("--layers_only", action="store_true",
         help="measure neither loading nor hops between stages")  # fmt: skip
-    add("--seed", type=int, default=0, help="of the order, the weights and the inputs")
+    add("--seed", type=int, default=0, help="seed of the order, the weights and the inputs")
     return parser
 
 

@@ -19,7 +19,9 @@ SEQUENCE_LENGTH = 2048
 """Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
 
 DAMPING = 0.01
-"""As in Frantar et al., section 3.3; equal to `quant.gptq.rounding.DAMPING`, which needs torch."""
+"""The share of Frantar et al., section 3.3. `quant.gptq.rounding.DAMPING` is equal, but needs
+torch.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +111,7 @@ def _parser() -> Parser:
     add("--strat_file_name", "--plan", metavar="FILE", help="plan of llmpq-algo, whose bits to use")
     add("--bits", nargs="+", type=int, choices=(3, 4, 8, 16), metavar="BITS",
         help="without a plan: 3, 4, 8 or 16 for all layers, or one for each")  # fmt: skip
-    add("--model", help="folder or hub id of the weights, where not the plan's own")
+    add("--model", help="folder or hub id of the weights (the plan's own)")
     add(
         "--calibration",
         nargs="+",
@@ -120,18 +122,23 @@ def _parser() -> Parser:
     )
     add("-o", "--output", dest="output", required=True, metavar="FOLDER", help="folder to make")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    add("--sequences", type=int, default=SEQUENCES, help="of the text to calibrate on")
+    add(
+        "--sequences",
+        type=int,
+        default=SEQUENCES,
+        help="how many sequences of the text to calibrate on",
+    )
     add(
         "--sequence_length",
         type=int,
         metavar="TOKENS",
-        help=f"({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
     )
-    add("--seed", type=int, default=0, help="of the choice of sequences")
+    add("--seed", type=int, default=0, help="seed of the choice of sequences")
     parser.add_argument(
         "--symmetric",
         action="store_true",
-        help="zeros in the middle, as Marlin kernels ask",
+        help="put the zero point in the middle, as Marlin kernels require",
     )
     parser.add_argument(
         "--no-act-order",
@@ -139,11 +146,15 @@ def _parser() -> Parser:
         dest="act_order",
         action="store_false",
         default=argparse.SUPPRESS,
-        help="round columns in their order, not those with the largest inputs first",
+        help="round columns in their order instead of those with the largest inputs first",
     )
     add("--damping", type=float, default=DAMPING, help="share of the mean diagonal of X^T X")
     add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="auto (float32, on a GPU its 16-bit type), or by name")
+    add(
+        "--dtype",
+        default=AUTO,
+        help="auto (float32, or on a GPU its 16-bit type), float32, bfloat16 or float16",
+    )
     return parser
 
 

@@ -42,12 +42,18 @@ _NOT_FOUND = (126, 127)
 _RULES = (
     Rule(
         ("no_wait", "follow_job", "stop_job"),
-        "it is for jobs of a Ray cluster; name the cluster's address",
+        "it is only for jobs of a Ray cluster; give the cluster's address",
         without=("submit",),
     ),
-    Rule(("follow_job",), "they are for one job at a time; give one of them", beside="stop_job"),
+    Rule(
+        ("follow_job",),
+        "only one job is followed or stopped at a time; give one of them",
+        beside="stop_job",
+    ),
     *(
-        Rule(("no_wait",), "that starts no job to wait for; leave it out", beside=beside)
+        Rule(
+            ("no_wait",), "no job is started that could be waited for; leave it out", beside=beside
+        )
         for beside in ("follow_job", "stop_job")
     ),
 )
@@ -57,8 +63,8 @@ _PLAN, _INPUT = "plan.json", "input"
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """Where to run: `address` of the dashboard, None to run here; whether to `wait` for the job;
-    the id of a job to `follow` or to `stop` in place of starting one.
+    """Options that say where to run: `address` of the dashboard (None: here), whether to `wait` for
+    the job, and the id of a job to `follow` or to `stop` in place of starting one.
     """
 
     address: str | None
@@ -72,13 +78,23 @@ def submit_parser() -> Parser:
     parser = Parser(prog="llmpq-dist", add_help=False)
     group = parser.add_argument_group("as a job of a Ray cluster")
     group.add_argument(
-        "--submit", metavar="URL", help="run there: http://HEAD:8265; --address is not needed"
+        "--submit",
+        metavar="URL",
+        help="run as a job of this cluster: http://HEAD:8265; --address is not needed",
     )
     group.add_argument(
-        "--no-wait", "--no_wait", action="store_true", help="print the job's id and leave"
+        "--no-wait",
+        "--no_wait",
+        action="store_true",
+        help="print the job's id and do not wait for its end",
     )
     group.add_argument("--follow-job", "--follow_job", metavar="ID", help="show a job's log")
-    group.add_argument("--stop-job", "--stop_job", metavar="ID", help="end a job in good order")
+    group.add_argument(
+        "--stop-job",
+        "--stop_job",
+        metavar="ID",
+        help="stop a job after it has committed what is finished",
+    )
     return parser
 
 
@@ -175,12 +191,12 @@ def _path_parser() -> Parser:
     """The parser of the options with paths, on this machine or on the cluster."""
     parser = Parser(prog="llmpq-dist", add_help=False)
     add = parser.option
-    add("--strat_file_name", "--plan", help="travels")
-    add("--input", nargs="+", help="travels where it is relative")
+    add("--strat_file_name", "--plan", help="travels with the job")
+    add("--input", nargs="+", help="travels with the job where it is relative")
     add("--cluster", help="checked here")
     add("--address", help="the job's own cluster")
     for name in ("--output", "--model", "--trace", "--cache_dir"):
-        add(name, help="of the cluster")
+        add(name, help="path on the cluster")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Which Python a GPU is measured with."""
+"""Choice of the Python that a GPU is measured with."""
 
 from __future__ import annotations
 

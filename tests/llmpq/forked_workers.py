@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 _MOST_BYTES = 1 << 20
-"""Of a worker's arguments and environment."""
+"""Most bytes of a worker's arguments and environment."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 LIMIT_S = 120.0
 AGENTS = {"DashboardAgent", "RuntimeEnvAgent"}
-"""Of Ray; where GCS is gone too they try for a minute to tell it so, and then end."""
+"""Ray's agents; where GCS is gone too they try to reach it for a minute, and then end."""
 
 
 def children_of(root: int) -> set[int]:

@@ -17,10 +17,10 @@ HOSTILE: tuple[Any, ...] = (
     "\x1b]0;owned\x07", "\x1b[2J", "[bold red]", "<script>alert(1)</script>", "\ud800", "\x00",
     "x" * 5000, "é" * 300, [], {}, [[]], [1, 2, 3], [None], {"a": 1}, {"": {}}, [[1, 2], [3, 4]],
 )  # fmt: skip
-"""What a field is replaced by; no nesting, which is made anew each time."""
+"""Values that replace a field; nested ones are made anew each time."""
 
 DEPTHS = (50, 500, 980, 20_000)
-"""Of nested lists; Python's limit is 1,000."""
+"""Depths of nested lists; Python's limit is 1,000."""
 
 TOKENS = (
     b"../../", b"/etc/passwd", b"\x00", b"\xff\xfe", b"\xed\xa0\x80", b"\x1b[31m", b"NaN", b"-1",

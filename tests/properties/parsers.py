@@ -81,7 +81,7 @@ from tests.properties.tables import (
 )
 
 MESSAGE_CHARACTERS = 2000
-"""At most, of one error: what somebody else wrote must not fill a log."""
+"""Most characters of one error: what somebody else wrote must not fill a log."""
 
 
 @dataclass(frozen=True)

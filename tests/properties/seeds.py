@@ -205,7 +205,7 @@ def config_seeds() -> tuple[bytes, ...]:
 
 
 FOLDER_BYTES = 1 << 18
-"""Of the weights of `folder_seeds`, all zeros."""
+"""Bytes of the weights of `folder_seeds`, which are all zeros."""
 
 
 @cache

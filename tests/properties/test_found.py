@@ -1,4 +1,4 @@
-"""What `benchmarks.fuzz` and the property tests found, one input each."""
+"""Inputs that `benchmarks.fuzz` and the property tests found, one for each fault."""
 
 from __future__ import annotations
 

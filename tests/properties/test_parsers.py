@@ -33,7 +33,7 @@ _SHARES = (24, pytest.param(4, marks=pytest.mark.rare))
 """One in so many of the hostile values for each field of a plan: all of them take a minute."""
 
 _EXAMPLES = (25, pytest.param(150, marks=pytest.mark.rare))
-"""Of each parser."""
+"""Examples of each parser."""
 
 DEPTHS = (50, *(pytest.param(n, marks=pytest.mark.rare) for n in (200, 900)), 990, 3000, 100_000)
 """Around Python's limit of 1,000, and far beyond."""

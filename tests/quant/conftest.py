@@ -1,4 +1,4 @@
-"""What several tests of `quant` share."""
+"""Fixtures that several tests of `quant` share."""
 
 from __future__ import annotations
 

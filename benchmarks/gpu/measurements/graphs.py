@@ -1,4 +1,4 @@
-"""What CUDA graphs would bring: a stage's decode step as the runtime makes it, and replayed.
+"""Gain of CUDA graphs: a stage's decode step as the runtime makes it, and replayed.
 
 The whole OPT-1.3b-like model is one stage: embedding, layers, final norm and LM head, without
 sampling. *as it runs*: addresses in the KV cache are made and copied to the GPU at each step.
@@ -56,7 +56,7 @@ class DecodeStep:
         return self._logits(self._context())
 
     def addresses_kept(self) -> Tensor:
-        """The same without copies from the host."""
+        """Logits of the same step, without copies from the host."""
         return self._logits(self._kept)
 
     def _context(self) -> RaggedContext:

@@ -70,7 +70,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all cases of a part share; `copy_rate` in bytes a second, read and written."""
+    """Settings that all cases of a part share; `copy_rate` in bytes a second, read and written."""
 
     findings: Findings
     table: Table
@@ -156,7 +156,7 @@ def _measure_rows(bench: _Bench, case: _Case, rows: int, setting: Setting) -> No
 
 
 def wrong(result: Result, dtype: torch.dtype) -> str | None:
-    """What is wrong with the output that `result` was taken of, computed in `dtype`; else None."""
+    """Describe what is wrong with the output behind `result`, computed in `dtype`; else None."""
     limit = _ERRORS_IN_UNITS * torch.finfo(dtype).eps
     if result.backend in ROUNDS_ACTIVATIONS:
         limit = _ERROR_OF_ROUNDED

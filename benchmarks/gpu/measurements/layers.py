@@ -91,7 +91,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
 
 
 def profile_of(place: Place) -> Path | None:
-    """What this part has measured, if it has."""
+    """The profile that this part has measured, None where it has not."""
     path = place.kept / PROFILE
     return path if path.exists() else None
 

@@ -118,7 +118,7 @@ def one_device(place: Place) -> ClusterSpec:
 def plans(
     spec: ClusterSpec, folder: Path, workload: Workload
 ) -> Iterator[tuple[str, PlanSpec, ClusterSpec]]:
-    """What to run, each with its name and the cluster it was planned for."""
+    """The plans to run, each with its name and the cluster it was planned for."""
     layers = model_shape(folder).layers
     uniform = {bits: fixed_plan(spec, folder, workload, [bits] * layers) for bits in BITWIDTHS}
     for bits in reversed(BITWIDTHS):
@@ -142,7 +142,7 @@ def fixed_plan(
 
 
 def predicted(spec: ClusterSpec, plan: PlanSpec, workload: Workload, profile: Path) -> Prediction:
-    """What the profile predicts of `plan`."""
+    """Predict `plan` by the profile."""
     bitwidths = plan.stages[0].bitwidths
     options = PlanOptions(theta=0.0, bits=tuple(set(bitwidths)), profiles=profile)
     shape = model_shape(plan.model.source)
@@ -183,7 +183,7 @@ def measure(plan: PlanSpec, folder: Path, place: Place) -> Measured:
 
 
 def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request]) -> Measured:
-    """All requests through the stages."""
+    """Run all requests through the stages."""
     pipeline = TimedPipeline(stages)
     scheduler = StaticScheduler(QueueSizes.of(plan), len(stages))
     scheduler.add(requests, last=True)
@@ -196,7 +196,7 @@ def one_pass(plan: PlanSpec, stages: Sequence[Stage], requests: Sequence[Request
 
 
 def _described(plan: PlanSpec) -> str:
-    """Of a plan for little memory: how many layers have which bits."""
+    """Describe a plan for little memory: how many layers have which bits."""
     counts = {bits: plan.stages[0].bitwidths.count(bits) for bits in BITWIDTHS}
     return "planned: " + ", ".join(f"{n} at {bits}" for bits, n in counts.items() if n)
 

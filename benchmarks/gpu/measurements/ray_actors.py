@@ -43,7 +43,7 @@ from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
 
 TRANSPORTS: tuple[Transport, ...] = tuple(t for t in get_args(Transport) if t != "auto")
 SHARE = 0.45
-"""Of the GPU's memory for each of the two."""
+"""Share of the GPU's memory that each of the two gets."""
 TINY, PROMPTS, PROMPT, NEW_TOKENS = "opt", 6, 9, 12
 
 

@@ -1,4 +1,4 @@
-"""What a stage's answer raises: Ray's errors by the stage they are of, the user's own bare."""
+"""Errors that a stage's answer raises: Ray's name the stage, the user's own come unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Ray resources a stage asks for, out of what clusters offer."""
+"""Ray resources that a stage asks for, out of those that clusters offer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether stages live, of pretend stages by a pretend clock."""
+"""Signs of life and of progress, with pretend stages and a pretend clock."""
 
 from __future__ import annotations
 

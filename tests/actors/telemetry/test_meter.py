@@ -1,4 +1,4 @@
-"""What a stage notes of itself, by a clock that the test moves."""
+"""Counters and times of a stage, by a clock that the test moves."""
 
 from __future__ import annotations
 

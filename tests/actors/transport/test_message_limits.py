@@ -1,4 +1,4 @@
-"""What a message says of itself is held against the plan before memory is taken for it."""
+"""Sizes that a message states are checked against the plan before memory is taken for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read for a plan and with one, through the commands: exit codes and messages, no Ray."""
+"""Inputs of planning, and plans, given to the commands: exit codes and messages, without Ray."""
 
 from __future__ import annotations
 

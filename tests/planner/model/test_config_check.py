@@ -1,4 +1,4 @@
-"""What a `config.json` may say: no less strict than transformers, and right for models in use."""
+"""Checks of `config.json`: no less strict than transformers, and right for models in use."""
 
 from __future__ import annotations
 

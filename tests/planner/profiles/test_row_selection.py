@@ -1,4 +1,4 @@
-"""Where times come from is said, and why rows of a profile are not used; strict plans refuse."""
+"""Plans say where times come from and why profile rows are not used; strict ones refuse."""
 
 from __future__ import annotations
 

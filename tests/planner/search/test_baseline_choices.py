@@ -1,4 +1,4 @@
-"""What the baselines of LLM-PQ section 6.1 choose, against trying every order and size."""
+"""Choices of the baselines of LLM-PQ section 6.1, against trying every order and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits is planned and what is named as a remedy fits, against trying every possibility."""
+"""Models that fit are planned, and named remedies fit: against trying every possibility."""
 
 from __future__ import annotations
 

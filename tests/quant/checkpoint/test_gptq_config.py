@@ -1,4 +1,4 @@
-"""What is read of a checkpoint's quantization, and what is refused."""
+"""Fields of a checkpoint's quantization that are read, and those that are refused."""
 
 from __future__ import annotations
 
