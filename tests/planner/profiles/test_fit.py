@@ -230,7 +230,7 @@ def test_bad_csv_is_named_with_line(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_missing_csv(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="profile .* cannot be read"):
+    with pytest.raises(SpecError, match=r"profile .* cannot be read"):
         read_profiles(tmp_path / "none.csv")
 
 
