@@ -1,4 +1,4 @@
-"""Workloads refuse what is no batch."""
+"""Workloads refuse sizes that are no batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what codes lose, what attention makes of it, and what a model does."""
+"""Keys and values in 8 bits: the error of the codes, of attention with them, and of a model."""
 
 from __future__ import annotations
 

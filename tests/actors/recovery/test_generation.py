@@ -1,4 +1,4 @@
-"""Generating through faults with pretend stages: what is replayed, halved, suspected, given up."""
+"""Generation through faults, with pretend stages: replays, halved batches, suspects, lost rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair and replay of pretend stages by a pretend clock: what dies, hangs and fails, and when."""
+"""Repair and replay of pretend stages that die, hang and fail, by a pretend clock."""
 
 from __future__ import annotations
 

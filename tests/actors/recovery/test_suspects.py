@@ -1,4 +1,4 @@
-"""The ledger of a run against pretend stages that die of some rows, and at random."""
+"""The ledger of a run, with pretend stages that some rows kill, and that die at random."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of different dtypes: what crosses a border is converted once, to the receiver's type."""
+"""Stages of different dtypes: hidden states are converted once, to the type of the receiver."""
 
 from __future__ import annotations
 

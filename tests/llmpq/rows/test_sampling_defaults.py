@@ -1,4 +1,4 @@
-"""Whose sampling holds: what is set, else what the model's generation_config.json says."""
+"""Sampling defaults: options that are set hold, else those of generation_config.json."""
 
 from __future__ import annotations
 

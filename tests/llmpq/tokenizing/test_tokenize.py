@@ -1,4 +1,4 @@
-"""Rows to requests: chat templates, limits of a row, and text cut at stop strings."""
+"""Requests made of rows: chat templates, limits of a row, and text cut at stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: figures against plain loops, answers against trying all plans."""
+"""Explanations of plans: figures against plain loops, answers against trying all plans."""
 
 from __future__ import annotations
 

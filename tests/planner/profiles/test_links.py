@@ -1,4 +1,4 @@
-"""Measured hops: the line fitted to them, what the planner makes of it, and bad files."""
+"""Measured hops: the line fitted to them, its use by the planner, and bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured loading: rows that come back, and what they say of a plan."""
+"""Measured loading: rows written and read again, and the loading time of a plan by them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Omega files of other hands: plain arrays, the prototype's order of columns, what is refused."""
+"""Omega files of other programs: plain arrays, the prototype's order of columns, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on orders that are not made, against those of every order that is."""
+"""Bounds on orders that have not been made, against those of every order that has."""
 
 from __future__ import annotations
 

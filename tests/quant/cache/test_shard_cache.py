@@ -1,4 +1,4 @@
-"""The folder of packed layers: what comes back, who may write, what goes, and what may be wrong."""
+"""The folder of packed layers: reading, writers at once, removal of old files, and faults."""
 
 from __future__ import annotations
 
