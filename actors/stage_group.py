@@ -21,7 +21,7 @@ from actors.processes.placement import place
 from actors.processes.reservation import Reservation
 from actors.processes.stage_actor import StageActor
 from actors.recovery.generation import Generation
-from actors.recovery.linking import LinkOptions, StagePipeline
+from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger

@@ -8,8 +8,8 @@ from functools import partial
 
 from actors.processes.answers import StageAnswers
 from actors.recovery.faults import Loss, StoppedRun, lost_by
-from actors.recovery.linking import StagePipeline
 from actors.recovery.liveness import OverdueError, wait_for
+from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
 from actors.recovery.restarting import StageRestart
 from actors.recovery.stopping import RunStopper

@@ -10,8 +10,8 @@ from ray.exceptions import RayTaskError
 
 from actors.processes.health import Heartbeat
 from actors.recovery.faults import HangError
-from actors.recovery.linking import StagePipeline
 from actors.recovery.liveness import LivenessCheck, OverdueError, wait_for
+from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import EventReporter, Recovery
 from quant.common.errors import DeviceError, DeviceLostError
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from ray import ObjectRef
 
 from actors.recovery.faults import HangError, Loss, StoppedRun
-from actors.recovery.linking import StagePipeline
 from actors.recovery.liveness import LivenessCheck, OverdueError, wait_for
+from actors.recovery.pipeline import StagePipeline
 from quant.common.errors import StageLostError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ prefill and decode; sum P_j and sum D_j add up all stages:
 
 The floors are the slowest transfers (LLM-PQ eq. 7). Exact search, integer programme, relaxation,
 heuristics, offloading estimate and explanation all read this form. A new objective is a function
-that gives its coefficients, and an entry in `OBJECTIVES`.
+that gives its coefficients, an entry in `OBJECTIVES`, and its name in `problem.Objective`.
 """
 
 from __future__ import annotations

@@ -60,14 +60,15 @@ def free_port() -> int:
 
 @contextmanager
 def ray_head() -> Iterator[Head]:
-    """A head of two CPUs. Its temporary folder is its own: the jobs of a head join the Ray that
-    was started last with the same one.
+    """A head of two CPUs. Its temporary folder is its own, by Ray's variable for it: the jobs of a
+    head join the Ray that was started last with the same one.
     """
     folder = Path(tempfile.mkdtemp(prefix="llmpq-ray-"))  # short: Ray's sockets lie in it
     token = folder / "auth_token"
     token.write_text(TOKEN)
     token.chmod(0o600)
     environment = os.environ | {
+        "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
@@ -78,7 +79,7 @@ def ray_head() -> Iterator[Head]:
     dashboard = free_port()
     command = [RAY, "start", "--head", "--block", "--num-cpus=2", f"--port={free_port()}"]
     command += ["--include-dashboard=true", f"--dashboard-port={dashboard}"]
-    command += [f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder / 'ray'}"]
+    command += [f"--dashboard-agent-listen-port={free_port()}"]
     process = subprocess.Popen(
         command,
         env=environment,

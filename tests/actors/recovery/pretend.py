@@ -15,7 +15,7 @@ from actors.messages import Chunk, Finished, Request, Sampling
 from actors.processes.answers import StageDiedError
 from actors.processes.health import BatchFailure, Heartbeat, RunReport
 from actors.recovery.generation import Generation
-from actors.recovery.linking import LinkOptions, StagePipeline
+from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
