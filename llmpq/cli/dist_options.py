@@ -42,6 +42,19 @@ def dist_parser(description: str | None) -> Parser:
     parser = Parser(prog="llmpq-dist", description=description, parents=[submit_parser()])
     add = parser.option
     add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
+    _add_files(parser)
+    _add_stages(parser)
+    _add_recovery(parser)
+    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
+    parser.add_argument(
+        "--show-plan", "--show_plan", action="store_true", help="print the plan first"
+    )
+    _add_sampling(parser)
+    return parser
+
+
+def _add_files(parser: Parser) -> None:
+    add = parser.option
     add(
         "--input",
         required=True,
@@ -79,6 +92,10 @@ def dist_parser(description: str | None) -> Parser:
         default=SHARD_S,
         help="seconds after which results are committed at the latest",
     )
+
+
+def _add_stages(parser: Parser) -> None:
+    add = parser.option
     add("--model", help="folder or hub id of the weights (the plan's own)")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
@@ -101,13 +118,6 @@ def dist_parser(description: str | None) -> Parser:
         default="auto",
         help="links between stages: gloo, Ray's objects, or gloo where it connects (auto)",
     )
-    _add_recovery(parser)
-    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
-    parser.add_argument(
-        "--show-plan", "--show_plan", action="store_true", help="print the plan first"
-    )
-    _add_sampling(parser)
-    return parser
 
 
 def _add_sampling(parser: Parser) -> None:
