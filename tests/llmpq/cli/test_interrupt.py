@@ -83,7 +83,11 @@ def test_an_interrupt_keeps_results_and_frees_everything(
 
 
 @pytest.mark.parametrize(
-    ("victim", "named"), [("raylet", "raylet"), ("gcs_server", "control service (GCS)")]
+    ("victim", "named"),
+    [
+        ("raylet", "raylet"),
+        pytest.param("gcs_server", "control service (GCS)", marks=pytest.mark.rare),
+    ],
 )
 def test_a_local_run_that_loses_its_ray_says_so_and_ends(
     job: list[str],

@@ -79,6 +79,7 @@ def test_the_plain_form_plans_runs_and_reports(head: Head, tmp_path: Path) -> No
     assert all(r["token_ids"] and r["text"] is not None for r in results.values() if not r["error"])
 
 
+@pytest.mark.rare  # `test_interrupt.py` stops a run, `test_submit.py` a job that is made up
 def test_stopped_while_it_runs_then_submitted_again(
     head: Head, plan_file: str, tmp_path: Path
 ) -> None:

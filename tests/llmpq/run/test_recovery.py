@@ -86,7 +86,7 @@ def test_stages_that_die_or_hang_are_started_again_and_no_token_differs(
     options = GroupOptions(
         cache=CacheSettings(str(tmp_path)),
         transport="gloo",
-        recovery=Recovery(hang_s=2.0),
+        recovery=Recovery(hang_s=5.0),  # two cores may be busy with other tests for a while
         on_event=recorder.events.append,
     )
     with StageGroup(plan.spec, str(tiny[0]), options) as group:
@@ -159,6 +159,7 @@ def test_micro_batches_are_halved_until_they_fit(
     )
 
 
+@pytest.mark.rare  # over gloo it dies above
 def test_a_first_stage_that_dies_is_replaced_over_ray_too(
     faulty: tuple[StageGroup, list[RecoveryEvent]], undisturbed: dict[str, tuple[int, ...]]
 ) -> None:
