@@ -80,7 +80,9 @@ def become_worker(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(word.split("=", 1) for word in words[int(count) :])
     os.chdir(folder)
+    layer = numba.config.THREADING_LAYER
     numba.config.reload_config()  # it has read its variables where they were others
+    numba.config.THREADING_LAYER = layer  # OpenMP's would set torch's threads too
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
