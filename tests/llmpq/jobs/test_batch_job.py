@@ -28,8 +28,8 @@ network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0}
 """
 PROMPTS = 10
-LONG = 120
-"""Rows of the job that is stopped; every second one is long, so that it lasts."""
+LONG = 300
+"""Rows of the job that is stopped; every second one is long, so that it lasts until then."""
 
 
 @pytest.fixture(scope="module")
