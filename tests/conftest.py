@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+# A shell that starts tests in the background has them ignore SIGINT, and so all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 """What this process and those it starts take for the user's cache folder."""
