@@ -38,7 +38,7 @@ class Sampling:
 
     `temperature=0` is greedy. `top_k=0`, `top_p=1` and `min_p=0` keep every token. Draws are keyed
     by `seed`, the request's `custom_id` and the position, so they do not depend on how requests are
-    batched. `max_new_tokens=None` means the plan's `new_tokens`.
+    batched. `max_new_tokens=None` means the limit that the plan has for such.
 
     `repetition_penalty` (1: none) counts the tokens of the prompt and the generated ones, as in
     transformers; `presence_penalty` and `frequency_penalty` (0: none) count the generated ones, as

@@ -84,11 +84,11 @@ class StageGroup:
         self._plan = plan
         self._checkpoint = checkpoint
         self._options = options
-        sizes = plan.micro_batches
+        prefill_tokens, decode_requests = plan.timed_sizes
         self._telemetry = replace(
             options.telemetry,
-            prefill_tokens=sizes.prefill * plan.workload.prompt_length,
-            decode_requests=sizes.decode,
+            prefill_tokens=max(1, round(prefill_tokens)),
+            decode_requests=max(1, round(decode_requests)),
         )
         self._reservation: Reservation | None = None
         self.stages = tuple(
@@ -107,6 +107,7 @@ class StageGroup:
         )
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
         self._ledger: RequestLedger | None = None
+        self._generation: Generation | None = None
 
     def __enter__(self) -> StageGroup:
         """Place and load all stages; on any error nothing stays behind."""
@@ -183,7 +184,18 @@ class StageGroup:
         """
         recovery = self._options.recovery
         self._ledger = RequestLedger(requests, recovery.retries, recovery.restarts)
-        return Generation(self._repair, self._ledger).results()
+        self._generation = Generation(self._repair, self._ledger)
+        return self._generation.results()
+
+    def tokens_in_flight(self) -> dict[str, int]:
+        """Return the number of new tokens of each request in a KV slot, a second ago or so."""
+        return {} if self._generation is None else self._generation.tokens_in_flight
+
+    def halt(self) -> tuple[Finished, ...]:
+        """Stop the last `generate`, which must not be asked on; return what had finished and was
+        not given out. `unfinished` has the rest, for another group.
+        """
+        return () if self._generation is None else self._generation.halt()
 
     def unfinished(self) -> tuple[Request, ...]:
         """Return the requests that the last `generate` took from its iterable and did not give out,

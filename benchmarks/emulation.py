@@ -74,8 +74,8 @@ class Played:
     new_tokens: int
 
 
-def write_stand_in(folder: Path) -> None:
-    """A LLaMA of one tiny layer with room for the paper's requests."""
+def write_stand_in(folder: Path, positions: int = 1024) -> None:
+    """A LLaMA of one tiny layer with room for requests of so many tokens, at least the paper's."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -84,7 +84,7 @@ def write_stand_in(folder: Path) -> None:
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,

@@ -1,10 +1,12 @@
-"""The pictures of the README, made from real commands: a plan's batch, and a run in the terminal.
+"""The pictures of the README and of `docs/planner.md`, made from real commands: the planning of a
+job, its first seconds, and a run in the terminal.
 
     python -m benchmarks.pictures [--folder docs]
 
-`plan.svg` is the simulated batch of OPT-30b on `cluster_specs/t4_v100_a100.yaml`, as `--trace`
-draws it; `planning.svg` is what `llmpq-algo` prints of that plan. `run.svg` is what `llmpq-dist`
-shows of the demo batch: one moment of the run, and its end.
+`planning.svg` is what `llmpq-algo` prints of a job of OPT-30b on `cluster_specs/t4_v100_a100.yaml`,
+`in_flight.svg` the curve of that plan over prompts in flight. `plan.svg` is the beginning of a job
+of few slots and short answers on the same cluster, as `--trace` draws it. `run.svg` is what
+`llmpq-dist` shows of the demo job: one moment of the run, and its end.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from llmpq import Plan
+from llmpq.report import write_curve
+
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = 120
+COLUMNS = 130
 SPECS = ROOT / "cluster_specs"
 _REDRAWN = re.compile(r"\r?(?:\x1b\[(?:2K|1A|\?25[lh])\r?)+")
 _IN_SLOTS = re.compile(r"queued, (\d+) in")
-_PLAN = "--model opt-30b --global_bz 16 --s 512 --n 10"
+_JOB = "--model opt-30b --cluster cluster_specs/t4_v100_a100.yaml --prompts 3000 --s 512"
+_PLAN = f"{_JOB} --n 100"
+_FIRST_FILLS = f"{_JOB} --n 10 --in_flight 16 --theta 1"  # few enough passes to be told apart
 
 
 def shown(module: str, arguments: list[str]) -> str:
@@ -58,11 +65,13 @@ def save(path: Path, command: str, output: str) -> None:
 
 
 def plan_pictures(folder: Path) -> None:
-    """Write `plan.svg` and `planning.svg`."""
-    cluster = "cluster_specs/t4_v100_a100.yaml"
-    arguments = [*_PLAN.split(), "--cluster", cluster, "--trace", str(folder / "plan.svg")]
-    text = shown("llmpq.cli.algo", arguments)
-    save(folder / "planning.svg", f"llmpq-algo {_PLAN} --cluster {cluster}", text)
+    """Write `planning.svg`, `in_flight.svg` and `plan.svg`."""
+    with tempfile.TemporaryDirectory() as aside:
+        plan = f"{aside}/plan.json"
+        text = shown("llmpq.cli.algo", [*_PLAN.split(), "-o", plan])
+        write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
+    save(folder / "planning.svg", f"llmpq-algo {_PLAN} -o plan.json", text)
+    shown("llmpq.cli.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
 
 
 def run_picture(folder: Path) -> None:
@@ -86,7 +95,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     plan_pictures(folder)
     run_picture(folder)
-    print(f"plan.svg, planning.svg and run.svg are in {folder}")
+    print(f"planning.svg, in_flight.svg, plan.svg and run.svg are in {folder}")
 
 
 if __name__ == "__main__":

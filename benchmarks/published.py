@@ -114,13 +114,13 @@ def _add_memory(programme: pulp.LpProblem, problem: AssignmentProblem, placed: P
 def _add_objective(programme: pulp.LpProblem, problem: AssignmentProblem, placed: Placed) -> None:
     """Eq. 4-8, in units of the objective's size."""
     form, scale_s = latency_form(problem), typical_objective_s(problem) / OBJECTIVE_UNITS
-    each_s = problem.prefill_s + form.decode_each * problem.decode_s
+    each_s = form.prefill_each * problem.prefill_s + form.decode_each * problem.decode_s
     cost = problem.theta * problem.sensitivity
     terms = [
         float((each_s[j, b] + cost[i, b]) / scale_s) * variable
         for (i, j, b), variable in placed.items()
     ]
-    constant_s = form.constant_s + problem.fixed_prefill_s.sum()
+    constant_s = form.constant_s + form.prefill_each * problem.fixed_prefill_s.sum()
     constant_s += form.decode_each * problem.fixed_decode_s.sum()
     terms.append(programme.add_variable("constant", constant_s / scale_s, constant_s / scale_s))
     prefill, decode = (programme.add_variable(f"slowest_{index}", 0) for index in range(2))

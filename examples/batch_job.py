@@ -1,4 +1,5 @@
-"""A batch as a Ray job: plan for the devices of the cluster it runs on, generate, write results.
+"""A job of prompts as a Ray job: plan for the devices of the cluster it runs on, generate, write
+results.
 
     ray job submit --address http://HEAD:8265 --working-dir . \
         --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}' -- \

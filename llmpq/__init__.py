@@ -4,7 +4,18 @@ from actors.messages import Sampling
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
 from llmpq.rows.results import Result
-from planner.workload import Workload
+from llmpq.workload.input_job import InputJob, job_of_input
+from planner.workload import Job, Workload
 from quant.common.errors import LlmpqError
 
-__all__ = ["Cluster", "LlmpqError", "Plan", "Result", "Sampling", "Workload"]
+__all__ = [
+    "Cluster",
+    "InputJob",
+    "Job",
+    "LlmpqError",
+    "Plan",
+    "Result",
+    "Sampling",
+    "Workload",
+    "job_of_input",
+]

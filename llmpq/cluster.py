@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
+from llmpq.workload.input_job import InputJob, LongRows
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import refuse_ignored
-from planner.options import FRONT_RULES, PlanOptions
-from planner.search.front import FrontPoint, trace_front
+from planner.options import AUTO, FRONT_RULES, PlanOptions
+from planner.plan.spec import PlanSpec
 from planner.search.search import find_priced_plan
-from planner.workload import Workload
+from planner.search.tradeoffs.front import FrontPoint, trace_front
+from planner.workload import Job, Workload
+from quant.common.errors import InfeasibleError
 
 
 class Cluster:
@@ -50,27 +54,53 @@ class Cluster:
         """The cluster as the text of a cluster file."""
         return self.spec.to_yaml()
 
-    def plan(self, model: str | Path, workload: Workload, **options: object) -> Plan:
-        """The best plan for `model` (folder, config.json, built-in name or hub id) and `workload`.
+    def plan(
+        self, model: str | Path, workload: Workload | Job | InputJob, **options: object
+    ) -> Plan:
+        """The best plan for `model` (folder, config.json, built-in name or hub id) and `workload`:
+        one batch, a job of many prompts, or that of files (`job_of_input`).
 
-        `options` are the fields of `PlanOptions`: `theta`, `bits`, `dtype`, `objective`, `method`,
-        `solver`, `group`, … Raises `SpecError` for what cannot be planned as asked and
-        `InfeasibleError` when it does not fit.
+        `options` are the fields of `PlanOptions`: `quality`, `in_flight`, `theta`, `bits`, `dtype`,
+        `objective`, `method`, `solver`, `group`, … Raises `SpecError` for what cannot be planned as
+        asked and `InfeasibleError` when it does not fit.
         """
         shape, chosen = checked_shape(model), PlanOptions.of(options)
-        found = find_priced_plan(self.spec, shape, str(model), workload, chosen)
-        return Plan(found.plan, found.costs)
+        ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        found = find_priced_plan(self.spec, shape, str(model), ordinary, chosen)
+        plan = found.plan
+        if isinstance(workload, InputJob) and workload.long_rows is not None:
+            plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
+        return Plan(plan, found.costs)
+
+    def _long_plan(self, model: str | Path, long: LongRows, chosen: PlanOptions) -> PlanSpec:
+        """The plan of long rows; sizes that were fixed for the others are open again."""
+        chosen = replace(chosen, in_flight=AUTO, prefill_micro_batch=None, decode_micro_batch=None)
+        try:
+            return find_priced_plan(
+                self.spec, checked_shape(model), str(model), long.job, chosen
+            ).plan
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"{long.rows.count} rows much longer than the others ({long.rows.shown}) cannot be "
+                f"planned: {error}; or take them out of the input"
+            ) from error
 
     def pareto(
-        self, model: str | Path, workload: Workload, most_points: int = 12, **options: object
+        self,
+        model: str | Path,
+        workload: Workload | Job | InputJob,
+        most_points: int = 12,
+        **options: object,
     ) -> tuple[FrontPoint, ...]:
         """The front of latency against quality, fastest first; options and errors as in `plan`.
 
-        It has the plans of all thetas, so `theta` and bounds are refused.
+        It has the plans of all thetas, so `theta`, `quality` and bounds are refused. Of a job with
+        long rows it is the front of the others.
         """
         refuse_ignored({"pareto": True, **options}, FRONT_RULES)
-        chosen = PlanOptions.of(options)
-        return trace_front(self.spec, checked_shape(model), workload, chosen, most_points)
+        chosen, shape = PlanOptions.of(options), checked_shape(model)
+        ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        return trace_front(self.spec, shape, ordinary, chosen, most_points)
 
 
 def _warned(spec: ClusterSpec) -> ClusterSpec:

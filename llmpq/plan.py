@@ -24,7 +24,7 @@ from planner.explanation.rebuilt_costs import rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
 from planner.micro_batches import MicroBatches
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
-from planner.search.front import FrontPoint
+from planner.search.tradeoffs.front import FrontPoint
 from planner.simulation.gantt import write_gantt
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
@@ -89,7 +89,8 @@ class Plan:
         return stage_limits(planned_assignment(self.spec, self.costs))
 
     def trace(self, path: str | Path) -> None:
-        """Write the simulated batch: an `.svg` Gantt picture, else JSON for Perfetto or Chrome.
+        """Write the simulated batch, or the first fills of a job's slots: an `.svg` Gantt picture,
+        else JSON for Perfetto or Chrome.
 
         Raises `SpecError` where it cannot be written, and as `costs`.
         """
@@ -122,7 +123,7 @@ class Plan:
 
     @property
     def predicted(self) -> Prediction:
-        """Predicted seconds and tokens per second of one global batch."""
+        """Predicted seconds and tokens per second of the batch or the whole job."""
         return self.spec.predicted
 
     @property

@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.messages import StageStats
+from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
 from llmpq.run.summary import RunSummary
 from planner.explanation.explain import StageLimits
 from planner.phases import PHASES, Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
-from planner.search.front import FrontPoint
+from planner.search.tradeoffs.front import FrontPoint
 from quant.common.units import GIB, MIB
 
 
@@ -46,11 +47,9 @@ def plan_table(plan: PlanSpec, limits: Sequence[StageLimits] = ()) -> Renderable
 
 
 def _headline(plan: PlanSpec) -> str:
-    w = plan.workload
     return (
-        f"{plan.model.name} on {plan.cluster}: {w.global_batch} prompts of {w.prompt_length} "
-        f"tokens, {w.new_tokens} new; micro-batches {plan.micro_batches.prefill} (prefill), "
-        f"{plan.micro_batches.decode} (decode)"
+        f"{plan.model.name} on {plan.cluster}: {what_is_planned(plan)}; micro-batches "
+        f"{plan.micro_batches.prefill} (prefill), {plan.micro_batches.decode} (decode)"
     )
 
 
@@ -79,10 +78,11 @@ def _bits(stage: StagePlan) -> str:
 
 
 def _notes(plan: PlanSpec) -> list[str]:
-    p, s = plan.predicted, plan.solver
+    s = plan.solver
     lines = [
-        f"predicted: {p.latency_s:.4g} s a batch, {p.tokens_per_s:.4g} tokens/s "
-        f"(prefill {p.prefill_s:.4g} s, decode {p.decode_s:.4g} s); * slowest stage of a phase",
+        *(answer.text for answer in job_answers(plan)),
+        *job_remarks(plan),
+        f"predicted: {_predicted(plan)}; * slowest stage of a phase",
         f"solver: {s.method} with {s.solver}, {s.status}, gap {s.gap:.2%}, {s.seconds:.2f} s for "
         f"{s.candidates} orders and micro-batches ({s.solved} solved); theta {s.theta:g}, "
         f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
@@ -94,6 +94,20 @@ def _notes(plan: PlanSpec) -> list[str]:
         lines.append(f"not used: {', '.join(plan.unused_devices)}")
     lines += [_beside(plan, baseline) for baseline in plan.baselines if baseline.name == "uniform"]
     return lines
+
+
+def _predicted(plan: PlanSpec) -> str:
+    """Seconds and tokens per second; of the two phases where they follow one another."""
+    p = plan.predicted
+    text = f"{p.latency_s:.4g} {_seconds_of(plan.job is not None)}, {p.tokens_per_s:.4g} tokens/s"
+    if plan.job is not None:
+        return text
+    return f"{text} (prefill {p.prefill_s:.4g} s, decode {p.decode_s:.4g} s)"
+
+
+def _seconds_of(is_job: bool) -> str:
+    """What a latency is of, as the head of a column."""
+    return "s for the job" if is_job else "s a batch"
 
 
 def _times(plan: PlanSpec) -> list[str]:
@@ -123,8 +137,9 @@ def _beside(plan: PlanSpec, baseline: Baseline) -> str:
     if baseline.latency_s is None:
         return f"{baseline.name}: does not fit at any bitwidth"
     ratio = baseline.latency_s / plan.predicted.latency_s
+    seconds = f"{baseline.latency_s:.4g} {_seconds_of(plan.job is not None)}"
     return (
-        f"{baseline.name} ({baseline.bitwidth} bit): {baseline.latency_s:.4g} s a batch, "
+        f"{baseline.name} ({baseline.bitwidth} bit): {seconds}, "
         f"sensitivity {baseline.sensitivity:.4g}; this plan is {ratio:.2f} times as fast"
     )
 
@@ -133,7 +148,8 @@ def comparison_table(plan: PlanSpec) -> RenderableType:
     """The plan beside the paper's baselines for the same cluster."""
     table = Table(title="comparison", title_justify="left", title_style="bold")
     table.add_column("scheme")
-    for name in ("bits", "s a batch", "tokens/s", "sensitivity", "plan is faster by"):
+    seconds = _seconds_of(plan.job is not None)
+    for name in ("bits", seconds, "tokens/s", "sensitivity", "plan is faster by"):
         table.add_column(name, justify="right")
     p = plan.predicted
     used = sorted({bits for stage in plan.stages for bits in stage.bitwidths})
@@ -153,10 +169,10 @@ def comparison_table(plan: PlanSpec) -> RenderableType:
     return table
 
 
-def front_table(points: Sequence[FrontPoint]) -> RenderableType:
-    """The Pareto front, fastest first."""
+def front_table(points: Sequence[FrontPoint], is_job: bool = False) -> RenderableType:
+    """The Pareto front, fastest first; `is_job`: of plans for a whole job."""
     table = Table(title="latency against quality", title_justify="left", title_style="bold")
-    for name in ("theta", "s a batch", "tokens/s", "sensitivity", "bits a layer"):
+    for name in ("theta", _seconds_of(is_job), "tokens/s", "sensitivity", "bits a layer"):
         table.add_column(name, justify="right")
     for point in points:
         table.add_row(
@@ -177,12 +193,13 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
         "planned", "weights", "KV cache",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "device" else "right")
+    stages_s = summary.seconds if summary.stages_s is None else summary.stages_s
     for stage, stats in zip(plan.stages, summary.stages, strict=False):
         table.add_row(
             str(stage.index),
             stage.device,
             _seconds(stats.busy_s),
-            f"{stats.busy_s / summary.seconds:.0%}" if summary.seconds else "",
+            f"{stats.busy_s / stages_s:.0%}" if stages_s else "",
             str(stats.micro_batches),
             *(
                 text
@@ -194,9 +211,11 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
         )
     answered = summary.prompts - summary.errors
     rate = f", {answered / summary.seconds:.3g} prompts/s" if summary.seconds else ""
+    planned = summary.planned_tokens_per_s
+    beside = "" if planned is None else f", planned {planned:.1f}"
     lines = [
         f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
-        f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s{rate} "
+        f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s{beside}{rate} "
         f"(loading {summary.load_s:.1f} s)",
         *map(str, slow_stages(plan, summary.stages)),
     ]

@@ -16,6 +16,10 @@ from quant.common.errors import SpecError
 
 NEIGHBOURHOOD = 2  # decode sizes lie within this factor of the even share
 
+MOST_PREFILL_TOKENS = 8192
+"""Tokens of a job's prefill micro-batches: with more of them no GPU computes any faster, while
+decode steps wait longer."""
+
 
 @dataclass(frozen=True)
 class MicroBatches:
@@ -38,6 +42,19 @@ def micro_batch_pairs(global_batch: int, stages: int) -> tuple[MicroBatches, ...
         )
     sizes = _round_sizes(global_batch)
     return _with_prefill_sizes(global_batch, _decode_sizes(global_batch, stages, sizes), sizes)
+
+
+def pairs_of_job(in_flight: int, stages: int, prompt_length: float) -> tuple[MicroBatches, ...]:
+    """The pairs worth solving for in a job, prefill sizes ascending.
+
+    As the number in flight is free too, decode sizes other than its even share add little. Prefill
+    sizes are powers of two up to that, and it; beyond one request they have at most
+    `MOST_PREFILL_TOKENS` tokens of prompts of the mean `prompt_length`.
+    """
+    decode = -(-in_flight // stages)
+    most = min(decode, max(1, int(MOST_PREFILL_TOKENS // prompt_length)))
+    sizes = {1 << power for power in range(most.bit_length())} | {most}
+    return tuple(MicroBatches(prefill, decode) for prefill in sorted(sizes))
 
 
 def pairs_up_to(global_batch: int, most: int) -> tuple[MicroBatches, ...]:

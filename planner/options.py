@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner.optimiser.problem import Objective
 from planner.optimiser.solve import METHODS
@@ -15,6 +15,8 @@ from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
+Quality = Literal["high", "balanced", "fast"]
+QUALITIES: tuple[Quality, ...] = ("high", "balanced", "fast")
 HEADS = ("auto", "first", "last")
 AUTO = "auto"
 KV_CHOICES = (*KV_BITWIDTHS, AUTO)
@@ -28,6 +30,21 @@ BASELINE_METHODS = tuple(name for name, method in METHODS.items() if method.is_b
 SOLVER_METHODS = tuple(name for name, method in METHODS.items() if method.takes_solver)
 
 PLAN_RULES = (
+    Rule(
+        ("quality",),
+        "theta is the price of quality in seconds, by which plans are ranked; give one of them",
+        beside="theta",
+    ),
+    *(
+        Rule(("quality",), "the bound says what is wanted; give one of them", beside=bound)
+        for bound in BOUNDS
+    ),
+    Rule(
+        ("quality",),
+        "the paper's baselines decide without it; leave it out, or use method auto",
+        beside="method",
+        values=BASELINE_METHODS,
+    ),
     *(
         Rule(("theta",), "it is found so that the bound holds; give one of them", beside=bound)
         for bound in BOUNDS
@@ -77,7 +94,7 @@ FRONT_RULES = (
         values=BASELINE_METHODS,
     ),
     Rule(
-        ("theta", *BOUNDS),
+        ("theta", "quality", *BOUNDS),
         "the front has the plans of all thetas and bounds; leave it out, or ask for one plan too "
         "(report)",
         beside="pareto",
@@ -91,7 +108,11 @@ FRONT_RULES = (
 class PlanOptions:
     """The options of one plan.
 
-    - `theta`: seconds that a unit of sensitivity is worth.
+    - `quality`: `fast` is the plan of most tokens per second, `high` the one of least summed
+      sensitivity among those at most a tenth slower, `balanced` gives up speed where that pays by
+      far (`planner.search.qualities`). Where nothing else is said it is `balanced`.
+    - `theta`: seconds that a unit of sensitivity is worth, in place of `quality`.
+    - `in_flight`: requests of a job that are in flight at once; `auto` decides.
     - `bits`: bitwidths to choose from.
     - `dtype`: compute and 16-bit storage type; `auto` picks one per device.
     - `objective`, `method`, `solver`: how plans are ranked and found (`planner.optimiser`).
@@ -108,8 +129,9 @@ class PlanOptions:
       taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
       is refused where a time is not from the profiles.
     - `prefill_micro_batch`, `decode_micro_batch`: fix a size instead of searching it.
-    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for each search over
-      device orders and micro-batch sizes, after which the best plan so far is taken.
+    - `ilp_time_limit`: seconds for each solve. `search_time_limit`: seconds for the search over
+      device orders, micro-batch sizes and numbers in flight, after which the best plan so far is
+      taken; all searches for a plan of a quality or within a bound together have so many.
     - `relative_gap`: the accepted distance from the optimum.
     - `rounding`: how stages round weights while they load (`quant.rounding`); no figure of the plan
       depends on it.
@@ -118,7 +140,9 @@ class PlanOptions:
     - `memory_margin`: the share of each GPU's memory that is left free.
     """
 
-    theta: float = 1.0
+    theta: float | None = None
+    quality: Quality | None = None
+    in_flight: int | str = AUTO
     bits: tuple[int, ...] = BITWIDTHS
     dtype: str = "auto"
     objective: Objective = "pipeline"
@@ -152,7 +176,15 @@ class PlanOptions:
         rules: dict[str, tuple[bool, str]] = {
             "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
             "dtype": (self.dtype in ("auto", *DTYPE_BYTES), f"auto or one of {list(DTYPE_BYTES)}"),
-            "theta": (0 <= self.theta < float("inf"), "a finite number of at least 0"),
+            "theta": (
+                self.theta is None or 0 <= self.theta < float("inf"),
+                "a finite number of at least 0",
+            ),
+            "quality": (self.quality in (None, *QUALITIES), f"one of {list(QUALITIES)}"),
+            "in_flight": (
+                self.in_flight == AUTO or (isinstance(self.in_flight, int) and self.in_flight >= 1),
+                "auto or a whole number of at least 1",
+            ),
             "head": (self.head in HEADS, f"one of {list(HEADS)}"),
             "max_omega": (self.max_omega is None or self.max_omega >= 0, "at least 0"),
             "max_latency_s": (
@@ -195,3 +227,11 @@ class PlanOptions:
 def kv_bits_of(options: PlanOptions) -> int:
     """Bits of keys and values; `auto` counts as 16, which is tried first."""
     return FULL_BITS if options.kv_bits == AUTO else int(options.kv_bits)
+
+
+def quality_of(options: PlanOptions) -> Quality | None:
+    """The quality that is wanted; None where theta, a bound or a baseline's method decides."""
+    bounded = any(getattr(options, name) is not None for name in BOUNDS)
+    if options.theta is not None or bounded or options.method in BASELINE_METHODS:
+        return None
+    return options.quality or "balanced"

@@ -37,7 +37,7 @@ class Generation:
         self._ledger = ledger
         self._streams: deque[ObjectRefGenerator] = deque()
         self._run = 0
-        self._check: LivenessCheck
+        self._check = self._new_check()
 
     def results(self) -> Iterator[tuple[Finished, ...]]:
         """Yield what finished, each request once, and nothing where the source pauses.
@@ -59,11 +59,30 @@ class Generation:
                 continue
             yield from self._recover(caught)
 
+    def _new_check(self) -> LivenessCheck:
+        hang_s = self._recovery.hang_s
+        return LivenessCheck(self._pipeline.stages, self._answers, hang_s, needs_progress=True)
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        """The number of new tokens of each request in a slot, a second ago or so."""
+        latest = self._check.tokens
+        if latest is None or latest.run != self._run:
+            return {}
+        return {custom_id: len(tokens) for custom_id, tokens in latest.slots.values()}
+
+    def halt(self) -> tuple[Finished, ...]:
+        """Stop the run for good and note the tokens of what is in flight; return what had finished
+        and was not given out. May be called while `results` waits to be asked on.
+        """
+        stopped = self._repair.stop_run({})
+        finished = self._ledger.finish(self._left_in_streams())
+        self._note_progress(stopped)
+        return finished
+
     def _turn(self) -> Iterator[tuple[Finished, ...]]:
         self._run = self._pipeline.next_run()
-        self._check = LivenessCheck(
-            self._pipeline.stages, self._answers, self._recovery.hang_s, needs_progress=True
-        )
+        self._check = self._new_check()
         self._streams.clear()
         for chunk in self._chunks():
             if chunk is None:

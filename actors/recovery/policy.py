@@ -14,7 +14,9 @@ FaultKind = Literal["died", "hung", "failed", "memory", "broken"]
 """A process that died or hung, a micro-batch that failed or found too little memory, a link that
 broke."""
 
-EventKind = FaultKind | Literal["waiting", "given up", "replanned", "tokenizer"]
+EventKind = (
+    FaultKind | Literal["waiting", "given up", "replanned", "tokenizer", "long rows", "drift"]
+)
 
 
 @dataclass(frozen=True)

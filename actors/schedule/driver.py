@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from actors.messages import Finished, MicroBatch, Sampled, TokenIds
 from actors.schedule.scheduler import Scheduler
-from planner.simulation.schedule import UNDER_WAY_PER_STAGE
+from planner.schedule.static import UNDER_WAY_PER_STAGE
 
 
 class Pipeline(Protocol):

@@ -22,14 +22,7 @@ from actors.messages import (
     TokenIds,
 )
 from actors.schedule.scheduler import QueueSizes
-
-REFILL_SHARE = 4
-"""In a pipeline newcomers are prefilled once a quarter of the slots is free, until no slot is.
-
-A prefill keeps the decode steps behind it waiting and leaves a bubble, which prefills that follow
-at once share; waiting for more free slots would leave decode steps emptier. Of shares from 1/32 to
-1, 1/4 lost least in simulations of random lengths with 2 to 4 stages and prefills as long as 6 to
-20 steps."""
+from planner.schedule.static import refill_from
 
 
 @dataclass(eq=False)
@@ -66,8 +59,7 @@ class StaticScheduler:
         slots = sizes.slots
         self._prefill_micro_batch = sizes.prefill_micro_batch
         self._decode_micro_batch = sizes.decode_micro_batch
-        share = max(1, slots // REFILL_SHARE)
-        self._refill_from = share if stages > 1 else min(share, sizes.prefill_micro_batch)
+        self._refill_from = refill_from(slots, sizes.prefill_micro_batch, stages)
         self._refills = True  # set while newcomers are prefilled: until no slot is free
         self._waiting: deque[Request] = deque()
         self._closed = False

@@ -149,8 +149,9 @@ def _end_done(tally: Tally) -> int:
 def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
-    if run.sampling.note:
-        _say(run.sampling.note)
+    for note in (run.sampling.note, run.sampling.limit_note):
+        if note:
+            _say(note)
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
@@ -161,7 +162,7 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
         return EXIT_FAILED
     job.finish()
     if run.summary is not None:
-        console(stderr=True).print(summary_table(run.plan, run.summary))
+        console(stderr=True).print(summary_table(run.summary.plan or run.plan, run.summary))
     errors = run.rows.errors + tally.resumed_errors
     if first is not None:
         _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")

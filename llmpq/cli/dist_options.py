@@ -11,7 +11,7 @@ from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
-from llmpq.run.options import CACHE_RULE, SAMPLING_OPTIONS, RunOptions
+from llmpq.run.options import CACHE_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
 from quant.common.errors import SpecError
 
@@ -45,6 +45,7 @@ def dist_parser(description: str | None) -> Parser:
     _add_files(parser)
     _add_stages(parser)
     _add_recovery(parser)
+    _add_drift(parser)
     add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
     parser.add_argument(
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
@@ -192,6 +193,22 @@ def _add_recovery(parser: Parser) -> None:
         type=float,
         default=default.row_s,
         help="seconds that chat template and tokenizer may take for one row",
+    )
+
+
+def _add_drift(parser: Parser) -> None:
+    default = RunOptions()
+    parser.option(
+        "--drift",
+        type=float,
+        default=default.drift,
+        help="share by which tokens/s and lengths may differ from the plan before the run says so",
+    )
+    parser.add_argument(
+        "--replan",
+        choices=REPLANS,
+        default=default.replan,
+        help="when they differ by more: plan again and switch if that saves time, or only say so",
     )
 
 

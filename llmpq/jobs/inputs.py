@@ -150,14 +150,6 @@ def _row(content: bytes | Mapping[str, Any] | str, place: str) -> Row | BadRow:
     return row_from_mapping(content, place)
 
 
-def read_rows(path: Path) -> tuple[Row | BadRow, ...]:
-    """All rows of a file, a folder or a glob; `InputError` where there are none."""
-    rows = tuple(placed.row for placed in JobInput.find([path]).rows())
-    if not rows:
-        raise no_prompts(str(path))
-    return rows
-
-
 def no_prompts(source: str) -> InputError:
     """An error for an input without rows."""
     return InputError(

@@ -1,6 +1,7 @@
-"""Plans with their reasons as pages, and Pareto fronts as pictures, that need only a browser."""
+"""Plans with their reasons as pages, fronts and curves as pictures, that need only a browser."""
 
-from llmpq.report.front import write_front
 from llmpq.report.page import report_page, write_report
+from llmpq.report.pictures.curve import write_curve
+from llmpq.report.pictures.front import write_front
 
-__all__ = ["report_page", "write_front", "write_report"]
+__all__ = ["report_page", "write_curve", "write_front", "write_report"]

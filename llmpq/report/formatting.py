@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from quant.common.units import GIB, KIB, MIB
 
 MINUS, SPACE = "−", "\N{NO-BREAK SPACE}"
+
+
+class _Units(NamedTuple):
+    """Two units of time: `ratio` small ones of `small_s` seconds make a large one; a time of at
+    least `most` small ones is told in larger units.
+    """
+
+    large: str
+    small: str
+    ratio: int
+    small_s: float
+    most: float
+
+
+_DURATIONS = (
+    _Units("min", "s", 60, 1, 3600),
+    _Units("h", "min", 60, 60, 24 * 60),
+    _Units("d", "h", 24, 3600, math.inf),
+)
 
 DIGITS = 9  # of a value that is worth writing; what follows is the rounding of sums
 
@@ -40,6 +62,26 @@ def change(value: float, least: float = 0.0) -> str:
 def size_change(count: float) -> str:
     """A difference in bytes with its sign."""
     return ("+" if count > 0 else "") + size(count)
+
+
+def duration(value: float) -> str:
+    """Seconds as people say them, in two units at most: "16 min 20 s", "3 h 5 min", "2 d 1 h"."""
+    if value < 59.5:
+        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+    fits = (each for each in _DURATIONS if round(value / each.small_s) < each.most)
+    unit = next(fits, _DURATIONS[-1])
+    whole, rest = divmod(round(value / unit.small_s), unit.ratio)
+    return f"{whole:,} {unit.large}" + (f" {rest} {unit.small}" if rest else "")
+
+
+def count(number_of: int) -> str:
+    """A number of things, thousands apart."""
+    return f"{number_of:,}"
+
+
+def per_second(value: float) -> str:
+    """Tokens per second: whole ones from 100 on."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def percent(share: float) -> str:

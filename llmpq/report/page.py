@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.report.formatting import rate, seconds
-from llmpq.report.front import Chart, Front, front_of
+from llmpq.report.job_answers import Answer, job_answers, job_remarks
 from llmpq.report.layer_reasons import ReasonGroup, reason_groups
+from llmpq.report.pictures.curve import JobCurve, curve_of
+from llmpq.report.pictures.front import Chart, Front, front_of
+from llmpq.report.pictures.schedule import Picture, schedule_pictures
 from llmpq.report.rendering import render
-from llmpq.report.schedule import Picture, schedule_pictures
 from llmpq.report.sentences import (
     bottlenecks,
     layer_sentence,
@@ -23,7 +25,7 @@ from llmpq.report.sentences import (
 from llmpq.report.what_if import ChangedPlan, changed_plans
 from planner.explanation.explain import Explanation, StageLimits
 from planner.plan.spec import Baseline, PlanSpec
-from planner.search.front import FrontPoint
+from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import InputError, LlmpqError
 from quant.common.whole_file import write_whole
 
@@ -44,11 +46,25 @@ class Explained:
 
 
 @dataclass(frozen=True)
+class JobPart:
+    """The part of the page that a plan for a whole job has."""
+
+    answers: Sequence[Answer]
+    remarks: Sequence[str]
+    curve: JobCurve | None
+
+
+@dataclass(frozen=True)
 class Page:
-    """All that the templates show, under the names that they use."""
+    """All that the templates show, under the names that they use.
+
+    `whole`: what the seconds of the plan are of.
+    """
 
     plan: PlanSpec
+    whole: str
     summary: str
+    job: JobPart | None
     link_lines: Sequence[Sequence[str]]
     baselines: Sequence[Baseline]
     explained: Explained | None
@@ -65,14 +81,16 @@ def report_page(
     """The plan as an HTML document.
 
     Without an explanation the reasons and the schedule are missing, and the page says so, with the
-    error that says why. `front`: as `planner.search.front.trace_front` finds it; by default the
-    plans for other thetas of the explanation.
+    error that says why. `front`: as `planner.search.tradeoffs.front.trace_front` finds it; by
+    default the plans for other thetas of the explanation.
     """
     explanation = reasons if isinstance(reasons, Explanation) else None
     found = front_of(plan, explanation, front)
     page = Page(
         plan=plan,
+        whole="batch" if plan.job is None else "job",
         summary=f"{summary(plan)} {bottlenecks(plan)}",
+        job=_job(plan),
         link_lines=_link_lines(plan, explanation),
         baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
         explained=_explained(plan, explanation) if explanation else None,
@@ -81,6 +99,12 @@ def report_page(
         chart=Chart(found.points, found.present) if found and len(found.points) > 1 else None,
     )
     return render("page.html.j2", **vars(page))
+
+
+def _job(plan: PlanSpec) -> JobPart | None:
+    """The job with its answers; None for a plan of one batch that no other one beats."""
+    answers, remarks = job_answers(plan), job_remarks(plan)
+    return JobPart(answers, remarks, curve_of(plan)) if answers or remarks else None
 
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
@@ -97,7 +121,7 @@ def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
         },
         reason_groups=reason_groups(explanation.layers, least_s),
         layer_sentences=layer_sentences(explanation.layers, devices, least_s),
-        pictures=schedule_pictures(explanation.simulated, devices),
+        pictures=schedule_pictures(explanation.simulated, devices, plan.job is not None),
         limits=explanation.stages,
         changed_plans=changed_plans(answers.given, plan.stages, least_s),
         not_asked=[question(each, plan.stages) for each in answers.left_out],

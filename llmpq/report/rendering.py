@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 FILTERS = (
     formatting.change,
+    formatting.count,
+    formatting.duration,
     formatting.layer_numbers,
     formatting.listed,
     formatting.number,
     formatting.percent,
+    formatting.per_second,
     formatting.plural,
     formatting.seconds,
     formatting.size,
@@ -29,16 +32,21 @@ FILTERS = (
 
 
 def render(template: str, **values: object) -> str:
-    """The text of a template in `templates/`, with `values` under their names."""
+    """The text of a template of the page or of a picture, with `values` under their names."""
     return _environment().get_template(template).render(values)
 
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # planning alone needs none
+    from jinja2 import (  # planning alone needs none
+        ChoiceLoader,
+        Environment,
+        PackageLoader,
+        StrictUndefined,
+    )
 
     environment = Environment(
-        loader=PackageLoader("llmpq.report"),
+        loader=ChoiceLoader([PackageLoader(f"llmpq.report{room}") for room in ("", ".pictures")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from llmpq.report.formatting import (
     change,
+    count,
+    duration,
     layer_span,
     listed,
     number,
+    per_second,
     percent,
     plural,
     seconds,
@@ -16,6 +19,7 @@ from llmpq.report.formatting import (
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Answer, Question
+from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
@@ -34,13 +38,30 @@ def summary(plan: PlanSpec) -> str:
         f"{bits.count(each)} of {plural(len(bits), 'layer')} at {each} bit"
         for each in sorted(set(bits), reverse=True)
     ]
+    where = (
+        f"{plan.model.name} runs on {plural(len(plan.stages), 'device')} of {plan.cluster}, with "
+        f"{listed(shares)}."
+    )
+    if plan.job is not None:
+        return f"{where} {_job_summary(plan, plan.job)}"
     batch = plural(w.global_batch, "prompt")
     return (
-        f"{plan.model.name} runs on {plural(len(plan.stages), 'device')} of {plan.cluster}, with "
-        f"{listed(shares)}. A batch of {batch} of {plural(w.prompt_length, 'token')} with "
+        f"{where} A batch of {batch} of {plural(w.prompt_length, 'token')} with "
         f"{plural(w.new_tokens, 'new token')} each should take {seconds(p.latency_s)}, which is "
         f"{number(p.tokens_per_s)} new tokens per second: {seconds(p.prefill_s)} until every "
         f"prompt has its first token, {seconds(p.decode_s)} for the others."
+    )
+
+
+def _job_summary(plan: PlanSpec, job: JobForecast) -> str:
+    """A sentence on how long a whole job takes, and how it is run."""
+    lengths = job.job.lengths
+    return (
+        f"{count(job.job.prompts)} prompts of {lengths.mean_prompt:,.0f} tokens with "
+        f"{lengths.mean_output:,.0f} new tokens in the mean should take {duration(job.seconds)}, "
+        f"which is {per_second(job.tokens_per_s)} new tokens per second. "
+        f"{count(plan.workload.global_batch)} are in flight at once: where one is done, the next "
+        "takes its slot."
     )
 
 
@@ -221,11 +242,11 @@ def _pair(alternative: Alternative) -> tuple[float, float]:
 
 
 def _consequences(latency_s: float, quality_s: float) -> str:
-    """Time and quality in words, as "save 20 ms a batch and lose quality worth 3 ms"."""
+    """Time and quality in words, as "save 20 ms in all and lose quality worth 3 ms"."""
     parts = []
     if abs(latency_s) >= LEAST_S:
         verb = "save" if latency_s < 0 else "cost"
-        parts.append(f"{verb} {seconds(abs(latency_s))} a batch")
+        parts.append(f"{verb} {seconds(abs(latency_s))} in all")
     if abs(quality_s) >= LEAST_S:
         verb = "gain" if quality_s < 0 else "lose"
         parts.append(f"{verb} quality worth {seconds(abs(quality_s))}")
@@ -235,7 +256,7 @@ def _consequences(latency_s: float, quality_s: float) -> str:
 def _faster(latency_s: float, least_s: float) -> str:
     if abs(latency_s) <= least_s:
         return ""
-    return f"{seconds(abs(latency_s))} {'less' if latency_s < 0 else 'more'} a batch"
+    return f"{seconds(abs(latency_s))} {'less' if latency_s < 0 else 'more'} in all"
 
 
 def _quality(quality_s: float, least_s: float) -> str:

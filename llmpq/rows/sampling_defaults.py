@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,12 +69,24 @@ class JobSampling:
     """`sampling` of a job's rows where they have none of their own.
 
     `taken`: the fields of it from the model's generation config; `left_out`: those of the config
-    that are not followed.
+    that are not followed. `planned_limit`: its `max_new_tokens` where they are the plan's default,
+    other than the most that the plan has room for.
     """
 
     sampling: Sampling
     taken: Mapping[str, Any] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    planned_limit: int | None = None
+
+    @property
+    def limit_note(self) -> str | None:
+        """One line that tells which limit holds for rows that have none."""
+        if self.planned_limit is None:
+            return None
+        return (
+            f"rows without max_new_tokens may generate {self.planned_limit} tokens, as planned; "
+            "--max_new_tokens for another limit"
+        )
 
     @property
     def note(self) -> str | None:
@@ -101,12 +113,17 @@ class JobSampling:
 
 
 def job_sampling(
-    given: SamplingInput, use: GenerationConfigUse, folder: Path, workload: Workload
+    given: SamplingInput,
+    use: GenerationConfigUse,
+    folder: Path,
+    workload: Workload,
+    default_new_tokens: int | None = None,
 ) -> JobSampling:
     """The sampling that is `given`, completed by what the model in `folder` recommends.
 
-    `workload`: the planned lengths of requests. Raises `SpecError` for values out of range,
-    `CheckpointError` for a config that is malformed or has such values.
+    `workload`: the planned lengths of requests, `default_new_tokens` the limit planned for rows
+    that have none. Raises `SpecError` for values out of range, `CheckpointError` for a config that
+    is malformed or has such values.
     """
     if use not in GENERATION_CONFIGS:
         raise SpecError(f"generation_config is {use!r}; it must be model or none")
@@ -117,16 +134,27 @@ def job_sampling(
         raise CheckpointError(
             f"{folder / GENERATION_CONFIG_FILE}: {error}; fix it or pass --generation_config none"
         ) from error
-    left_out = _left_out(config, workload)
+    left_out = _left_out(config, workload, default_new_tokens or workload.new_tokens)
     if isinstance(given, Sampling):
-        return JobSampling(given, {}, left_out)
+        found = JobSampling(given, {}, left_out)
+        return _limited(found, workload, default_new_tokens)
     explicit = given or {}
     taken = {
         name: value
         for name, value in vars(recommended).items()
         if name not in explicit and value != getattr(GREEDY, name)
     }
-    return JobSampling(merge_sampling(recommended, explicit), taken, left_out)
+    found = JobSampling(merge_sampling(recommended, explicit), taken, left_out)
+    return _limited(found, workload, default_new_tokens)
+
+
+def _limited(found: JobSampling, workload: Workload, limit: int | None) -> JobSampling:
+    """What was `found`, with the planned `limit` where none is set."""
+    if limit is None or found.sampling.max_new_tokens is not None:
+        return found
+    sampling = replace(found.sampling, max_new_tokens=limit)
+    named = limit if limit != workload.new_tokens else None
+    return replace(found, sampling=sampling, planned_limit=named)
 
 
 def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,7 +167,8 @@ def _recommended(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return fields
 
 
-def _left_out(config: Mapping[str, Any], workload: Workload) -> Mapping[str, str]:
+def _left_out(config: Mapping[str, Any], workload: Workload, limit: int) -> Mapping[str, str]:
+    """What `config` has that is not followed, where rows without a limit have this `limit`."""
     left_out = {
         name: _shown(config[name])
         for name, neutral in _NOT_FOLLOWED.items()
@@ -147,7 +176,7 @@ def _left_out(config: Mapping[str, Any], workload: Workload) -> Mapping[str, str
     }
     if "temperature" in config and "do_sample" not in config:
         left_out["temperature"] = f"{_shown(config['temperature'])} without do_sample"
-    planned = {"max_new_tokens": workload.new_tokens, "max_length": workload.total_length}
+    planned = {"max_new_tokens": limit, "max_length": workload.total_length}
     for name, most in planned.items():
         value = config.get(name)
         if type(value) is int and value < most:

@@ -9,7 +9,7 @@ from actors.messages import Sampling
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.jobs.records.model_digest import model_digest
 from llmpq.model_check import checked_shape
-from llmpq.rows.sampling_defaults import job_sampling
+from llmpq.rows.sampling_defaults import JobSampling, job_sampling
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
@@ -53,21 +53,39 @@ def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str)
     """Shape of the model that computes, which is the stand-in where the plan has one.
 
     Raises `SpecError` and `PlanMismatchError` where the plan of the file `source`, the `sampling`
-    and the model in `folder` do not go together.
+    and the model in `folder` do not go together. The plan for long rows must fit them too.
     """
-    most = sampling.max_new_tokens
-    if (most or 0) > plan.workload.new_tokens:
+    plans = {source: plan}
+    if plan.long_rows is not None:
+        plans[f"{source}: field long_rows"] = plan.long_rows
+    most, default = sampling.max_new_tokens or 0, plan.default_new_tokens or 0
+    room = max(each.workload.new_tokens for each in plans.values())
+    if most > max(room, default):  # where the default is more, the rows planned for have limits
         raise SpecError(
-            f"max_new_tokens is {most}, the plan has room for {plan.workload.new_tokens}; plan "
-            "with a larger --n"
+            f"max_new_tokens is {most}, the plan has room for {room}; plan with a larger --n"
         )
     shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
-    check_plan(plan, _planned_shape(plan) if plan.stand_in else shape, source)
-    check_length(shape, plan.workload)
+    for name, each in plans.items():
+        if each.model.fingerprint != plan.model.fingerprint:
+            raise SpecError(f"{name}: for {each.model.name}, not {plan.model.name}; plan again")
+        each.check(name)
+        check_plan(each, _planned_shape(each) if plan.stand_in else shape, name)
+        check_length(shape, each.workload)
     beyond = beyond_vocabulary(sampling, shape.vocab_size)
     if beyond:
         raise SpecError(beyond)
     return shape
+
+
+def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSampling:
+    """The sampling of rows that have none, by `options`, the model in `folder` and the plan."""
+    return job_sampling(
+        options.sampling,
+        options.generation_config,
+        folder,
+        plan.workload,
+        plan.default_new_tokens,
+    )
 
 
 def _planned_shape(plan: PlanSpec) -> ModelShape | None:
@@ -84,7 +102,7 @@ def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") 
     """
     checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
     folder = resolve(checkpoint, weights=False)
-    found = job_sampling(options.sampling, options.generation_config, folder, plan.workload)
+    found = sampling_for_run(plan, options, folder)
     shape_for_run(plan, found.sampling, folder, source)
     most = found.sampling.max_new_tokens or plan.workload.new_tokens
     return JobIdentity(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
@@ -19,6 +19,11 @@ from quant.common.errors import SpecError
 
 SAMPLING_OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))
 """Names that can be given beside those of `RunOptions`, in place of its `sampling`."""
+
+Replan = Literal["auto", "never"]
+"""Whether a run that drifts from its plan takes another one."""
+
+REPLANS: tuple[Replan, ...] = ("auto", "never")
 
 CACHE_RULE = Rule(
     ("cache_dir", "cache_limit_gib"),
@@ -45,7 +50,9 @@ class RunOptions:
     every micro-batch's times, for Perfetto, beside the simulated batch. When a device is gone for
     `replace_s`, `on_device_loss` is "replan" for what is left, "wait" or "fail"; a stage without
     progress for `hang_s` is started again; a row in flight at `retries` faults is run apart from
-    the others. A row whose chat template or tokens take more than `row_s` becomes an error.
+    the others. A row whose chat template or tokens take more than `row_s` becomes an error. A run
+    that differs from its plan by more than the share `drift`, in tokens per second or lengths, says
+    so; with `replan` "auto" it plans again from what was measured, where that saves time.
 
     Raises `SpecError` for a value out of range.
     """
@@ -64,17 +71,24 @@ class RunOptions:
     hang_s: float = Recovery.hang_s
     replace_s: float = Recovery.replace_s
     row_s: float = ROW_S
+    drift: float = 0.2
+    replan: Replan = "never"
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
         CacheSettings(limit_gib=self.cache_limit_gib)
         Limits(row_s=self.row_s)
         _ = self.recovery
+        if not 0 < self.drift < float("inf"):
+            raise SpecError(
+                f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
+            )
         if isinstance(self.sampling, Mapping):
             merge_sampling(Sampling(), self.sampling)
         for name, choices in (
             ("transport", TRANSPORTS),
             ("generation_config", GENERATION_CONFIGS),
+            ("replan", REPLANS),
         ):
             if getattr(self, name) not in choices:
                 known = ", ".join(choices)

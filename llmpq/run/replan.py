@@ -1,35 +1,82 @@
-"""Planning again, for the devices that are left when some are lost."""
+"""Planning again: for the devices that are left when some are lost, or from what a run measured."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
-from planner.model.finding import model_shape
+from llmpq.run.drift.control import Measured
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
-from planner.plan.origin import FILE_OPTIONS
+from planner.plan.origin import FILE_OPTIONS, PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.search import find_plan
+from planner.workload import Job, Workload
 from quant.common.errors import DeviceLostError, InfeasibleError, LlmpqError, SpecError
+
+Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
+"""Finds the best plan, as `find_plan` does."""
 
 
 def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = None) -> PlanSpec:
     """Make `plan` again, from what it was made from, without `lost_devices`.
 
     `model`: another place of the same model. A bound on latency that cannot be kept with fewer
-    devices, and files that are not here, are left out with a warning. Raises `SpecError` for a
-    plan that does not say what it was made from, and `InfeasibleError` when what is left does not
-    hold the model.
+    devices, and files that are not here, are left out with a warning. The plan for long rows is
+    made again too; where what is left has no room for them, it stays, for when devices are back.
+    Raises `SpecError` for a plan that does not say what it was made from, and `InfeasibleError`
+    when what is left does not hold the model.
     """
+    workload = plan.workload if plan.job is None else plan.job.job
+    found = _planned(plan, _origin_of(plan).without(lost_devices), workload, model)
+    if plan.long_rows is None:
+        return found
+    try:
+        long_rows = replan(plan.long_rows, lost_devices, model)
+    except InfeasibleError as error:
+        _warn(f"there is no room for long rows in what is left: {error}")
+        long_rows = plan.long_rows
+    return replace(found, long_rows=long_rows)
+
+
+def replan_measured(
+    plan: PlanSpec, measured: Measured, model: str | None = None, find: Planner = find_plan
+) -> PlanSpec:
+    """Make `plan` again from what its run has measured; its slots keep room for every row.
+
+    A plan of one batch keeps its workload, as somebody chose that. Raises as `replan`.
+    """
+    workload: Workload | Job = plan.workload
+    if plan.job is not None:
+        job = plan.job.job
+        lengths = measured.lengths or job.lengths
+        workload = replace(job, prompts=measured.prompts_left, lengths=lengths)
+    origin = _origin_of(plan).slowed(measured.slowdowns)
+    found = _planned(plan, origin, workload, model, find)
+    return replace(found, long_rows=plan.long_rows)
+
+
+def _origin_of(plan: PlanSpec) -> PlanOrigin:
     if plan.origin is None:
         raise SpecError(
             "the plan does not say what it was made from, as those of earlier versions; plan again "
             "with llmpq-algo"
         )
-    origin = plan.origin.without(lost_devices)
+    return plan.origin
+
+
+def _planned(
+    plan: PlanSpec,
+    origin: PlanOrigin,
+    workload: Workload | Job,
+    model: str | None,
+    find: Planner = find_plan,
+) -> PlanSpec:
+    """The best plan for the model of `plan` and for `workload`, from another origin."""
     cluster, options = origin.cluster_spec(), _usable(origin.options)
     shape = model_shape(model or plan.model.source)
     if shape.fingerprint() != plan.model.fingerprint:
@@ -37,13 +84,13 @@ def replan(plan: PlanSpec, lost_devices: Collection[str], model: str | None = No
             f"{model or plan.model.source} is not the {plan.model.name} of the plan; pass its "
             "folder as --model"
         )
-    source, workload = plan.model.source, plan.workload
+    source = plan.model.source
     try:
-        found = find_plan(cluster, shape, source, workload, options)
+        found = find(cluster, shape, source, workload, options)
     except InfeasibleError:
         if options.max_latency_s is None:
             raise
-        found = find_plan(cluster, shape, source, workload, replace(options, max_latency_s=None))
+        found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
     return replace(found, origin=origin)
 
@@ -64,11 +111,13 @@ def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None =
 def replanned_text(plan: PlanSpec) -> str:
     """One line about a plan that takes another's place: what is gone, and what runs where."""
     gone = ", ".join(plan.origin.lost) if plan.origin is not None else "devices"
+    return f"{gone} gone; planned again: {stages_text(plan)}"
+
+
+def stages_text(plan: PlanSpec) -> str:
+    """What runs where, and the tokens per second that are predicted."""
     stages = "; ".join(_stage_text(stage) for stage in plan.stages)
-    return (
-        f"{gone} gone; planned again: {stages}; predicted {plan.predicted.tokens_per_s:.4g} "
-        "tokens/s"
-    )
+    return f"{stages}; predicted {plan.predicted.tokens_per_s:.4g} tokens/s"
 
 
 def _stage_text(stage: StagePlan) -> str:

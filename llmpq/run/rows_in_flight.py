@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from actors.messages import Finished, Request
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow
+from llmpq.run.drift.lengths import LengthRecord
 from llmpq.run.monitoring.meter import RunMeter
+from llmpq.run.request_queues import WaitingRequests
 from llmpq.tokenizing.requests import RequestMaker
 
 NOT_FINITE = (
@@ -28,11 +30,14 @@ class RowsInFlight:
     """Makes results of finished requests and of rows that cannot run; tells `meter` of each.
 
     `ended` counts all rows with a result, `errors` those that failed, `tokens` those generated;
-    `first_error` is the first result that failed.
+    `first_error` is the first result that failed. `record` is told of lengths. Requests that only
+    the plan for long rows has room for wait in `long`.
     """
 
     def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
         self._maker, self._meter = maker, meter
+        self.record = LengthRecord()
+        self.long = WaitingRequests()
         self._requests: dict[str, Request] = {}
         self._bad_rows: deque[BadRow] = deque()
         self.ended = self.errors = self.tokens = 0
@@ -44,16 +49,38 @@ class RowsInFlight:
         """
         since_s = time.monotonic()
         for item in items:
-            if isinstance(item, Request):
-                self._requests[item.custom_id] = item
-                yield item
+            if isinstance(item, Request) and not self.wait_if_long(item):
+                yield self._begin(item)
             else:
-                self._bad_rows.append(item)
+                if isinstance(item, BadRow):
+                    self._bad_rows.append(item)
                 is_late = time.monotonic() - since_s > BAD_ROWS_S
                 if len(self._bad_rows) < BAD_ROWS_AT_ONCE and not is_late:
                     continue
                 yield None
             since_s = time.monotonic()
+
+    def wait_if_long(self, request: Request) -> bool:
+        """Have a request wait that only the plan for long rows has room for; tell whether it is."""
+        if not self._maker.is_long(request):
+            return False
+        self.long.add(request)
+        return True
+
+    def long_requests(self) -> Iterator[Request | None]:
+        """The requests that waited for the plan for long rows; the record begins anew for them."""
+        self.record.forget()
+        return map(self._begin, self.long.take_all())
+
+    def _begin(self, request: Request) -> Request:
+        self._requests[request.custom_id] = request
+        self.record.begin(request)
+        return request
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that the stages have, or that wait there."""
+        return len(self._requests)
 
     def bad_results(self) -> Iterator[Result]:
         """Results of the rows that were put aside."""
@@ -83,6 +110,7 @@ class RowsInFlight:
             if error is not None:
                 yield self._failed(each.custom_id, error, each.token_ids)
                 continue
+            self.record.end(request, len(each.token_ids))
             self.ended += 1
             yield Result(each.custom_id, answer.text, each.token_ids, each.finish_reason)
 

@@ -6,21 +6,24 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from actors.messages import Request
-from actors.recovery.policy import OnEvent, RecoveryEvent
+from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
 from llmpq.remote.session import ray_session
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.rows.sampling_defaults import job_sampling
-from llmpq.run.checkpoint import checkpoint_reference, shape_for_run
+from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
+from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
+from llmpq.run.drift.decision import Switch
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.options import RunOptions
-from llmpq.run.replan import replan_after_loss, replanned_text
+from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
+from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
-from llmpq.run.summary import RunSize, RunSummary
+from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from planner.plan.run_trace import check_trace_path
@@ -32,13 +35,17 @@ if TYPE_CHECKING:
     from actors.stage_group import StageGroup
     from llmpq.remote.local_ray import GiveUp
 
+UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "drift", "long rows")
+"""Events that cost the stages no time."""
+
 
 class Run:
     """A run of a plan over rows; afterwards `summary` holds the figures.
 
     `source` is the plan's file, for messages; `job` names the run in Ray's metrics. The functions
     in `on_event` are called with every fault, those in `on_state` with the state about once a
-    second, those in `on_plan` with the plan that takes the place of `plan` when devices are lost.
+    second, those in `on_plan` with the plan that takes the place of `plan`: when devices are lost,
+    when another one is faster, and when only long rows are left.
     `give_up`: how to end the process where a local Ray that is gone blocks it. `sampling` is that
     of rows without their own; of what a model's generation config asks for beyond it, the
     constructor warns. `rows` holds counts and the first error, once results are asked for.
@@ -73,14 +80,15 @@ class Run:
             tokenizer = self._started_tokenizer()  # it loads during the checks below
             if tokenizer is not None:
                 undo.callback(tokenizer.close)
-            self.sampling = job_sampling(
-                options.sampling, options.generation_config, self._folder, plan.workload
-            )
+            self.sampling = sampling_for_run(plan, options, self._folder)
             if self.sampling.warning:
                 warnings.warn(self.sampling.warning, stacklevel=3)
             sampling = self.sampling.sampling
             shape = shape_for_run(plan, sampling, self._folder, source)
-            self._maker = RequestMaker(plan.workload, shape.vocab_size, sampling, tokenizer)
+            long_rows = None if plan.long_rows is None else plan.long_rows.workload
+            self._maker = RequestMaker(
+                plan.workload, shape.vocab_size, sampling, tokenizer, long_rows
+            )
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
             check_transformers_builds(self._folder)
@@ -89,10 +97,17 @@ class Run:
             undo.pop_all()
         self._meter = RunMeter(None, None)
         self.rows = RowsInFlight(self._maker, self._meter)
+        self._pace = self._new_pace()
+        self._is_long = False  # whether long rows run, the last ones
+        self._size: RunSize | None = None
+        self._began_s = 0.0
         self._loaded_s: float | None = None
+        self._parts: list[RunPart] = []
 
     def _started_tokenizer(self) -> TokenizerProcess | None:
-        limits = Limits(self._options.row_s, most_tokens=self.plan.workload.prompt_length)
+        plans = (self.plan, self.plan.long_rows or self.plan)
+        most = max(plan.workload.prompt_length for plan in plans)
+        limits = Limits(self._options.row_s, most_tokens=most)
         tokenizer = start_tokenizer(self._folder, limits)
         if tokenizer is not None:
             tokenizer.on_failure = self._tokenizer_failed
@@ -100,7 +115,7 @@ class Run:
 
     def _tokenizer_failed(self, cause: str, lost_s: float) -> None:
         text = f"a row's chat template or tokens {cause}; it becomes an error row, the others go on"
-        self._notify(RecoveryEvent(time.time(), "tokenizer", None, lost_s, text))
+        self._tell("tokenizer", lost_s, text)
 
     def close(self) -> None:
         """End the process that tokenizes, where the results have not been asked for to the end."""
@@ -116,33 +131,60 @@ class Run:
         """
         self._meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
         self.rows = RowsInFlight(self._maker, self._meter)
-        resumed = size.resumed if size else 0
+        self._pace, self._size, self._parts = self._new_pace(), size, []
         made = self._maker.requests(rows)
         try:
             for item in made:
-                if isinstance(item, Request):
-                    yield from self._generate(chain((item,), made), resumed)
-                    return
-                yield self.rows.bad_result(item)
-            self.summary = RunSummary(self.rows.ended, self.rows.errors, 0, 0.0, 0.0, (), resumed)
+                if isinstance(item, BadRow):
+                    yield self.rows.bad_result(item)
+                elif not self.rows.wait_if_long(item):
+                    yield from self._generate(chain((item,), made))
+                    break
+            else:
+                yield from self._generate(iter(()))
+            self.summary = self._summary()
         finally:
+            self.rows.long.close()
             self.close()
 
-    def _generate(self, items: Iterator[Request | BadRow], resumed: int) -> Generator[Result]:
-        """Results of all `items`, on other devices too when some are lost."""
-        requests = self.rows.requests(items)
+    def _generate(self, items: Iterator[Request | BadRow]) -> Generator[Result]:
+        """Results of all `items`, and then of long rows; without Ray where there is neither."""
+        first = next(items, None)
+        if first is None and not self.rows.long.prompts:
+            return
         with ray_session(self._options.address, self.give_up):
-            began_s = time.perf_counter()
-            while True:
-                group = self._group()
-                try:
-                    yield from self._generate_in(group, requests, began_s, resumed)
-                    return
-                except DeviceLostError as error:
-                    if self._options.on_device_loss != "replan":
-                        raise
-                    self._plan_again(error)
-                requests = chain(group.unfinished(), requests)
+            self._began_s = time.perf_counter()
+            if first is not None:
+                yield from self._generate_all(self.rows.requests(chain((first,), items)))
+            if self.rows.long.prompts:
+                self._take_long_plan()
+                yield from self._generate_all(self.rows.long_requests())
+
+    def _generate_all(self, requests: Iterator[Request | None]) -> Generator[Result]:
+        """Results of all `requests`, with another plan where devices are lost or it is faster."""
+        while (first := (yield from self._next(requests))) is not None:
+            requests = chain((first,), requests)
+            group = self._group()
+            gate = Gate(requests)
+            try:
+                switch = yield from self._generate_in(group, gate)
+            except DeviceLostError as error:
+                if self._options.on_device_loss != "replan":
+                    raise
+                self._plan_again(error)
+            else:
+                if switch is not None:
+                    self._switch(switch)
+            requests = chain(group.unfinished(), requests)
+
+    def _next(self, requests: Iterator[Request | None]) -> Generator[Result, None, Request | None]:
+        """The next request, after results of rows that cannot run; None where none is left."""
+        for request in requests:
+            yield from self.rows.bad_results()
+            if request is not None:
+                return request
+        yield from self.rows.bad_results()
+        return None
 
     def _group(self) -> StageGroup:
         from actors.stage_group import GroupOptions, StageGroup
@@ -158,40 +200,116 @@ class Run:
         )
         return StageGroup(self.plan, self._checkpoint, group_options)
 
-    def _generate_in(
-        self, group: StageGroup, requests: Iterator[Request | None], began_s: float, resumed: int
-    ) -> Generator[Result]:
-        """All of `requests` in one group; raises `DeviceLostError` when it cannot go on."""
+    def _generate_in(self, group: StageGroup, gate: Gate) -> Generator[Result, None, Switch | None]:
+        """Requests of `gate` in one group; returns the switch to another plan for what is left.
+
+        Raises `DeviceLostError` when the group cannot go on.
+        """
         from llmpq.run.monitoring.monitor import monitored
 
-        trace = self._options.trace_path
-        with group, monitored(group, self.plan, self._meter, self.on_state, trace):
-            self._loaded_s = self._loaded_s or time.perf_counter()
-            for finished in group.generate(requests):
+        trace = None if self._is_long else self._options.trace_path
+        starts_s = time.perf_counter()
+        switch: Switch | None = None
+        show = [*self.on_state, self._see]
+        with group, monitored(group, self.plan, self._meter, show, trace):
+            began_s, tokens = time.perf_counter(), self.rows.tokens
+            self._loaded_s = self._loaded_s or began_s
+            self._pace.begin(self.plan, began_s - starts_s)
+            for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
+                switch = switch or self._pace.switch(partial(self._progress, group))
+                if switch is None or gate.is_closed:
+                    continue
+                gate.close()
+                if switch.how == "replay":
+                    yield from self.rows.results(group.halt())
+                    break
             yield from self.rows.bad_results()
-            self.summary = RunSummary(
-                prompts=self.rows.ended,
-                errors=self.rows.errors,
-                generated_tokens=self.rows.tokens,
-                load_s=self._loaded_s - began_s,
-                seconds=time.perf_counter() - self._loaded_s,
-                stages=group.observer.figures() or (),
-                resumed=resumed,
-            )
+            stages = group.observer.figures() or ()
+            seconds = time.perf_counter() - began_s
+            self._parts.append(RunPart(self.plan, stages, seconds, self.rows.tokens - tokens))
+        return switch
+
+    def _summary(self) -> RunSummary:
+        """The figures of all parts of the run."""
+        loaded_s = self._loaded_s
+        longest = max(self._parts, key=lambda part: part.tokens, default=None)
+        return RunSummary(
+            prompts=self.rows.ended,
+            errors=self.rows.errors,
+            generated_tokens=self.rows.tokens,
+            load_s=0.0 if loaded_s is None else loaded_s - self._began_s,
+            seconds=0.0 if loaded_s is None else time.perf_counter() - loaded_s,
+            stages=() if longest is None else longest.stages,
+            resumed=self._size.resumed if self._size else 0,
+            plan=None if longest is None else longest.plan,
+            stages_s=None if longest is None else longest.seconds,
+            planned_tokens_per_s=planned_rate(self._parts),
+        )
+
+    def _new_pace(self) -> DriftControl:
+        def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
+            return replan_measured(plan, measured, self._model_folder)
+
+        plan_again = again if self._options.replan == "auto" else None
+        planning = Planning(self._options.drift, partial(self._tell, "drift", 0.0), plan_again)
+        return DriftControl(self.rows.record, planning)
+
+    def _see(self, state: RunState) -> None:
+        self._pace.see(state, self.rows.in_flight)
+
+    def _progress(self, group: StageGroup) -> Progress:
+        rows = self.rows
+        left = None
+        if self._size is not None:
+            left = max(0, self._size.prompts - rows.ended - rows.in_flight - rows.long.prompts)
+        if self._is_long:
+            left = rows.long.prompts
+        return Progress(left, rows.in_flight, tuple(group.tokens_in_flight().values()))
+
+    @property
+    def _model_folder(self) -> str | None:
+        """The folder of the planned model, where it is here: a stand-in is another one."""
+        return None if self.plan.stand_in is not None else str(self._folder)
 
     def _plan_again(self, lost: DeviceLostError) -> None:
         """Take the best plan for what is left; raises `DeviceLostError` where there is none."""
         began_s = time.perf_counter()
-        stand_in = self.plan.stand_in is not None
-        self.plan = replan_after_loss(self.plan, lost, None if stand_in else str(self._folder))
+        plan = replan_after_loss(self.plan, lost, self._model_folder)
         lost_s = time.perf_counter() - began_s
+        self._take(plan, "replanned", lost_s, replanned_text(plan))
+
+    def _switch(self, switch: Switch) -> None:
+        text = (
+            f"planned again from what was measured, which should save {switch.saved_s:.0f} s for "
+            f"{switch.cost_s:.0f} s that the switch takes: {stages_text(switch.plan)}"
+        )
+        self._take(switch.plan, "replanned", 0.0, text)
+
+    def _take_long_plan(self) -> None:
+        plan = self.plan.long_rows
+        assert plan is not None, "rows wait for a plan that there is"
+        self._is_long = True
+        rows, room = self.rows.long.prompts, self.plan.workload
+        limits = f"{room.prompt_length} tokens or may get more than {room.new_tokens} new ones"
+        if room.slot_tokens is not None:
+            limits += f", or than {room.slot_tokens} in all"
+        text = f"{rows} prompts are longer than {limits}; they run now: {stages_text(plan)}"
+        self._take(plan, "long rows", 0.0, text)
+
+    def _take(self, plan: PlanSpec, kind: EventKind, lost_s: float, text: str) -> None:
+        """Go on with another plan, and say so."""
+        self.plan = plan
         for on_plan in self.on_plan:
-            on_plan(self.plan)
-        text = replanned_text(self.plan)
-        self._notify(RecoveryEvent(time.time(), "replanned", None, lost_s, text))
+            on_plan(plan)
+        self._tell(kind, lost_s, text)
+
+    def _tell(self, kind: EventKind, lost_s: float, text: str) -> None:
+        self._notify(RecoveryEvent(time.time(), kind, None, lost_s, text))
 
     def _notify(self, event: RecoveryEvent) -> None:
+        if event.kind not in UNDISTURBED:
+            self._pace.disturb()
         for on_event in self.on_event:
             on_event(event)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.messages import StageStats
+from llmpq.run.drift.rate import planned_tokens_per_s
+from planner.plan.spec import PlanSpec
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,9 @@ class RunSize:
 @dataclass(frozen=True)
 class RunSummary:
     """Figures of a run that has ended: `load_s` seconds until its stages were loaded, `seconds` of
-    generating, and the figures of its `stages` in pipeline order. `resumed` as in `RunSize`.
+    generating. `resumed` as in `RunSize`. `stages` has the figures of the stages in pipeline order,
+    and where several plans were run, those of `plan`, which generated most, in its `stages_s`.
+    `planned_tokens_per_s`: by the plans that were run; None where they are not followed.
     """
 
     prompts: int
@@ -31,8 +36,30 @@ class RunSummary:
     seconds: float
     stages: tuple[StageStats, ...]
     resumed: int = 0
+    plan: PlanSpec | None = None
+    stages_s: float | None = None
+    planned_tokens_per_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second, without loading."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """The part of a run that one plan made: its stages' figures, its seconds and its tokens."""
+
+    plan: PlanSpec
+    stages: tuple[StageStats, ...]
+    seconds: float
+    tokens: int
+
+
+def planned_rate(parts: Sequence[RunPart]) -> float | None:
+    """Planned tokens per second of all `parts`, by the seconds of each plan for its tokens."""
+    planned = [(part.tokens, planned_tokens_per_s(part.plan)) for part in parts if part.tokens]
+    seconds = sum(tokens / rate for tokens, rate in planned if rate is not None)
+    if not seconds or any(rate is None for _, rate in planned):
+        return None
+    return sum(tokens for tokens, _ in planned) / seconds

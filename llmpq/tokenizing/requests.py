@@ -37,7 +37,7 @@ class _Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestMaker:
-    """Turns rows into requests of at most `workload.prompt_length` tokens.
+    """Turns rows into requests that `workload` has room for, or `long_rows` where it has not.
 
     `tokenizer` may be None when every prompt is a list of token ids; results then carry no text.
     """
@@ -46,6 +46,11 @@ class RequestMaker:
     vocab_size: int
     sampling: Sampling
     tokenizer: TokenizerProcess | None
+    long_rows: Workload | None = None
+
+    def is_long(self, request: Request) -> bool:
+        """Whether only `long_rows` has room for `request`."""
+        return not self.workload.has_room(len(request.prompt_ids), request.max_new_tokens)
 
     def request(self, row: Row) -> Request | BadRow:
         """The request of `row`, or why it cannot run as planned."""
@@ -79,8 +84,8 @@ class RequestMaker:
         return _Begun(row, sampling, 0, made)
 
     def _problem_of_sampling(self, sampling: Sampling) -> str | None:
-        room = self.workload.new_tokens
-        wanted = sampling.max_new_tokens or room
+        room = max(each.new_tokens for each in self._workloads)
+        wanted = sampling.max_new_tokens or self.workload.new_tokens
         if wanted > room:
             return f"max_new_tokens is {wanted}, the plan has room for {room}"
         if sampling.stop and self.tokenizer is None:
@@ -118,33 +123,48 @@ class RequestMaker:
         return self._made(row, begun.sampling, answer.ids or ())
 
     def _made(self, row: Row, sampling: Sampling, prompt_ids: tuple[int, ...]) -> Request | BadRow:
-        problem = self._problem(prompt_ids)
+        wanted = sampling.max_new_tokens or self.workload.new_tokens
+        problem = self._problem(prompt_ids, wanted)
         if problem is not None:
             return BadRow(row.custom_id, problem)
-        wanted = sampling.max_new_tokens or self.workload.new_tokens
         return Request(row.custom_id, prompt_ids, wanted, sampling)
 
-    def _problem(self, prompt_ids: tuple[int, ...]) -> str | None:
+    def _problem(self, prompt_ids: tuple[int, ...], new_tokens: int) -> str | None:
         if not prompt_ids:
             return "the prompt has no tokens"
-        if len(prompt_ids) > self.workload.prompt_length:
+        if len(prompt_ids) > self._longest_prompt:
             return self._too_many(len(prompt_ids))
+        if not any(each.has_room(len(prompt_ids), new_tokens) for each in self._workloads):
+            rooms = " or ".join(map(_room, self._workloads))
+            return (
+                f"the prompt has {len(prompt_ids)} tokens and max_new_tokens is {new_tokens}, the "
+                f"plan has room for {rooms}; plan for this input (--input) or with larger lengths "
+                "(--s, --n)"
+            )
         if max(prompt_ids) >= self.vocab_size:
             return f"token id {max(prompt_ids)} is beyond the vocabulary of {self.vocab_size}"
         return None
 
     def _too_many(self, tokens: int) -> str:
         return (
-            f"the prompt has {tokens} tokens, the plan has room for {self.workload.prompt_length}; "
+            f"the prompt has {tokens} tokens, the plan has room for {self._longest_prompt}; "
             "plan with a larger prompt length (--s)"
         )
 
     def _too_long(self, characters: int, most: int) -> str:
         return (
             f"the prompt has {characters} characters, the plan has room for "
-            f"{self.workload.prompt_length} tokens, which are at most {most} characters; plan with "
+            f"{self._longest_prompt} tokens, which are at most {most} characters; plan with "
             "a larger prompt length (--s)"
         )
+
+    @property
+    def _workloads(self) -> tuple[Workload, ...]:
+        return (self.workload,) if self.long_rows is None else (self.workload, self.long_rows)
+
+    @property
+    def _longest_prompt(self) -> int:
+        return max(each.prompt_length for each in self._workloads)
 
     def texts(self, generated: Sequence[tuple[tuple[int, ...], tuple[str, ...]]]) -> list[Answer]:
         """Texts of `generated`, the tokens and stop strings of each request.
@@ -157,6 +177,12 @@ class RequestMaker:
         tasks = [self.tokenizer.submit({"ids": token_ids}) for token_ids, _ in generated]
         answers = map(self.tokenizer.answer, tasks)
         return [_cut(answer, stop) for answer, (_, stop) in zip(answers, generated, strict=True)]
+
+
+def _room(workload: Workload) -> str:
+    """Prompt and new tokens that a slot has room for."""
+    together = "" if workload.slot_tokens is None else f", together {workload.slot_tokens}"
+    return f"{workload.prompt_length} and {workload.new_tokens}{together}"
 
 
 def _cut(answer: Answer, stop: tuple[str, ...]) -> Answer:

@@ -21,6 +21,25 @@ once took 1.5 times as long)."""
 
 
 @dataclass(frozen=True)
+class Slowdown:
+    """Measured seconds of a device in each phase, as multiples of the modelled ones."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check that both are finite and above 0."""
+        if not (0 < self.prefill < float("inf") and 0 < self.decode < float("inf")):
+            raise SpecError(
+                f"a device takes {self.prefill} and {self.decode} times its modelled seconds; give "
+                "finite numbers above 0"
+            )
+
+
+AS_MODELLED = Slowdown()
+
+
+@dataclass(frozen=True)
 class Device:
     """An accelerator of a node.
 
@@ -31,7 +50,8 @@ class Device:
     `custom_resource` names the Ray resource that places the device where Ray has no accelerator
     type for it. An `emulated` device computes on the host's CPU while its times are those of
     `accelerator`; with `stand_in` a small model does so in place of the planned one, whose bytes
-    and types are then those of the accelerator.
+    and types are then those of the accelerator. `host_memory_bytes` and `node_price_per_hour` are
+    those of the whole node. `slowdown` is what a run has measured, which no cluster file says.
     """
 
     accelerator: Accelerator
@@ -45,6 +65,8 @@ class Device:
     host_memory_bytes: int | None = None
     stand_in: bool = False
     stated_host_link_bytes_per_s: float | None = None
+    slowdown: Slowdown = AS_MODELLED
+    node_price_per_hour: float | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +76,7 @@ class Device:
     @property
     def time_kind(self) -> Hashable:
         """A key that is equal for devices that hold and compute a layer alike."""
-        return self.accelerator.name, self.threads, self.emulated, self.stand_in
+        return self.accelerator.name, self.threads, self.emulated, self.stand_in, self.slowdown
 
     @property
     def cost_kind(self) -> Hashable:

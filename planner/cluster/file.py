@@ -28,6 +28,9 @@ Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 MOST_TIME_SCALE = 1e3
 """An emulated second then takes a quarter of an hour; more is a typing error."""
 
+Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+"""Above the price of any machine in any currency; more is a typing error."""
+
 TimeScale = Annotated[float, Field(ge=0, le=MOST_TIME_SCALE, allow_inf_nan=False)]
 
 
@@ -41,6 +44,7 @@ class NodeEntry(_Strict):
     `threads` and `memory_gib` are those of each CPU accelerator; `usable_memory_gib` is a number
     for every accelerator of the node or one per type; `link_gbyte_per_s`, between accelerators of
     one type, and `host_link_gbyte_per_s`, to the host's memory, are 10^9 bytes/s in one direction.
+    `price_per_hour` is that of the whole machine, in the user's currency.
     """
 
     name: Annotated[str, Field(min_length=1)] | None = None
@@ -51,6 +55,7 @@ class NodeEntry(_Strict):
     host_link_gbyte_per_s: Positive | None = None
     threads: Annotated[int, Field(ge=1, le=2**16)] | None = None
     memory_gib: Positive | None = None
+    price_per_hour: Price | None = None
 
     @field_validator("accelerators", mode="before")
     @classmethod
@@ -140,6 +145,7 @@ def parse_cluster(values: object, source: Source) -> ClusterEntry:
         )
     for index, node in enumerate(entry.nodes):
         _check_node(node, index, source)
+    _check_prices(entry, source)
     return entry
 
 
@@ -164,6 +170,19 @@ def _check_node(node: NodeEntry, index: int, source: Source) -> None:
     for key in ("threads", "memory_gib"):
         if getattr(node, key) is not None:
             raise source.error([*here, key], "only CPU accelerators take it; this node has none")
+
+
+def _check_prices(entry: ClusterEntry, source: Source) -> None:
+    """Check that all nodes have a price, or none: a part of the cost would be taken for all."""
+    priced = [node.price_per_hour is not None for node in entry.nodes]
+    if any(priced) and not all(priced):
+        index = priced.index(False)
+        name = entry.nodes[index].name or f"node{index}"
+        raise source.error(
+            ["nodes", index],
+            f"{name} has no price_per_hour, while {priced.count(True)} of {len(priced)} nodes have "
+            "one; give every node its price (0 where it costs nothing), or none",
+        )
 
 
 def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> None:

@@ -106,6 +106,13 @@ class ClusterSpec:
         """Node names in order."""
         return tuple(dict.fromkeys(device.node for device in self.devices))
 
+    @property
+    def price_per_hour(self) -> float | None:
+        """The price of all nodes, whether or not a plan uses them; None where one has no price."""
+        prices = {device.node: device.node_price_per_hour for device in self.devices}
+        known = [price for price in prices.values() if price is not None]
+        return sum(known) if len(known) == len(prices) else None
+
     def link_bytes_per_s(self, sender: Device, receiver: Device) -> float:
         """The rate between two devices; infinite from a device to itself."""
         if sender == receiver:
@@ -142,7 +149,7 @@ class ClusterSpec:
         return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
     def fingerprint(self) -> str:
-        """A digest of what a plan depends on: devices, budgets and links, not the name.
+        """A digest of what a plan depends on: devices, budgets and links, not the name or prices.
 
         Host links are part of it where the cluster file states them.
         """
@@ -244,6 +251,7 @@ def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iter
                 host_memory_bytes=host,
                 stand_in=stand_in,
                 stated_host_link_bytes_per_s=host_link,
+                node_price_per_hour=node.price_per_hour,
             )
 
 
@@ -287,6 +295,9 @@ def _node_values(node: str, devices: Sequence[Device]) -> dict[str, Any]:
     stated = {device.stated_host_link_bytes_per_s for device in devices}
     if stated != {None}:
         values["host_link_gbyte_per_s"] = _only_rate(node, "host link", stated)
+    price = devices[0].node_price_per_hour
+    if price is not None:
+        values["price_per_hour"] = _plain(price)
     return values
 
 

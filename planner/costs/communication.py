@@ -11,9 +11,7 @@ import numpy.typing as npt
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
-from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
-from planner.workload import Workload
 from quant.scheme import DTYPE_BYTES
 
 TOKEN_ID_BYTES = 4
@@ -21,12 +19,14 @@ TOKEN_ID_BYTES = 4
 Vector = npt.NDArray[np.float64]
 
 
-def hidden_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
+def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
     """Bytes of the hidden states of `tokens` tokens in the sender's compute type."""
     return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
-def transfer_s(cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: int) -> float:
+def transfer_s(
+    cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: float
+) -> float:
     """Seconds of a hop: latency of the link and bytes over its rate; 0 from a device to itself."""
     rate = cluster.link_bytes_per_s(sender, receiver)
     return cluster.link_latency_s(sender, receiver) + payload_bytes / rate
@@ -34,22 +34,22 @@ def transfer_s(cluster: ClusterSpec, sender: Device, receiver: Device, payload_b
 
 @dataclass(frozen=True)
 class Transfers:
-    """The hops between stages for one pair of micro-batch sizes. With `head_on_first` the last
-    stage sends the final hidden state of each request's last token back to the first, else its
-    token id.
+    """The hops between stages for micro-batches of so many `requests` (prefill, decode) with
+    prompts of `prompt_length` tokens; both may be means. With `head_on_first` the last stage sends
+    the final hidden state of each request's last token back to the first, else its token id.
     """
 
     cluster: ClusterSpec
     shape: ModelShape
-    workload: Workload
-    sizes: MicroBatches
+    requests: tuple[float, float]
+    prompt_length: float
     head_on_first: bool = False
 
     def onward_s(self, sender: Device, receiver: Device, dtype: str) -> tuple[float, float]:
         """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f);
         hidden states have the sender's compute type.
         """
-        tokens = self.sizes.prefill * self.workload.prompt_length, self.sizes.decode
+        tokens = self.requests[0] * self.prompt_length, self.requests[1]
         prefill, decode = (
             transfer_s(self.cluster, sender, receiver, hidden_bytes(self.shape, each, dtype))
             for each in tokens
@@ -62,8 +62,7 @@ class Transfers:
         if self.head_on_first:
             each = self.shape.word_embedding_size * DTYPE_BYTES[dtype]
         prefill, decode = (
-            transfer_s(self.cluster, last, first, requests * each)
-            for requests in (self.sizes.prefill, self.sizes.decode)
+            transfer_s(self.cluster, last, first, requests * each) for requests in self.requests
         )
         return prefill, decode
 

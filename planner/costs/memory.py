@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from planner.cluster.device import Device
 from planner.micro_batches import MicroBatches
@@ -14,7 +15,7 @@ from planner.model.finding import ModelShape
 from planner.workload import Workload
 from quant.backends.selection import layer_rule
 from quant.common.errors import SpecError
-from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS
+from quant.scheme import DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, Processor
 
 KV_SCALE_BYTES = 2
 """Bytes of the scale of a token's key or value in one head, beside its 8-bit codes."""
@@ -112,12 +113,20 @@ def layer_weight_bytes(
     `backend` names a kernel backend other than the preferred one. Errors as in
     `quant.backends.selection`.
     """
-    packed = sum(
-        layer_rule(device.processor, bits, linear, dtype, backend).nbytes(linear, dtype)
-        for linear in shape.layer_linears()
-    )
+    packed = _packed_bytes(shape, bits, device.processor, dtype, backend)
     order = shape.layer_input_order_bytes if bits in _ORDERED_BITS else 0
     return packed + order + shape.layer_other_parameters * DTYPE_BYTES[dtype]
+
+
+@cache
+def _packed_bytes(
+    shape: ModelShape, bits: int, processor: Processor, dtype: str, backend: str | None
+) -> int:
+    """Bytes of a layer's linears, which searches ask for again and again."""
+    return sum(
+        layer_rule(processor, bits, linear, dtype, backend).nbytes(linear, dtype)
+        for linear in shape.layer_linears()
+    )
 
 
 def kv_cache_bytes_per_layer(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -21,12 +20,14 @@ from planner.costs.memory import (
     layer_weight_bytes,
     margin_bytes,
 )
+from planner.costs.micro_batch_times import MicroBatchTimes
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
 from planner.optimiser.assignment import Assignment
-from planner.optimiser.problem import AssignmentProblem, FloatArray
+from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
-from planner.workload import Workload
+from planner.schedule.job_passes import job_passes
+from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
 
@@ -35,7 +36,10 @@ from quant.scheme import FULL_BITS
 class CostModel:
     """The costs of a model on a cluster, for any device order and micro-batch sizes.
 
-    `sensitivity`: omega `[layers, bitwidths of options.bits]`.
+    `sensitivity`: omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it
+    is worth. Costs are of one batch of `workload`, or where there is a `job` of all its prompts,
+    of which as many as a batch has are in flight. `only_bits`: the one bitwidth of
+    `options.bits` that layers may have; None for all.
     """
 
     cluster: ClusterSpec
@@ -44,7 +48,10 @@ class CostModel:
     options: PlanOptions
     latency: LatencyModel
     sensitivity: FloatArray
+    theta: float = 0.0
+    job: Job | None = None
     head_on_first: bool = False
+    only_bits: int | None = None
 
     def head_stage(self, stages: int) -> int:
         """The stage that has LM head and sampling."""
@@ -67,9 +74,35 @@ class CostModel:
         """Bytes of `device` that a stage may fill: all but the margin."""
         return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
 
-    def transfers(self, sizes: MicroBatches) -> Transfers:
-        """The hops between stages."""
-        return Transfers(self.cluster, self.shape, self.workload, sizes, self.head_on_first)
+    @property
+    def generated_tokens(self) -> float:
+        """New tokens of the batch, or of the whole job."""
+        if self.job is not None:
+            return self.job.output_tokens
+        return self.workload.global_batch * self.workload.new_tokens
+
+    def passes(self, sizes: MicroBatches, stages: int) -> JobPasses | None:
+        """The passes of the job on so many stages; None for a batch."""
+        if self.job is None:
+            return None
+        return job_passes(self.job, self.workload.global_batch, sizes, stages)
+
+    def times(self, sizes: MicroBatches, stages: int) -> MicroBatchTimes:
+        """Seconds of the micro-batches that `problem` counts."""
+        passes = self.passes(sizes, stages)
+        if self.job is None or passes is None:
+            return MicroBatchTimes.of_batch(self.latency, self.workload, sizes)
+        return MicroBatchTimes.of_job(self.latency, self.job.lengths, passes)
+
+    def transfers(self, sizes: MicroBatches, stages: int) -> Transfers:
+        """The hops between stages, of micro-batches that `problem` counts."""
+        passes = self.passes(sizes, stages)
+        if self.job is None or passes is None:
+            both, prompt = (sizes.prefill, sizes.decode), self.workload.prompt_length
+            return Transfers(self.cluster, self.shape, both, prompt, self.head_on_first)
+        mean = passes.prefill_requests, passes.decode_requests
+        prompt_mean = self.job.lengths.mean_prompt
+        return Transfers(self.cluster, self.shape, mean, prompt_mean, self.head_on_first)
 
     def fixed_memory(
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
@@ -84,17 +117,17 @@ class CostModel:
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         """Make the assignment problem of one device order and pair of micro-batch sizes."""
-        batch = self.workload.global_batch
-        dtypes = [self.dtype(device) for device in devices]
-        prefill_comm, decode_comm = self.transfers(sizes).of_order(devices, dtypes)
-        fixed_prefill, fixed_decode = self._fixed_times(devices, sizes)
+        batch, stages = self.workload.global_batch, len(devices)
+        dtypes, times = [self.dtype(device) for device in devices], self.times(sizes, stages)
+        prefill_comm, decode_comm = self.transfers(sizes, stages).of_order(devices, dtypes)
+        fixed_prefill, fixed_decode = self._fixed_times(devices, times)
         net = [
             self.limit_bytes(device) - self.fixed_memory(devices, j, sizes).total
             for j, device in enumerate(devices)
         ]
         return AssignmentProblem(
-            prefill_s=self._table(devices, lambda d, b: self._prefill_s(d, b, sizes)),
-            decode_s=self._table(devices, lambda d, b: self._decode_s(d, b, sizes)),
+            prefill_s=self._table(devices, lambda d, b: times.prefill_s(d, b, self.dtype(d))),
+            decode_s=self._table(devices, lambda d, b: times.decode_s(d, b, self.dtype(d))),
             fixed_prefill_s=fixed_prefill,
             fixed_decode_s=fixed_decode,
             prefill_comm_s=prefill_comm,
@@ -102,13 +135,14 @@ class CostModel:
             layer_bytes=self._table(devices, self._layer_bytes),
             memory_bytes=np.array(net, dtype=np.float64),
             sensitivity=self.sensitivity,
-            theta=self.options.theta,
+            theta=self.theta,
             bitwidths=self.options.bits,
             prefill_micro_batches=-(-batch // sizes.prefill),
             decode_micro_batches=-(-batch // sizes.decode),
             new_tokens=self.workload.new_tokens,
-            objective=self.options.objective,
-            available=np.ones((len(devices), len(self.options.bits)), dtype=bool),
+            objective=self.options.objective if self.job is None else "job",
+            available=np.array([self.only_bits in (None, bits) for bits in self.options.bits]),
+            passes=self.passes(sizes, stages),
         )
 
     def _table(self, devices: Sequence[Device], cost: Callable[[Device, int], float]) -> FloatArray:
@@ -120,41 +154,20 @@ class CostModel:
                 rows[kind] = [float(cost(device, bits)) for bits in self.options.bits]
         return np.array([rows[kind] for kind in kinds])
 
-    def _prefill_s(self, device: Device, bits: int, sizes: MicroBatches) -> float:
-        return self.latency.layer_prefill_s(
-            device, bits, sizes.prefill, self.workload.prompt_length, self.dtype(device)
-        )
-
-    def _decode_s(self, device: Device, bits: int, sizes: MicroBatches) -> float:
-        """Seconds of a layer at the mean context: with half of the new tokens (LLM-PQ eq. 6)."""
-        context = self.workload.prompt_length + self.workload.new_tokens // 2
-        return self.latency.layer_decode_s(device, bits, sizes.decode, context, self.dtype(device))
-
     def _layer_bytes(self, device: Device, bits: int) -> float:
-        kind = device.time_kind, bits
-        if kind not in self._known_layer_bytes:
-            weights = layer_weight_bytes(self.shape, bits, device, self.dtype(device))
-            self._known_layer_bytes[kind] = weights + self.kv_bytes_per_layer(device)
-        return self._known_layer_bytes[kind]
-
-    @cached_property
-    def _known_layer_bytes(self) -> dict[Hashable, float]:
-        """Bytes of a layer by kind of device and bitwidth, kept for many problems."""
-        return {}
+        weights = layer_weight_bytes(self.shape, bits, device, self.dtype(device))
+        return weights + self.kv_bytes_per_layer(device)
 
     def _fixed_times(
-        self, devices: Sequence[Device], sizes: MicroBatches
+        self, devices: Sequence[Device], times: MicroBatchTimes
     ) -> tuple[FloatArray, FloatArray]:
         """Seconds of embedding and head per prefill and per decode micro-batch, each `[N]`."""
-        prefill, decode = np.zeros(len(devices)), np.zeros(len(devices))
+        seconds = np.zeros((2, len(devices)))
         first, head_stage = devices[0], self.head_stage(len(devices))
         head = devices[head_stage]
-        prompt_tokens = sizes.prefill * self.workload.prompt_length
-        prefill[0] += self.latency.embedding_s(first, prompt_tokens, self.dtype(first))
-        decode[0] += self.latency.embedding_s(first, sizes.decode, self.dtype(first))
-        prefill[head_stage] += self.latency.final_s(head, sizes.prefill, self.dtype(head))
-        decode[head_stage] += self.latency.final_s(head, sizes.decode, self.dtype(head))
-        return prefill, decode
+        seconds[:, 0] += times.embedding_s(first, self.dtype(first))
+        seconds[:, head_stage] += times.final_s(head, self.dtype(head))
+        return seconds[0], seconds[1]
 
 
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:

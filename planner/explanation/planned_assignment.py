@@ -13,7 +13,9 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, StageTimes, stage_times
 from planner.optimiser.objectives import decode_round_form
 from planner.optimiser.problem import AssignmentProblem
+from planner.plan.simulate import first_rows
 from planner.plan.spec import PlanSpec
+from planner.simulation.forecast import Forecast, forecast_assignment
 from planner.simulation.simulation import Simulated, simulate_assignment
 from quant.common.errors import PlanMismatchError
 
@@ -89,10 +91,19 @@ class PlannedAssignment:
         )
 
     def simulate(self) -> Simulated:
-        """Every event of one global batch."""
+        """Every event of one global batch, or of the first fills of a job's slots."""
+        rows = first_rows(self.costs.job, self.costs.workload.global_batch)
+        return simulate_assignment(self.costs, self.devices, self.sizes, *self._by_layer, rows)
+
+    def forecast(self) -> Forecast:
+        """The forecast of the batch, or of the whole job."""
+        return forecast_assignment(self.costs, self.devices, self.sizes, *self._by_layer)
+
+    @property
+    def _by_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Boundaries and bitwidths by layer."""
         found = Assignment(self.first_layer, self.bitwidth, 0.0, 0.0, "optimal", 0.0)
-        first_layer, bitwidth = expanded(found, self.group)
-        return simulate_assignment(self.costs, self.devices, self.sizes, first_layer, bitwidth)
+        return expanded(found, self.group)
 
 
 def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
@@ -101,8 +112,7 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
     PlanMismatchError for a cost model of another problem.
     """
     _check_same(plan, costs)
-    options = replace(costs.options, theta=plan.solver.theta)
-    costs = replace(costs, options=options, head_on_first=plan.head_on_first)
+    costs = replace(costs, theta=plan.solver.theta, head_on_first=plan.head_on_first)
     by_name = {device.name: device for device in costs.cluster.devices}
     devices = tuple(by_name[stage.device] for stage in plan.stages)
     group, bits = costs.options.group, costs.options.bits

@@ -36,7 +36,9 @@ def rebuilt_costs(plan: PlanSpec) -> CostModel:
         )
     _check_files(origin)
     options = replace(origin.options, kv_bits=plan.kv_bits)
-    costs, _ = planning_costs(origin.cluster_spec(), _shape(plan), plan.workload, options)
+    job = None if plan.job is None else plan.job.job
+    cluster, shape = origin.cluster_spec(), _shape(plan)
+    costs, _ = planning_costs(cluster, shape, plan.workload, options, job)
     _check_figures(plan, costs)
     return costs
 

@@ -20,7 +20,6 @@ from planner.optimiser.assignment import Assignment, evaluate, stage_times
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation.relax import lower_bound
 from planner.optimiser.solve import solve
-from planner.options import PlanOptions
 from planner.search.memory_fit import fitting_problems
 from quant.common.errors import InfeasibleError
 from quant.common.units import GIB
@@ -28,6 +27,7 @@ from quant.common.units import GIB
 # The default method is exact on the paper's clusters in well under a second a problem.
 METHOD = "auto"
 SHORTEST_SOLVE_S = 0.1
+OTHER_THETA_S = 1.0  # LLM-PQ's usual theta, where the plan has none
 
 Kind = Literal["same", "memory", "links", "theta"]
 
@@ -37,7 +37,7 @@ class WhatIfOptions:
     """The questions to ask: `extra_bytes` more on each stage, faster links, other thetas.
 
     Links get `link_factor` times as fast, theta is multiplied by each of `theta_factors` (a plan
-    made with theta 0: the default theta).
+    made with theta 0: `OTHER_THETA_S`).
     `budget_s` wall seconds for all questions, `solve_s` for one problem; what is left out for want
     of time is named in `Answers.left_out`.
     """
@@ -120,9 +120,9 @@ def _questions(planned: PlannedAssignment, options: WhatIfOptions) -> Iterator[Q
         yield Question("memory", float(options.extra_bytes), stage)
     if planned.problem.stages > 1:
         yield Question("links", options.link_factor)
-    present = planned.costs.options.theta
+    present = planned.costs.theta
     for factor in options.theta_factors if planned.problem.sensitivity.any() else ():
-        theta = factor * (present or PlanOptions().theta)
+        theta = factor * (present or OTHER_THETA_S)
         if theta != present:
             yield Question("theta", theta)
 
@@ -153,10 +153,10 @@ def _answer(
     after = stage_times(found.problem, found.first_layer, found.bitwidth)
     return Answer(
         question=question,
-        theta=costs.options.theta,
+        theta=costs.theta,
         sizes=found.sizes,
         latency_s=after.latency_s,
-        predicted_s=_on(costs, devices, found).simulate().latency_s,
+        predicted_s=_on(costs, devices, found).forecast().seconds,
         sensitivity=after.quality,
         latency_change_s=after.latency_s - planned.times.latency_s,
         quality_change_s=problem.theta * (after.quality - before.quality),
@@ -180,7 +180,7 @@ def _changed(
     changed = {device: device for device in costs.cluster.devices}
     cluster = costs.cluster
     if question.kind == "theta":
-        return replace(costs, options=replace(costs.options, theta=amount)), devices
+        return replace(costs, theta=amount), devices
     if question.kind == "memory" and question.stage is not None:
         device = devices[question.stage]
         changed[device] = replace(device, memory_bytes=device.memory_bytes + round(amount))

@@ -1,9 +1,10 @@
-"""The latency of one batch by each objective: the one place that states them.
+"""The seconds of a batch, or of a whole job, by each objective: the one place that states them.
 
 Every objective has the same form. P and D are the seconds of the slowest stage per micro-batch of
 prefill and decode; sum P_j and sum D_j add up all stages:
 
-    latency = constant + prefill_max * max(P, prefill_floor) + sum P_j + decode_each * sum D_j
+    latency = constant + prefill_max * max(P, prefill_floor) + prefill_each * sum P_j
+                + decode_each * sum D_j
                 + max(decode_max * max(D, decode_floor), round_trips * (sum D_j + trip))
 
 The floors are the slowest transfers (LLM-PQ eq. 7). Exact search, integer programme, relaxation,
@@ -31,6 +32,7 @@ class LatencyForm:
     """
 
     prefill_max: float
+    prefill_each: float
     decode_max: float
     decode_each: float
     round_trips: float
@@ -50,7 +52,8 @@ class LatencyForm:
         """Latency for the slowest stages' seconds and the sums over stages; arrays broadcast."""
         fill: Seconds = self.prefill_max * np.maximum(slowest_prefill_s, self.prefill_floor_s)
         decode = np.maximum(self.rounds_s(slowest_decode_s), self.trips_s(decode_sum_s))
-        once = self.constant_s + prefill_sum_s + self.decode_each * decode_sum_s
+        once = self.constant_s + self.prefill_each * prefill_sum_s
+        once = once + self.decode_each * decode_sum_s
         total: FloatArray = np.asarray(once + fill + decode)
         return total
 
@@ -83,6 +86,7 @@ def _pipeline(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
     """The latency of the pipeline: a token waits until the one before it has come round."""
     return LatencyForm(
         prefill_max=problem.prefill_micro_batches - 1,
+        prefill_each=1.0,
         decode_max=problem.decode_micro_batches * decode_rounds,
         decode_each=0.0,
         round_trips=decode_rounds,
@@ -98,6 +102,7 @@ def _paper(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
     """LLM-PQ eq. 4 to 8: transfers count in the maxima only, and no token waits for another."""
     return LatencyForm(
         prefill_max=problem.prefill_micro_batches - 1,
+        prefill_each=1.0,
         decode_max=(problem.decode_micro_batches - 1) * decode_rounds,
         decode_each=1.0,
         round_trips=0.0,
@@ -109,7 +114,30 @@ def _paper(problem: AssignmentProblem, decode_rounds: int) -> LatencyForm:
     )
 
 
+def _job(problem: AssignmentProblem, _: int) -> LatencyForm:
+    """A job whose slots are refilled: newcomers are prefilled in bursts between decode steps.
+
+    In a burst prefills follow each other like those of a batch; the stages run idle while the first
+    of them goes through, so each burst takes the sum over stages once.
+    """
+    passes = problem.passes
+    assert passes is not None, "a problem of a job counts its passes"
+    return LatencyForm(
+        prefill_max=passes.prefills - passes.bursts,
+        prefill_each=passes.bursts,
+        decode_max=passes.decode_steps,
+        decode_each=0.0,
+        round_trips=passes.rounds,
+        transfer_each=passes.bursts,
+        constant_s=passes.bursts * float(problem.prefill_comm_s.sum()),
+        trip_s=float(problem.decode_comm_s.sum()),
+        prefill_floor_s=float(problem.prefill_comm_s.max()),
+        decode_floor_s=float(problem.decode_comm_s.max()),
+    )
+
+
 OBJECTIVES: dict[Objective, Callable[[AssignmentProblem, int], LatencyForm]] = {
     "pipeline": _pipeline,
     "paper": _paper,
+    "job": _job,
 }

@@ -24,9 +24,28 @@ IntArray = npt.NDArray[np.int64]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-Objective = Literal["pipeline", "paper"]  # `planner.optimiser.objectives` states both
+Objective = Literal["pipeline", "paper", "job"]  # `planner.optimiser.objectives` states them
+JOB_OBJECTIVE: Objective = "job"
+BATCH_OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
+
+
+@dataclass(frozen=True)
+class JobPasses:
+    """The passes of a whole job, counted by its schedule; fractions are means.
+
+    `prefills` micro-batches of `prefill_requests` come in `bursts`, after each of which only decode
+    steps follow for a while. Each of `decode_steps` passes has `decode_requests`; each of the
+    decode groups makes `rounds` steps one after the other.
+    """
+
+    prefills: float
+    bursts: float
+    decode_steps: float
+    rounds: float
+    prefill_requests: float
+    decode_requests: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +75,7 @@ class AssignmentProblem:
     new_tokens: int
     objective: Objective = "pipeline"
     available: BoolArray = field(default_factory=lambda: np.ones((1, 1), dtype=bool))  # [N, K]
+    passes: JobPasses | None = None  # of objective "job"
 
     def __post_init__(self) -> None:
         """Convert to read-only arrays and check them."""
@@ -103,6 +123,8 @@ def _check_scalars(problem: AssignmentProblem) -> None:
     if problem.objective not in get_args(Objective):
         choices = ", ".join(get_args(Objective))
         raise SpecError(f"objective {problem.objective!r} is unknown; choose one of {choices}")
+    if (problem.objective == "job") != (problem.passes is not None):
+        raise SpecError("objective 'job' and passes go together; give both or neither")
 
 
 def _store(

@@ -11,6 +11,7 @@ from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
 from planner.optimiser.solve_options import DEFAULT_SOLVER
+from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (
     PLAN_VERSION,
@@ -21,13 +22,14 @@ from planner.plan.spec import (
     SolverRecord,
     StagePlan,
 )
+from planner.simulation.forecast import Forecast, forecast_assignment
+from planner.simulation.job_simulation import MOST_PASSES
 from planner.simulation.simulation import (
     OccupiedStages,
-    Simulated,
     assignment_timing,
     occupied_stages,
-    simulate_assignment,
 )
+from planner.workload import Workload
 from quant.backends.selection import backend_name
 
 
@@ -35,9 +37,11 @@ from quant.backends.selection import backend_name
 class Solution:
     """The assignment that won, for its device order and sizes, and how much work finding it was.
 
-    `lower_bound` holds for every candidate that was considered.
+    `workload` has the requests in flight. `lower_bound` holds for every candidate that was
+    considered.
     """
 
+    workload: Workload
     devices: tuple[Device, ...]
     sizes: MicroBatches
     assignment: Assignment
@@ -54,6 +58,10 @@ class Solution:
         objective = self.assignment.objective
         return (objective - self.lower_bound) / objective if objective > 0 else 0.0
 
+    def costs(self, searched: CostModel) -> CostModel:
+        """The costs that were `searched`, with this solution's requests in flight and head."""
+        return replace(searched, workload=self.workload, head_on_first=self.head_on_first)
+
 
 def build_plan(
     costs: CostModel,
@@ -63,12 +71,13 @@ def build_plan(
     baselines: tuple[Baseline, ...],
 ) -> PlanSpec:
     """The plan of `solution`; middle stages without layers drop out."""
-    costs = replace(costs, head_on_first=solution.head_on_first)
+    costs = solution.costs(costs)
     cluster, shape = costs.cluster, costs.shape
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
     occupied = occupied_stages(solution.devices, first_layer)
     devices, bounds = occupied.devices, occupied.first_layer
     times = stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
+    forecast = forecast_solution(costs, solution)
     return PlanSpec(
         version=PLAN_VERSION,
         model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),
@@ -81,12 +90,13 @@ def build_plan(
         head_on_first=solution.head_on_first,
         stages=_stages(costs, solution.sizes, occupied, bitwidth),
         unused_devices=tuple(d.name for d in cluster.devices if d not in devices),
-        predicted=_prediction(simulate_solution(costs, solution), times.latency_s),
+        predicted=_prediction(forecast, times.latency_s),
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
         baselines=baselines,
         rounding=costs.options.rounding,
         stand_in=cluster.emulate.stand_in if cluster.emulate else None,
+        job=_job_forecast(costs, solution, forecast),
     )
 
 
@@ -96,35 +106,50 @@ def solution_quality(costs: CostModel, solution: Solution) -> float:
     return float(costs.sensitivity[range(len(bitwidth)), bitwidth].sum())
 
 
-def simulate_solution(costs: CostModel, solution: Solution) -> Simulated:
-    """Every event of one global batch under `solution`, which `PlanSpec.predicted` sums up."""
-    costs = replace(costs, head_on_first=solution.head_on_first)
+def forecast_solution(
+    costs: CostModel, solution: Solution, most_passes: int = MOST_PASSES
+) -> Forecast:
+    """The forecast of the batch or of the job under `solution`, by simulation; of a long job at
+    most about so many passes are simulated.
+    """
+    costs = solution.costs(costs)
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
-    return simulate_assignment(costs, solution.devices, solution.sizes, first_layer, bitwidth)
+    placed = costs, solution.devices, solution.sizes, first_layer, bitwidth
+    return forecast_assignment(*placed, most_passes=most_passes)
 
 
-def _prediction(simulated: Simulated, objective_latency_s: float) -> Prediction:
+def _prediction(forecast: Forecast, objective_latency_s: float) -> Prediction:
+    prefill_s, decode_s = forecast.busy_s
     return Prediction(
-        latency_s=simulated.latency_s,
-        prefill_s=simulated.prefill_s,
-        decode_s=simulated.latency_s - simulated.prefill_s,
-        tokens_per_s=simulated.tokens_per_s,
-        prefill_bottleneck=int(simulated.busy_s("prefill").argmax()),
-        decode_bottleneck=int(simulated.busy_s("decode").argmax()),
-        busy_share=simulated.busy_share,
+        latency_s=forecast.seconds,
+        prefill_s=forecast.prefill_s,
+        decode_s=forecast.seconds - forecast.prefill_s,
+        tokens_per_s=forecast.tokens_per_s,
+        prefill_bottleneck=int(prefill_s.argmax()),
+        decode_bottleneck=int(decode_s.argmax()),
+        busy_share=forecast.busy_share,
         objective_latency_s=objective_latency_s,
     )
+
+
+def _job_forecast(costs: CostModel, solution: Solution, forecast: Forecast) -> JobForecast | None:
+    """The forecast of the job, where there is one."""
+    passes = costs.passes(solution.sizes, len(solution.devices))
+    if costs.job is None or passes is None:
+        return None
+    price = costs.cluster.price_per_hour
+    return JobForecast(costs.job, forecast.seconds, forecast.tokens_per_s, passes, price)
 
 
 def _record(costs: CostModel, solution: Solution, quality: float) -> SolverRecord:
     assignment, options = solution.assignment, costs.options
     bound = min(solution.lower_bound, assignment.objective)
     return SolverRecord(
-        objective_kind=options.objective,
+        objective_kind=options.objective if costs.job is None else "job",
         method=options.method,
         solver=solution.solver,
         status=assignment.status,
-        theta=options.theta,
+        theta=costs.theta,
         objective=assignment.objective,
         sensitivity=quality,
         gap=(assignment.objective - bound) / assignment.objective,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import get_args
 
 import numpy as np
 
@@ -24,8 +23,9 @@ from planner.costs.memory import (
 )
 from planner.model.finding import ModelShape
 from planner.optimiser.assignment import stage_times
-from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.problem import BATCH_OBJECTIVES, JOB_OBJECTIVE, AssignmentProblem, Objective
 from planner.options import AUTO
+from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.backends.selection import backend_name
@@ -182,21 +182,37 @@ def _sums(stage: StagePlan) -> Iterator[Derived]:
 def _prediction(plan: PlanSpec) -> Iterator[Derived]:
     """Figures of the prediction that follow from its other figures."""
     p, workload = plan.predicted, plan.workload
-    rate = workload.global_batch * workload.new_tokens / p.latency_s
+    job = plan.job
+    tokens = workload.global_batch * workload.new_tokens if job is None else job.job.output_tokens
+    rate = tokens / p.latency_s
     yield Derived("predicted.tokens_per_s", p.tokens_per_s, rate, "workload and latency")
+    if job is not None:
+        yield from _job(plan, job)
     both = p.prefill_s + p.decode_s
     yield Derived("predicted.latency_s", p.latency_s, both, "prefill_s and decode_s")
     shares = tuple(min(max(share, 0.0), 1 + _ROUNDING) for share in p.busy_share)
     yield Derived("predicted.busy_share", p.busy_share, shares, "shares of the latency")
-    kinds = get_args(Objective)
-    kind = plan.solver.objective_kind
-    if kind not in kinds:
-        yield Derived("solver.objective_kind", kind, kinds, "the objectives that there are")
+    kinds = BATCH_OBJECTIVES if plan.job is None else (JOB_OBJECTIVE,)
+    named = plan.solver.objective_kind
+    kind = next((each for each in kinds if each == named), None)
+    if kind is None:
+        yield Derived("solver.objective_kind", named, kinds, "the objectives that there are")
         return
-    problem = _problem(plan, "paper" if kind == "paper" else "pipeline")
+    problem = _problem(plan, kind)
     latency_s = stage_times(problem, *_one_layer_each(plan)).latency_s
     why = "micro-batches and the stages' times"
     yield Derived("predicted.objective_latency_s", p.objective_latency_s, latency_s, why)
+
+
+def _job(plan: PlanSpec, job: JobForecast) -> Iterator[Derived]:
+    """Fields that a job, its slots and the prediction share."""
+    p, slots = plan.predicted, plan.workload
+    yield Derived("job.seconds", job.seconds, p.latency_s, "predicted.latency_s")
+    yield Derived("job.tokens_per_s", job.tokens_per_s, p.tokens_per_s, "predicted.tokens_per_s")
+    longest = job.job.in_flight(slots.global_batch)
+    yield Derived("workload.prompt_length", slots.prompt_length, longest.prompt_length, "lengths")
+    yield Derived("workload.new_tokens", slots.new_tokens, longest.new_tokens, "lengths")
+    yield Derived("workload.slot_tokens", slots.slot_tokens, longest.slot_tokens, "lengths")
 
 
 def _problem(plan: PlanSpec, objective: Objective) -> AssignmentProblem:
@@ -220,6 +236,7 @@ def _problem(plan: PlanSpec, objective: Objective) -> AssignmentProblem:
         new_tokens=plan.workload.new_tokens,
         objective=objective,
         available=np.ones((len(stages), 1), dtype=bool),
+        passes=None if plan.job is None else plan.job.passes,
     )
 
 

@@ -121,9 +121,8 @@ def modelled_times(
     """The times of every stage [N] on `devices`; `compute` gives the seconds of computing."""
     workload = costs.workload
     prompts = range(workload.prompt_length, workload.prompt_length + 1)
-    contexts = range(
-        workload.prompt_length, workload.prompt_length + max(1, workload.new_tokens - 1)
-    )
+    longest = workload.prompt_length + max(1, workload.new_tokens - 1)
+    contexts = range(workload.prompt_length, min(longest, workload.total_length))
     prefill = _tables("prefill", sizes.prefill, prompts, workload, compute)
     decode = _tables("decode", sizes.decode, contexts, workload, compute)
     links = _link_terms(costs, devices)

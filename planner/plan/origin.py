@@ -5,7 +5,7 @@ be made again for fewer devices.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from planner.cluster.device import AS_MODELLED, Slowdown
 from planner.cluster.safe_yaml import parse_yaml
 from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
@@ -25,13 +26,15 @@ FILE_OPTIONS = ("omega_file", "profiles")
 class PlanOrigin:
     """`cluster` is the text of its file; `options` name files by absolute path; `lost` are the
     cluster's devices that were gone when the plan was made. `files`: SHA-256 of every file that
-    costs were read from, by absolute path; None where there was none.
+    costs were read from, by absolute path; None where there was none. `slowdowns`: what a run has
+    measured of its devices, by name.
     """
 
     cluster: str
     options: PlanOptions
     lost: tuple[str, ...] = ()
     files: dict[str, str | None] = field(default_factory=dict)
+    slowdowns: dict[str, Slowdown] = field(default_factory=dict)
 
     def cluster_spec(self) -> ClusterSpec:
         """The cluster without the lost devices; raises `InfeasibleError` where none is left,
@@ -42,7 +45,11 @@ class PlanOrigin:
         if not isinstance(values, dict):
             raise SpecError(f"{where} is no mapping; plan again with llmpq-algo")
         whole = ClusterSpec.from_dict(values, where)
-        left = tuple(device for device in whole.devices if device.name not in self.lost)
+        left = tuple(
+            replace(device, slowdown=self.slowdowns.get(device.name, AS_MODELLED))
+            for device in whole.devices
+            if device.name not in self.lost
+        )
         if not left:
             raise InfeasibleError(f"no device of cluster {whole.name} is left")
         return replace(whole, devices=left)
@@ -54,6 +61,14 @@ class PlanOrigin:
     def without(self, devices: Collection[str]) -> PlanOrigin:
         """This origin after `devices` are lost too."""
         return replace(self, lost=tuple(dict.fromkeys((*self.lost, *devices))))
+
+    def slowed(self, slowdowns: Mapping[str, Slowdown]) -> PlanOrigin:
+        """This origin with what was measured beside times that were modelled by it."""
+        found = dict(self.slowdowns)
+        for device, now in slowdowns.items():
+            before = found.get(device, AS_MODELLED)
+            found[device] = Slowdown(before.prefill * now.prefill, before.decode * now.decode)
+        return replace(self, slowdowns=found)
 
 
 def origin_of(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.simulation.schedule import Pass
+from planner.schedule.static import JobRows, Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
+from planner.workload import Job
+
+FILLS_SHOWN = 3
 
 APPROXIMATION = (
-    "times of the plan's full micro-batches: prefills in proportion to their requests, every "
-    "decode step as at the mean context"
+    "times of the plan's micro-batches: prefills in proportion to their tokens, every decode step "
+    "as at the mean context"
 )
 
 
@@ -25,7 +27,8 @@ def planned_s(plan: PlanSpec, stage: StagePlan, phase: Phase) -> float:
 
 
 def simulate_plan(plan: PlanSpec) -> Simulated:
-    """Simulate one batch of `plan` at the `time_scale` of its run.
+    """Simulate one batch of `plan`, or the first `FILLS_SHOWN` fills of the slots of its job, at
+    the `time_scale` of its run.
 
     Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
     """
@@ -33,13 +36,25 @@ def simulate_plan(plan: PlanSpec) -> Simulated:
 
     def seconds(each: Pass) -> PassSeconds:
         compute, transfer = zip(
-            *(_seconds(stage, each, sizes) for stage in plan.stages), strict=True
+            *(_seconds(plan, stage, each) for stage in plan.stages), strict=True
         )
         return PassSeconds(
             tuple(scale * own_s for own_s in compute), tuple(scale * hop_s for hop_s in transfer)
         )
 
-    return simulate(plan.workload, sizes, len(plan.stages), seconds)
+    job = None if plan.job is None else plan.job.job
+    rows = first_rows(job, plan.workload.global_batch)
+    return simulate(plan.workload, sizes, len(plan.stages), seconds, rows)
+
+
+def first_rows(job: Job | None, slots: int) -> JobRows | None:
+    """The rows of a job that are simulated to be shown, the first fills of its slots; None for a
+    batch.
+    """
+    if job is None:
+        return None
+    count = min(job.prompts, FILLS_SHOWN * slots)
+    return JobRows(*(each.tolist() for each in job.lengths.rows(count)))
 
 
 def is_approximate(plan: PlanSpec) -> bool:
@@ -47,18 +62,25 @@ def is_approximate(plan: PlanSpec) -> bool:
     return any(stage.modelled is None for stage in plan.stages)
 
 
-def _seconds(stage: StagePlan, each: Pass, sizes: MicroBatches) -> tuple[float, float]:
+def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float]:
     """Seconds in which `stage` computes `each`, and in which the result gets to the next stage."""
     is_decode = each.phase == "decode"
     if stage.modelled is not None:
         length = each.context_length if is_decode else each.tokens
-        lengths = np.full(each.requests, length, dtype=np.int64)
-        hop_s = stage.modelled.transfer_s(each.requests * each.tokens, each.requests)
+        lengths = np.array(each.prompts or (length,) * each.requests, dtype=np.int64)
+        hop_s = stage.modelled.transfer_s(each.all_tokens, each.requests)
         return stage.modelled.compute_s(is_decode, lengths), hop_s
     if is_decode:
         return stage.decode_s, stage.decode_comm_s
-    share = each.requests / sizes.prefill
+    share = each.all_tokens / _prefill_tokens(plan)
     return share * stage.prefill_s, share * stage.prefill_comm_s
+
+
+def _prefill_tokens(plan: PlanSpec) -> float:
+    """The tokens of the prefill whose seconds the plan's stages hold."""
+    if plan.job is None:
+        return plan.micro_batches.prefill * plan.workload.prompt_length
+    return plan.job.passes.prefill_requests * plan.job.job.lengths.mean_prompt
 
 
 def time_scale(plan: PlanSpec) -> float:

@@ -31,8 +31,10 @@ from planner.plan.field_types import (
     Rounding,
     Seconds,
 )
+from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
+from planner.plan.plans_beside import PlansBeside
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
@@ -88,9 +90,10 @@ class StagePlan:
 
 @dataclass(frozen=True, config=STRICT)
 class Prediction:
-    """The time that one global batch should take, by simulating the schedule that is run.
+    """The time that one global batch, or a whole job, should take, by simulating what is run.
 
-    `prefill_s` until every request has its first token, `decode_s` from then on; the bottlenecks
+    `prefill_s` until every request has its first token, `decode_s` from then on (of a job, by the
+    shares of the busiest stage's work); the bottlenecks
     are the stages that compute longest in a phase, `busy_share` is what each stage computes of the
     latency. `objective_latency_s` is the closed form of the plan's objective, by which plans were
     ranked.
@@ -173,7 +176,10 @@ class PlanSpec:
     With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
     is how stages round weights while they load. `stand_in`: the small model that computes in place
     of the planned one on emulated devices. `origin`: what the plan was made from, to explain it and
-    to make it again when devices are lost.
+    to make it again when devices are lost. `job`: the forecast of a whole job, where one was
+    planned: `workload` has as many requests as are in flight then, and `predicted` is of the job.
+    `long_rows`: the plan for those of its rows that `workload` has no room for. `beside`: the
+    figures of other plans.
     """
 
     version: int
@@ -195,6 +201,26 @@ class PlanSpec:
     kv_bits: KvBits = FULL_BITS
     stand_in: Annotated[str, Field(min_length=1)] | None = None
     origin: PlanOrigin | None = None
+    job: JobForecast | None = None
+    beside: PlansBeside = field(default_factory=PlansBeside)
+    long_rows: PlanSpec | None = None
+
+    @property
+    def timed_sizes(self) -> tuple[float, float]:
+        """Tokens of a prefill and requests of a decode step whose seconds the stages state: full
+        micro-batches of a batch, or those of mean size in a job.
+        """
+        sizes = self.micro_batches
+        if self.job is None:
+            return sizes.prefill * self.workload.prompt_length, sizes.decode
+        passes = self.job.passes
+        prompt = self.job.job.lengths.mean_prompt
+        return passes.prefill_requests * prompt, passes.decode_requests
+
+    @property
+    def default_new_tokens(self) -> int | None:
+        """The most tokens for rows without a limit of their own; None for `workload.new_tokens`."""
+        return None if self.job is None else self.job.job.default_new_tokens
 
     def to_json(self) -> str:
         """The plan as indented JSON."""

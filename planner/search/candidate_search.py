@@ -6,6 +6,7 @@ as far as it can beat the best plan found before.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import warnings
@@ -33,30 +34,60 @@ DESCENT_GAP = 1e-2
 LEAST_SOLVE_S = 0.1  # for a candidate that was begun before time was up
 
 
+class SearchTime:
+    """The seconds in which all searches for one plan end, of which each gets half of what is left
+    when it begins.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        self._end_s, self._clock = clock() + limit_s, clock
+
+    def next_s(self) -> float:
+        """Seconds for the next search; once time is up enough for its first plan only."""
+        return max(LEAST_SOLVE_S, (self._end_s - self._clock()) / 2)
+
+
 class CandidateSearch:
     """Solves candidates one by one, best bound first, until none can be better than the gap.
 
-    Out of time (`search_time_limit`) it stops at the best plan so far, if there is one.
+    Out of time (`search_time_limit`) it stops at the best plan so far, if there is one. Candidates
+    are solved for plans up to the share `slack` above the best, which are kept as `solutions`.
     """
 
-    def __init__(self, options: PlanOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, options: PlanOptions, clock: Callable[[], float], slack: float = 0.0
+    ) -> None:
         self._options = options
         self._clock = clock
+        self._slack = slack
         self._start = clock()
         self._tables: SensitivityTables | None = None
         self._best: tuple[SearchCandidate, Assignment] | None = None
+        self._kept: list[tuple[SearchCandidate, Assignment]] = []
         self._bound = math.inf
         self._solved = 0
 
-    def run(self, candidates: Candidates, gap: float) -> None:
-        """Search `candidates` until none that is left can beat the best plan by more than `gap`."""
-        while candidates.bound < self._lowest() * (1 - gap) and not self.is_over:
+    def run(self, searched: Sequence[Candidates], gap: float, most: int | None = None) -> None:
+        """Search all of `searched` together, until none that is left can beat the best plan by more
+        than `gap`, or until `most` of them have been solved.
+        """
+        for _ in range(most) if most is not None else itertools.count():
+            if not searched or self.is_over:
+                return
+            candidates = min(searched, key=lambda each: each.bound)
+            if candidates.bound >= self._lowest() * (1 - gap):
+                return
             self._try(candidates.pop())
 
+    def consider(self, candidate: SearchCandidate, gap: float) -> None:
+        """Solve a candidate if it can beat the best plan by more than `gap`."""
+        if candidate.bound < self._lowest() * (1 - gap) and not self.is_over:
+            self._try(candidate)
+
     @property
-    def best_devices(self) -> tuple[Device, ...] | None:
-        """The devices of the best plan so far."""
-        return None if self._best is None else self._best[0].devices
+    def best(self) -> SearchCandidate | None:
+        """The candidate that has the best plan so far."""
+        return None if self._best is None else self._best[0]
 
     @property
     def is_over(self) -> bool:
@@ -68,27 +99,37 @@ class CandidateSearch:
 
         Its assignment is "optimal" only if that is proven over all candidates.
         """
+        return self.solutions(searched)[0]
+
+    def solutions(self, searched: Sequence[Candidates]) -> list[Solution]:
+        """The best plan, as `solution`, and then the others within the slack, best first."""
         count = sum(candidates.count for candidates in searched)
         if self._best is None:
             raise InfeasibleError(
                 f"method {self._options.method} has no plan for any of {count} candidates; "
                 "use method auto"
             )
-        candidate, assignment = self._best
         bound = min(self._bound, *(candidates.bound for candidates in searched))
-        if assignment.status == "optimal" and bound < self._target() * (1 - ROUNDING):
-            assignment = replace(assignment, status="time_limit")
-        return Solution(
-            candidate.devices,
-            candidate.sizes,
-            assignment,
-            min(bound, assignment.objective),
-            count,
-            self._solved,
-            self._clock() - self._start,
-            candidate.head_on_first,
-            self._options.solver,
-        )
+        proven = bound >= self._target() * (1 - ROUNDING)
+        kept = [each for each in self._kept if each[1].objective < self._most()]
+        others = sorted(kept, key=lambda each: each[1].objective)
+        return [
+            Solution(
+                candidate.workload,
+                candidate.devices,
+                candidate.sizes,
+                assignment
+                if proven or assignment.status != "optimal"
+                else replace(assignment, status="time_limit"),
+                min(bound, assignment.objective),
+                count,
+                self._solved,
+                self._clock() - self._start,
+                candidate.head_on_first,
+                self._options.solver,
+            )
+            for candidate, assignment in (self._best, *others)
+        ]
 
     def _seconds_left(self) -> float:
         return self._options.search_time_limit - (self._clock() - self._start)
@@ -96,6 +137,10 @@ class CandidateSearch:
     def _lowest(self) -> float:
         """The best objective so far, in seconds."""
         return math.inf if self._best is None else self._best[1].objective
+
+    def _most(self) -> float:
+        """Seconds up to which a plan is kept."""
+        return self._lowest() * (1 + self._slack)
 
     def _target(self) -> float:
         """Seconds below which a plan is still of interest."""
@@ -111,7 +156,10 @@ class CandidateSearch:
             return
         self._bound = min(self._bound, max(candidate.bound, found.bound))
         if found.objective < self._lowest():
-            self._best = candidate, found
+            beaten, self._best = self._best, (candidate, found)
+            self._kept += [] if beaten is None else [beaten]
+        elif found.objective < self._most():
+            self._kept.append((candidate, found))
 
     def _solve(self, candidate: SearchCandidate) -> Assignment:
         """Solve with the solver that was asked for, or from its first refusal on with HiGHS."""
@@ -129,7 +177,7 @@ class CandidateSearch:
         if self._best is not None:
             limit_s = min(limit_s, max(self._seconds_left(), LEAST_SOLVE_S))
         limits = SolveOptions(
-            options.solver, limit_s, options.relative_gap, self._lowest(), self._clock
+            options.solver, limit_s, options.relative_gap, self._most(), self._clock
         )
         if self._tables is None:
             self._tables = SensitivityTables(problem.sensitivity)
@@ -153,25 +201,25 @@ def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> 
                 searched.append(Candidates(smaller))
             except DoesNotFitError:
                 continue
-            runner.run(searched[-1], max(DESCENT_GAP, costs.options.relative_gap))
-        pending = _untried(costs, runner, tried)
+            runner.run(searched[-1:], max(DESCENT_GAP, costs.options.relative_gap))
+        pending = untried_sets(costs, runner, tried)
         if not pending:
-            for candidates in searched:
-                runner.run(candidates, costs.options.relative_gap)
-            pending = _untried(costs, runner, tried)
+            runner.run(searched, costs.options.relative_gap)
+            pending = untried_sets(costs, runner, tried)
     if not searched:
         raise misfit(costs)
     return runner.solution(searched)
 
 
-def _untried(
+def untried_sets(
     costs: CostModel, runner: CandidateSearch, tried: set[Hashable]
 ) -> list[tuple[Device, ...]]:
     """The sets of devices to try next: those one device away from that of the best plan so far."""
     if costs.options.keep_all_devices or runner.is_over:
         return []
     every = costs.cluster.devices
-    best = {device.name for device in runner.best_devices or every}
+    used = every if runner.best is None else runner.best.devices
+    best = {device.name for device in used}
     near = distinct_sets(
         [device for device in every if (device.name in best) != (device is changed)]
         for changed in every

@@ -20,6 +20,7 @@ from planner.search.memory_fit import fitting_problems, heads_of, misfit
 from planner.search.orders.device_sets import canonical_devices
 from planner.search.orders.end_groups import OrdersByEnds, SizedOrders
 from planner.search.orders.enumeration import order_tree
+from planner.workload import Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class SearchCandidate:
     `bound`: seconds that no plan of it is below.
     """
 
+    workload: Workload
     devices: tuple[Device, ...]
     sizes: MicroBatches
     problem: AssignmentProblem
@@ -68,7 +70,9 @@ class Candidates:
                 self._push(ends)
             costs, sizes = ends.sized.costs, ends.sized.sizes
             problem = grouped(costs.problem(devices, sizes), costs.options.group)
-            return SearchCandidate(devices, sizes, problem, bound, costs.head_on_first)
+            return SearchCandidate(
+                costs.workload, devices, sizes, problem, bound, costs.head_on_first
+            )
 
     def __iter__(self) -> Iterator[SearchCandidate]:
         """Take all candidates that are left."""

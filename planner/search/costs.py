@@ -10,6 +10,7 @@ from planner.costs.eight_bit_kv import EightBitCacheLatency
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
+from planner.costs.slowed_latency import SlowedLatency
 from planner.model.finding import ModelShape
 from planner.optimiser.problem import FloatArray
 from planner.options import PlanOptions, kv_bits_of
@@ -20,23 +21,29 @@ from planner.profiles.rows import LayerTerms, read_profiles
 from planner.quality.perplexity_fit import omega_bound
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from planner.stored_bits import with_stored_bits
-from planner.workload import Workload, check_length
+from planner.workload import Job, Workload, check_length
 from quant.scheme import FULL_BITS
 
 
 def planning_costs(
-    cluster: ClusterSpec, shape: ModelShape, workload: Workload, options: PlanOptions
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    workload: Workload,
+    options: PlanOptions,
+    job: Job | None = None,
 ) -> tuple[CostModel, Omega]:
     """The cost model that the options ask for, and the sensitivities it was made with.
 
-    A bound of perplexity has become one of summed sensitivity.
+    A bound of perplexity has become one of summed sensitivity. The costs are of `job`, where one
+    is given.
     """
     options = with_stored_bits(options, shape)
     omega = omega_of(shape, options)
     if options.max_ppl_delta is not None:
         bound = omega_bound(omega, options.max_ppl_delta)
         options = replace(options, max_ppl_delta=None, max_omega=bound)
-    return cost_model(cluster, shape, workload, options, omega.matrix), omega
+    costs = cost_model(cluster, shape, workload, options, omega.matrix)
+    return replace(costs, job=job), omega
 
 
 def cost_model(
@@ -50,8 +57,9 @@ def cost_model(
     check_length(shape, workload)
     if options.profiles is not None:
         cluster = replace(cluster, measured_links=links_beside(options.profiles))
-    latency = RememberedLatency(latency_model_of(cluster, shape, options))
-    return CostModel(cluster, shape, workload, options, latency, sensitivity)
+    latency = RememberedLatency(SlowedLatency(latency_model_of(cluster, shape, options)))
+    theta = options.theta or 0.0
+    return CostModel(cluster, shape, workload, options, latency, sensitivity, theta)
 
 
 def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptions) -> LatencyModel:

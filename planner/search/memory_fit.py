@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
-from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_up_to
+from planner.micro_batches import MicroBatches, micro_batch_pairs, pairs_of_job, pairs_up_to
 from planner.optimiser.capacity import explain_infeasible, is_feasible, layer_capacity
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.search.orders.device_sets import canonical_devices, distinct_sets, one_fewer
 from planner.search.orders.enumeration import order_tree
-from planner.workload import Workload
 from quant.common.errors import DoesNotFitError, SpecError
 
 Fits = Callable[[AssignmentProblem], bool]
@@ -34,14 +33,16 @@ class SizedProblem:
     problem: AssignmentProblem
 
 
-def searched_sizes(workload: Workload, stages: int, options: PlanOptions) -> Sequence[MicroBatches]:
+def searched_sizes(costs: CostModel, stages: int) -> Sequence[MicroBatches]:
     """The pairs of sizes to try first; a size that the user fixed replaces the searched one."""
-    batch = workload.global_batch
+    batch, options = costs.workload.global_batch, costs.options
     for name in ("prefill_micro_batch", "decode_micro_batch"):
         fixed = getattr(options, name)
         if fixed is not None and fixed > batch:
             raise SpecError(f"{name} is {fixed}, more than the batch of {batch}")
-    return _with_fixed(micro_batch_pairs(batch, stages), options)
+    if costs.job is None:
+        return _with_fixed(micro_batch_pairs(batch, stages), options)
+    return _with_fixed(pairs_of_job(batch, stages, costs.job.lengths.mean_prompt), options)
 
 
 def smallest_sizes(options: PlanOptions) -> MicroBatches:
@@ -53,7 +54,7 @@ def problems_near_share(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[SizedProblem]:
     """The problems of an order that fit, with sizes near the even share of the batch."""
-    near = searched_sizes(costs.workload, len(devices), costs.options)
+    near = searched_sizes(costs, len(devices))
     return _fitting(costs, devices, near, fits)
 
 
@@ -65,7 +66,7 @@ def fitting_problems(
     Where all sizes near the even share need too much memory, smaller ones are taken.
     """
     found = problems_near_share(costs, devices, fits)
-    if found or not fits(_sized(costs, devices, smallest_sizes(costs.options)).problem):
+    if found or not _holds(costs, devices, smallest_sizes(costs.options), fits):
         return found
     return _fitting(costs, devices, _smaller_sizes(costs, devices, fits), fits)
 
@@ -162,8 +163,14 @@ def _sized(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> 
 def _fitting(
     costs: CostModel, devices: Sequence[Device], sizes: Sequence[MicroBatches], fits: Fits
 ) -> list[SizedProblem]:
-    sized = (_sized(costs, devices, each) for each in sizes)
-    return [each for each in sized if fits(each.problem)]
+    return [_sized(costs, devices, each) for each in sizes if _holds(costs, devices, each, fits)]
+
+
+def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:
+    """Whether memory allows these sizes; it is the same for a batch as for a job, whose passes take
+    long to count.
+    """
+    return fits(_sized(replace(costs, job=None), devices, sizes).problem)
 
 
 def _smaller_sizes(
@@ -173,7 +180,7 @@ def _smaller_sizes(
     least, batch = smallest_sizes(costs.options), costs.workload.global_batch
 
     def decodes(size: int) -> bool:
-        return fits(_sized(costs, devices, replace(least, decode=size)).problem)
+        return _holds(costs, devices, replace(least, decode=size), fits)
 
     most = costs.options.decode_micro_batch or _greatest(batch, decodes)
     return _with_fixed(pairs_up_to(batch, most), costs.options)
@@ -197,7 +204,7 @@ def _smallest_problems(costs: CostModel) -> Iterator[SizedProblem]:
     The order of the devices between them changes no memory.
     """
     sizes = smallest_sizes(costs.options)
-    for placed in heads_of(costs):
+    for placed in heads_of(replace(costs, job=None)):
         for devices in _end_choices(costs):
             yield _sized(placed, devices, sizes)
 
@@ -224,7 +231,8 @@ def _useful(costs: CostModel) -> tuple[Device, ...]:
 def _held_between(costs: CostModel, device: Device) -> int:
     """Count the layers that fit on the middle one of three such devices."""
     three = [replace(device, index=device.index + step) for step in range(3)]
-    return int(layer_capacity(_sized(costs, three, smallest_sizes(costs.options)).problem)[1])
+    alone = replace(costs, job=None)
+    return int(layer_capacity(_sized(alone, three, smallest_sizes(costs.options)).problem)[1])
 
 
 def _narrower(costs: CostModel, sets: Sequence[tuple[Device, ...]]) -> list[tuple[Device, ...]]:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.cluster.device import Device
+from planner.cluster.growth import grown, kinds_of_devices
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
-from planner.options import PlanOptions
-from planner.workload import Workload
-from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError
+from planner.options import AUTO, PlanOptions
+from planner.workload import Job, Workload
+from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.scheme import BITWIDTHS, KV_BITWIDTHS
 
 MOST_MORE_DEVICES = 32
@@ -22,16 +22,57 @@ DIGITS = 4  # of a bound that is named
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """The inputs of a plan."""
+    """The inputs of a plan: of a `job`, `workload` has the fewest requests in flight that are
+    allowed.
+    """
 
     cluster: ClusterSpec
     shape: ModelShape
     workload: Workload
     options: PlanOptions
+    job: Job | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster: ClusterSpec,
+        shape: ModelShape,
+        workload: Workload | Job,
+        options: PlanOptions,
+    ) -> PlanningRequest:
+        """The request for a batch or a job; SpecError for options that belong to the other one."""
+        if isinstance(workload, Job):
+            if options.objective != PlanOptions().objective:
+                raise SpecError(
+                    f"objective {options.objective} is of one batch, not of a job; fix the batch "
+                    "(--global_bz), or leave it out"
+                )
+            least = _least_in_flight(workload, options)
+            return cls(cluster, shape, workload.in_flight(least), options, workload)
+        if options.in_flight != AUTO:
+            raise SpecError(
+                f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "
+                "of which is in flight; give a job (--input or --prompts), or leave it out"
+            )
+        return cls(cluster, shape, workload, options)
 
     def with_options(self, **changed: Any) -> PlanningRequest:
         """The request with other options."""
         return replace(self, options=replace(self.options, **changed))
+
+
+def _least_in_flight(job: Job, options: PlanOptions) -> int:
+    """The fewest requests of a job in flight that are allowed: what the user fixed, but never more
+    than there are, or those of the micro-batches that the user fixed; SpecError where these are
+    more than the job has.
+    """
+    for name in ("prefill_micro_batch", "decode_micro_batch"):
+        fixed = getattr(options, name)
+        if fixed is not None and fixed > job.prompts:
+            raise SpecError(f"{name} is {fixed}, more than the {job.prompts} prompts; lower it")
+    if options.in_flight != AUTO:
+        return min(int(options.in_flight), job.prompts)
+    return max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
 
 
 @dataclass(frozen=True)
@@ -143,9 +184,11 @@ def _smaller_cache(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     """Find the largest batch that fits, not below the micro-batches that were fixed."""
     batch, options = request.workload.global_batch, request.options
+    option = "global_bz" if request.job is None else "in_flight"
 
     def of(size: int) -> PlanningRequest:
-        return replace(request, workload=replace(request.workload, global_batch=size))
+        fewer = replace(request, workload=replace(request.workload, global_batch=size))
+        return fewer if request.job is None else fewer.with_options(in_flight=size)
 
     low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
     if low >= batch or not fits(of(low)):
@@ -154,7 +197,7 @@ def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(of(middle)) else (low, middle)
-    yield Remedy(f"--global_bz {low} instead of {batch}", of(low))
+    yield Remedy(f"--{option} {low} instead of {batch}", of(low))
 
 
 def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
@@ -170,14 +213,15 @@ def _fewer_bits(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
 
 def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     """Find the kind of device of which the fewest more are needed."""
-    devices = request.cluster.devices
-    kinds = {(d.node, d.accelerator.name, d.memory_bytes): d for d in devices}
-    nodes_of_type = {name: {n for n, a, _ in kinds if a == name} for _, name, _ in kinds}
+    kinds = kinds_of_devices(request.cluster)
+    nodes_of_type: dict[str, set[str]] = {}
+    for kind in kinds:
+        nodes_of_type.setdefault(kind.accelerator.name, set()).add(kind.node)
     best: Remedy | None = None
     most = MOST_MORE_DEVICES
-    for kind in kinds.values():
+    for kind in kinds:
         for count in range(1, most + 1):
-            changed = replace(request, cluster=_grown(request.cluster, kind, count))
+            changed = replace(request, cluster=grown(request.cluster, kind, count))
             if fits(changed):
                 name, most = kind.accelerator.name, count - 1
                 where = f" on {kind.node}" if len(nodes_of_type[name]) > 1 else ""
@@ -185,15 +229,6 @@ def _more_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
                 break
     if best is not None:
         yield best
-
-
-def _grown(cluster: ClusterSpec, kind: Device, count: int) -> ClusterSpec:
-    """The cluster with `count` more devices like one of its own, on the same node."""
-    of_type = [
-        d.index for d in cluster.devices if (d.node, d.accelerator) == (kind.node, kind.accelerator)
-    ]
-    added = (replace(kind, index=max(of_type) + step) for step in range(1, count + 1))
-    return replace(cluster, devices=(*cluster.devices, *added))
 
 
 _KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (

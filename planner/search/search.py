@@ -11,20 +11,22 @@ from typing import TypeVar
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import ModelShape
-from planner.options import AUTO, BASELINE_METHODS, PlanOptions
-from planner.plan.builder import Solution, build_plan
+from planner.options import AUTO, BASELINE_METHODS, PlanOptions, quality_of
+from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import Omega
 from planner.search.baselines.comparison import baselines
 from planner.search.baselines.planned import baseline_fits, baseline_solution
-from planner.search.bounded import within_bounds
 from planner.search.candidates import Candidates
 from planner.search.costs import files_of_costs, planning_costs
+from planner.search.job.plans_beside import plans_beside
 from planner.search.memory_fit import fitting_sets
 from planner.search.remedies import Planner, PlanningRequest, naming_remedies
-from planner.workload import Workload
+from planner.search.tradeoffs.bounded import within_bounds
+from planner.search.tradeoffs.qualities import Chosen, chosen_by_quality
+from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
 from quant.scheme import KV_BITWIDTHS
 
@@ -43,7 +45,7 @@ def find_plan(
     cluster: ClusterSpec,
     shape: ModelShape,
     source: str,
-    workload: Workload,
+    workload: Workload | Job,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PlanSpec:
@@ -58,12 +60,12 @@ def find_priced_plan(
     cluster: ClusterSpec,
     shape: ModelShape,
     source: str,
-    workload: Workload,
+    workload: Workload | Job,
     options: PlanOptions,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PricedPlan:
     """Find the best plan as `find_plan` does, and return its cost model with it."""
-    request = PlanningRequest(cluster, shape, workload, options)
+    request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request, REMEDY_PLANNER):
         found = _find(request, source, clock)
     origin = origin_of(cluster, options, files_of_costs(options))
@@ -79,11 +81,15 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
         )
     costs, omega = costs_of(request)
     began = clock()
-    chosen, solution = _solution(costs, options, clock)
-    solution = replace(solution, seconds=clock() - began)
-    plan = build_plan(chosen, source, solution, omega.source, baselines(costs))
+    chosen = _chosen(costs, options, clock)
+    solution = replace(chosen.solution, seconds=clock() - began)
+    found = solution.costs(chosen.costs)
+    # A baseline's own costs have one bitwidth only; others beside it choose among all.
+    priced = replace(solution.costs(costs), theta=found.theta)
+    plan = build_plan(found, source, solution, omega.source, baselines(priced))
+    plan = replace(plan, beside=plans_beside(chosen, plan.predicted, clock))
     forecast = perplexity_forecast(omega, plan.solver.sensitivity, options.max_ppl_delta)
-    return PricedPlan(replace(plan, perplexity=forecast), costs)
+    return PricedPlan(replace(plan, perplexity=forecast), priced)
 
 
 def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Found]) -> _Found:
@@ -95,10 +101,8 @@ def with_fitting_cache(options: PlanOptions, find: Callable[[PlanOptions], _Foun
     return find(replace(options, kv_bits=fewest))
 
 
-def _solution(
-    costs: CostModel, asked: PlanOptions, clock: Callable[[], float]
-) -> tuple[CostModel, Solution]:
-    """The best solution, or the own plan of the baseline that the method names."""
+def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) -> Chosen:
+    """The plan that is wanted: of a quality, by theta, within a bound, or a baseline's own."""
     options = costs.options
     if options.method in BASELINE_METHODS:
         if options.max_omega is not None or options.max_latency_s is not None:
@@ -106,9 +110,12 @@ def _solution(
                 f"method {options.method} makes one plan, without regard to max_omega, "
                 "max_ppl_delta or max_latency_s; leave them out"
             )
-        return baseline_solution(costs)
+        return Chosen(*baseline_solution(costs))
+    quality = quality_of(asked)
+    if quality is not None:
+        return chosen_by_quality(costs, quality, clock)
     try:
-        return within_bounds(costs, clock)
+        return Chosen(*within_bounds(costs, clock))
     except BoundNotMetError as error:
         if asked.max_ppl_delta is None:
             raise
@@ -153,4 +160,6 @@ REMEDY_PLANNER = Planner(_fits, _plans)
 
 def costs_of(request: PlanningRequest) -> tuple[CostModel, Omega]:
     """The cost model of a request, and the sensitivities it was made with."""
-    return planning_costs(request.cluster, request.shape, request.workload, request.options)
+    return planning_costs(
+        request.cluster, request.shape, request.workload, request.options, request.job
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from planner.simulation.schedule import Pass
+from planner.schedule.static import Pass
 from planner.simulation.simulation import Simulated
 from planner.simulation.trace import check_labels, write_text
 from quant.common.errors import SpecError

@@ -1,7 +1,7 @@
 """Discrete-event simulation of one global batch: what every stage and link does, and when.
 
 Stages and links serve first come, first served; a transfer keeps its link busy but not its stages.
-Since the order of passes is known (`planner.simulation.schedule`), a recurrence over it gives every
+Since the order of passes is known (`planner.schedule.static`), a recurrence over it gives every
 event exactly: ragged last micro-batches, growing context, the turn from prefill to decode, and
 waiting for links.
 """
@@ -9,19 +9,22 @@ waiting for links.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner.cluster.device import Device
+from planner.costs.communication import Transfers
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
-from planner.simulation.schedule import Pass, static_schedule
+from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.workload import Workload
 from quant.common.errors import SpecError
+
+LENGTH_STEP = 0.02  # relative
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,20 @@ class Simulated:
         return float(self.link_end_s[self._rows_of("prefill"), -1][-1])
 
     @property
+    def filled_s(self) -> float:
+        """Seconds until the first request in every slot has its first token."""
+        waiting = self.workload.global_batch
+        rows = self._rows_of("prefill")
+        for row in rows:
+            waiting -= self.passes[row].requests
+            if waiting <= 0:
+                return float(self.link_end_s[row, -1])
+        return float(self.link_end_s[rows[-1], -1])
+
+    @property
     def tokens_per_s(self) -> float:
-        """New tokens per second of all requests."""
-        return self.workload.global_batch * self.workload.new_tokens / self.latency_s
+        """New tokens per second of all requests, each of which gets one in every pass."""
+        return sum(each.requests for each in self.passes) / self.latency_s
 
     @property
     def busy_share(self) -> tuple[float, ...]:
@@ -92,8 +106,10 @@ def simulate(
     sizes: MicroBatches,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
+    rows: JobRows | None = None,
 ) -> Simulated:
-    """Run one global batch over `stages` stages; `seconds_of` a pass gives `stages` entries each.
+    """Run one global batch over `stages` stages, or all of `rows` over as many slots as it has;
+    `seconds_of` a pass gives `stages` entries each.
 
     Raises SpecError where micro-batches are empty or `seconds_of` has another number of stages.
     """
@@ -102,7 +118,8 @@ def simulate(
             f"micro-batches of {sizes.prefill} and {sizes.decode} on {stages} stages cannot be "
             "simulated; give at least 1 of each"
         )
-    passes = static_schedule(workload, sizes, stages)
+    rows = rows or JobRows.alike(workload)
+    passes = tuple(JobSchedule(rows, workload.global_batch, sizes, stages).passes())
     seconds = [seconds_of(each) for each in passes]
     for each in seconds:
         if len(each.compute) != stages or len(each.transfer) != stages:
@@ -116,19 +133,9 @@ def simulate(
 def _events(
     workload: Workload, passes: tuple[Pass, ...], seconds: Sequence[PassSeconds]
 ) -> Simulated:
-    """Start each computation or transfer when its input is there and its stage or link is free."""
     stages = len(seconds[0].compute)
-    stage_free_s, link_free_s = [0.0] * stages, [0.0] * stages
-    starts, returned_s = [], [0.0]
-    for each, taken in zip(passes, seconds, strict=True):
-        at_s = returned_s[each.results_before]
-        for j in range(stages):
-            computes_s = max(at_s, stage_free_s[j])
-            stage_free_s[j] = computes_s + taken.compute[j]
-            sends_s = max(stage_free_s[j], link_free_s[j])
-            link_free_s[j] = at_s = sends_s + taken.transfer[j]
-            starts.append((computes_s, sends_s))
-        returned_s.append(at_s)
+    clock = PipelineClock(stages)
+    starts = [clock.run(each, taken) for each, taken in zip(passes, seconds, strict=True)]
     start_s = np.array(starts).reshape(len(passes), stages, 2)
     return Simulated(
         workload=workload,
@@ -138,6 +145,29 @@ def _events(
         link_start_s=start_s[:, :, 1],
         link_end_s=start_s[:, :, 1] + np.array([each.transfer for each in seconds]),
     )
+
+
+class PipelineClock:
+    """Starts each computation or transfer when its input is there and its stage or link is free."""
+
+    def __init__(self, stages: int) -> None:
+        self._stage_free_s, self._link_free_s = [0.0] * stages, [0.0] * stages
+        self.returned_s = [0.0]
+        """0, and then when the result of each pass came back."""
+
+    def run(self, each: Pass, taken: PassSeconds) -> list[tuple[float, float]]:
+        """Run the next pass; returns when each stage computes and each link sends it [N]."""
+        at_s = self.returned_s[each.results_before]
+        stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
+        starts = []
+        for j, compute_s in enumerate(taken.compute):
+            computes_s = max(at_s, stage_free_s[j])
+            stage_free_s[j] = computes_s + compute_s
+            sends_s = max(stage_free_s[j], link_free_s[j])
+            link_free_s[j] = at_s = sends_s + taken.transfer[j]
+            starts.append((computes_s, sends_s))
+        self.returned_s.append(at_s)
+        return starts
 
 
 @dataclass(frozen=True)
@@ -161,22 +191,34 @@ def simulate_assignment(
     sizes: MicroBatches,
     first_layer: Sequence[int],
     bitwidth: Sequence[int],
+    rows: JobRows | None = None,
 ) -> Simulated:
-    """Simulate the batch of `costs.workload` on `devices` in stage order, as the runtime runs it.
+    """Simulate the batch of `costs.workload`, or all of `rows`, on `devices` in stage order, as the
+    runtime runs it.
 
     `first_layer` [N+1] and `bitwidth` [L] (indices into `costs.options.bits`) are by layer, not by
     group; stages without layers are left out. Every pass takes the latency model's time for its own
     size and context. Raises SpecError where the two do not cover the model's layers.
     """
+    check_assignment(costs, devices, first_layer, bitwidth)
+    stages = occupied_stages(devices, first_layer)
+    timing = assignment_timing(costs, stages, bitwidth)
+    return simulate(costs.workload, sizes, len(stages.devices), timing.seconds, rows)
+
+
+def check_assignment(
+    costs: CostModel,
+    devices: Sequence[Device],
+    first_layer: Sequence[int],
+    bitwidth: Sequence[int],
+) -> None:
+    """Raise SpecError unless boundaries and bitwidths cover the model's layers."""
     layers = costs.shape.layers
     if len(first_layer) != len(devices) + 1 or len(bitwidth) != layers or first_layer[-1] != layers:
         raise SpecError(
             f"{layers} layers on {len(devices)} devices need {len(devices) + 1} boundaries up to "
             f"{layers} and {layers} bitwidths, not {list(first_layer)} and {len(bitwidth)}"
         )
-    stages = occupied_stages(devices, first_layer)
-    timing = assignment_timing(costs, stages, bitwidth)
-    return simulate(costs.workload, sizes, len(stages.devices), timing.seconds)
 
 
 def assignment_timing(
@@ -197,10 +239,15 @@ class AssignmentTiming:
     devices: tuple[Device, ...]
     counts: tuple[Counter[int], ...]
     _passes: dict[tuple[Phase, int, int, int], PassSeconds] = field(default_factory=dict)
-    _layers: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _layers: dict[tuple[Phase, int, int], FloatArray] = field(default_factory=dict)
 
     def seconds(self, each: Pass) -> PassSeconds:
-        """Seconds of one pass; equal passes are computed once."""
+        """Seconds of one pass; equal passes are computed once.
+
+        A prefill of unlike prompts takes the mean of prefills whose prompts all have their lengths.
+        """
+        if each.prompts:
+            return PassSeconds(self._compute(each), self._transfer(each))
         key = (each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._passes:
             self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
@@ -213,36 +260,56 @@ class AssignmentTiming:
 
     def _compute(self, each: Pass) -> tuple[float, ...]:
         latency, first = self.costs.latency, self.devices[0]
-        head = self.devices[self.costs.head_stage(len(self.devices))]
-        stage_s = [
-            sum(count * self._layer_s(device, bits, each) for bits, count in counts.items())
-            for device, counts in zip(self.devices, self.counts, strict=True)
-        ]
-        tokens = each.requests * each.tokens
-        stage_s[0] += latency.embedding_s(first, tokens, self.costs.dtype(first))
-        stage_s[self.costs.head_stage(len(self.devices))] += latency.final_s(
-            head, each.requests, self.costs.dtype(head)
-        )
-        return tuple(stage_s)
+        head_stage = self.costs.head_stage(len(self.devices))
+        head = self.devices[head_stage]
+        if each.prompts:
+            lengths = Counter(near_length(prompt) for prompt in each.prompts)
+            prompts = [n * self._layers_s(each, length) for length, n in lengths.items()]
+            stage_s = np.sum(prompts, axis=0) / each.requests
+        else:
+            length = each.tokens if each.phase == "prefill" else each.context_length
+            stage_s = self._layers_s(each, length).copy()
+        stage_s[0] += latency.embedding_s(first, each.all_tokens, self.costs.dtype(first))
+        stage_s[head_stage] += latency.final_s(head, each.requests, self.costs.dtype(head))
+        return tuple(stage_s.tolist())
 
-    def _layer_s(self, device: Device, bits: int, each: Pass) -> float:
-        """Seconds of one layer; equal devices are computed once."""
-        kind = (device.accelerator.name, device.threads, device.emulated)
-        key = (*kind, bits, each.phase, each.requests, each.tokens, each.context_length)
+    def _layers_s(self, each: Pass, length: int) -> FloatArray:
+        """Seconds of each stage's layers [N], if all requests of the pass have this length."""
+        key = each.phase, each.requests, length
         if key not in self._layers:
-            latency, dtype = self.costs.latency, self.costs.dtype(device)
-            if each.phase == "prefill":
-                time_s = latency.layer_prefill_s(device, bits, each.requests, each.tokens, dtype)
-            else:
-                time_s = latency.layer_decode_s(
-                    device, bits, each.requests, each.context_length, dtype
-                )
-            self._layers[key] = time_s
+            kinds: dict[tuple[Hashable, int], float] = {}
+            for device, counts in zip(self.devices, self.counts, strict=True):
+                for bits in counts:
+                    kind = device.time_kind, bits
+                    if kind not in kinds:
+                        kinds[kind] = self._layer_s(device, bits, each, length)
+            self._layers[key] = np.array(
+                [
+                    sum(count * kinds[device.time_kind, bits] for bits, count in counts.items())
+                    for device, counts in zip(self.devices, self.counts, strict=True)
+                ]
+            )
         return self._layers[key]
 
+    def _layer_s(self, device: Device, bits: int, each: Pass, length: int) -> float:
+        latency, dtype = self.costs.latency, self.costs.dtype(device)
+        if each.phase == "prefill":
+            return latency.layer_prefill_s(device, bits, each.requests, length, dtype)
+        return latency.layer_decode_s(device, bits, each.requests, length, dtype)
+
     def _transfer(self, each: Pass) -> tuple[float, ...]:
-        costs = self.costs
-        sizes = MicroBatches(each.requests, each.requests)
+        costs, prompt = self.costs, each.all_tokens / each.requests
+        both = each.requests, each.requests
+        hops = Transfers(costs.cluster, costs.shape, both, prompt, costs.head_on_first)
         dtypes = [costs.dtype(device) for device in self.devices]
-        prefill, decode = costs.transfers(sizes).of_order(self.devices, dtypes)
+        prefill, decode = hops.of_order(self.devices, dtypes)
         return tuple((prefill if each.phase == "prefill" else decode).tolist())
+
+
+def near_length(tokens: int) -> int:
+    """A length that stands for this one: within a half `LENGTH_STEP` of it, exact if it is short.
+
+    Latency models are asked for few lengths then, however many a job has.
+    """
+    step = max(1, round(tokens * LENGTH_STEP))
+    return step * ((2 * tokens + step) // (2 * step))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from planner.simulation.schedule import Pass
+from planner.schedule.static import Pass
 from planner.simulation.simulation import Simulated
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import write_whole

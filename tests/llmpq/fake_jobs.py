@@ -187,6 +187,11 @@ def write_prompts(path: Path, *rows: Any) -> Path:
     return path
 
 
+def read_rows(*paths: str | Path) -> tuple[Row | BadRow, ...]:
+    """All rows of files, folders or globs."""
+    return tuple(placed.row for placed in JobInput.find(paths).rows())
+
+
 def prompts(count: int, first: int = 0) -> list[dict[str, str]]:
     """Rows with ids `q0` and on."""
     return [{"custom_id": f"q{i}", "prompt": f"prompt {i}"} for i in range(first, first + count)]

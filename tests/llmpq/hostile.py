@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202e"
@@ -28,4 +29,16 @@ def with_texts(plan: PlanSpec, text: str) -> PlanSpec:
         solver=solver,
         sensitivity_source=text,
         unused_devices=(f"{text}-unused",),
+        job=None if plan.job is None else _with_text(plan.job, text),
+        beside=replace(
+            plan.beside,
+            more_devices=tuple(
+                replace(each, accelerator=text, node=text) for each in plan.beside.more_devices
+            ),
+        ),
     )
+
+
+def _with_text(job: JobForecast, text: str) -> JobForecast:
+    lengths = replace(job.job.lengths, outputs_from=text)
+    return replace(job, job=replace(job.job, lengths=lengths))

@@ -17,8 +17,12 @@ from llmpq.report import report_page
 from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
 from planner.explanation.what_if import WhatIfOptions
+from planner.lengths import Lengths
 from planner.model.finding import model_shape
+from planner.plan.simulate import FILLS_SHOWN, simulate_plan
 from planner.quality.sensitivity import OmegaContent, default_sensitivity, save_omega
+from planner.simulation.simulation import Simulated
+from planner.workload import Job
 from quant.scheme import BITWIDTHS
 from tests.planner.edits import change
 
@@ -67,13 +71,13 @@ def loaded(plan: Plan) -> Plan:
     ("cluster", "options"),
     [
         (CLUSTER, {}),
-        (CLUSTER, {"profiles": "times.csv", "omega_file": Path("omega.json")}),
+        (CLUSTER, {"profiles": "times.csv", "omega_file": Path("omega.json"), "theta": 1.0}),
         (CLUSTER, {"kv_bits": "auto", "group": 2, "head": "first", "theta": 0.1}),
-        (CLUSTER, {"objective": "paper", "method": "transfer", "memory_margin": 0.0}),
+        (CLUSTER, {"objective": "paper", "method": "transfer", "memory_margin": 0.0, "theta": 1.0}),
         (CLUSTER, {"method": "uniform"}),
         (CLUSTER, {"method": "pipeedge", "bits": [8]}),
         (CLUSTER, {"max_omega": 1e3}),
-        (EMULATED, {}),
+        (EMULATED, {"theta": 1.0}),
     ],
 )
 def test_it_says_the_same(
@@ -95,9 +99,45 @@ def test_it_says_the_same(
         assert traces[0] == traces[1]
 
 
+def test_so_does_one_of_a_job(folder: Path) -> None:
+    """Also the answers are of the whole job, which takes far longer than one batch."""
+    job = Job(600, Lengths((24, 64, 40), (5, 16, 11)))
+    plan = Cluster(ClusterSpec.from_dict(CLUSTER)).plan(MODEL, job, theta=1.0, group=4)
+    again = loaded(plan)
+    assert again.spec == plan.spec
+    assert again.limits == plan.limits
+    said, first = again.explain(ONE_QUESTION), plan.explain(ONE_QUESTION)
+    assert said.answers == first.answers
+    assert said.layers == first.layers
+    assert report_page(again.spec, said) == report_page(plan.spec, first)
+    for name, each in (("made.json", plan), ("loaded.json", again)):
+        each.trace(folder / name)
+    assert (folder / "loaded.json").read_text() == (folder / "made.json").read_text()
+    assert_first_fills(plan, first.simulated)
+    unchanged = [a for a in first.answers.given if not a.layers_with_other_bits + a.layers_moved]
+    assert unchanged
+    for answer in unchanged:
+        if answer.question.kind == "memory" and answer.sizes == plan.micro_batches:
+            assert answer.predicted_s == pytest.approx(plan.spec.job.seconds)
+    closest = min(abs(a.predicted_s / plan.spec.job.seconds - 1) for a in first.answers.given)
+    assert closest < 0.1
+
+
+def assert_first_fills(plan: Plan, simulated: Simulated) -> None:
+    """As by the plan's own modelled times, with the job's lengths and not its longest ones."""
+    rows = FILLS_SHOWN * plan.workload.global_batch
+    assert rows < 600, "the case must fill slots again"
+    prompts = [n for each in simulated.passes for n in each.prompts]
+    assert sorted(set(prompts)) == [24, 40, 64]
+    assert len(prompts) == rows
+    by_file = simulate_plan(plan.spec)
+    assert simulated.passes == by_file.passes
+    assert simulated.latency_s == pytest.approx(by_file.latency_s, rel=0.02)
+
+
 def test_so_does_one_that_was_planned_again(folder: Path) -> None:
     """For devices that are left, which the origin names."""
-    first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD)
+    first = Cluster.from_counts(["T4", "P100"], [2, 1]).plan(MODEL, WORKLOAD, theta=1.0)
     again = loaded(Plan(replan(first.spec, ["node0/T4-16GB:1"])))
     assert len(again.costs.cluster.devices) == 2
     again.report("page.html")
@@ -105,7 +145,7 @@ def test_so_does_one_that_was_planned_again(folder: Path) -> None:
 
 
 def test_costs_of_a_plan_that_was_just_made_are_not_computed_again(folder: Path) -> None:
-    plan = made(profiles="times.csv")
+    plan = made(profiles="times.csv", theta=1.0)
     (folder / "times.csv").unlink()
     assert plan.explain(ONE_QUESTION).stages == plan.limits
 

@@ -11,7 +11,17 @@ import quant.common.errors
 
 
 def test_the_package_offers_these_names() -> None:
-    assert set(llmpq.__all__) == {"Cluster", "LlmpqError", "Plan", "Result", "Sampling", "Workload"}
+    assert set(llmpq.__all__) == {
+        "Cluster",
+        "InputJob",
+        "Job",
+        "LlmpqError",
+        "Plan",
+        "Result",
+        "Sampling",
+        "Workload",
+        "job_of_input",
+    }
 
 
 def test_every_error_can_be_imported_from_one_place() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import is_feasible
-from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.problem import AssignmentProblem, JobPasses, Objective
 
 PRECISION = 1e-6  # relative difference to brute force
 
@@ -81,6 +81,7 @@ def cluster_problem(shape: Shape, seed: int) -> AssignmentProblem:
         decode_micro_batches=-(-shape.global_batch // decode_size),
         new_tokens=shape.new_tokens,
         objective=shape.objective,
+        passes=_passes(rng) if shape.objective == "job" else None,
     )
 
 
@@ -151,13 +152,27 @@ def _price(problem: AssignmentProblem, stage_of: list[int], bits: tuple[int, ...
     slow_p, slow_d = max(prefill + comm_p), max(decode + comm_d)
     batches_p, batches_d = problem.prefill_micro_batches, problem.decode_micro_batches
     tokens = problem.new_tokens - 1
-    if problem.objective == "paper":
+    if problem.passes is not None:
+        count = problem.passes
+        latency = (count.prefills - count.bursts) * slow_p
+        latency += count.bursts * (sum(prefill) + sum(comm_p))
+        latency += max(count.decode_steps * slow_d, count.rounds * (sum(decode) + sum(comm_d)))
+    elif problem.objective == "paper":
         latency = (batches_p - 1) * slow_p + (batches_d - 1) * tokens * slow_d
         latency += sum(prefill) + sum(decode)
     else:
         latency = (batches_p - 1) * slow_p + sum(prefill) + sum(comm_p)
         latency += tokens * max(batches_d * slow_d, sum(decode) + sum(comm_d))
     return latency + problem.theta * omega
+
+
+def _passes(rng: np.random.Generator) -> JobPasses:
+    """Counts of a job: from one burst for all prefills to each a burst of its own."""
+    prefills = float(rng.uniform(1, 200))
+    bursts = float(rng.choice([1.0, prefills, rng.uniform(1, prefills)]))
+    rounds = float(rng.choice([0.0, rng.uniform(1, 500)]))
+    decode_steps = rounds * float(rng.uniform(1, 6))
+    return JobPasses(prefills, bursts, decode_steps, rounds, 2.5, 7.25)
 
 
 def _sensitivity(rng: np.random.Generator, layers: int, bits: np.ndarray) -> np.ndarray:

@@ -14,6 +14,20 @@ def test_total_length() -> None:
     assert Workload(global_batch=32, prompt_length=512, new_tokens=100).total_length == 612
 
 
+def test_slots_shorter_than_the_longest_lengths_together() -> None:
+    slots = Workload(4, 700, 500, slot_tokens=720)
+    assert slots.total_length == 720
+    fitting = [(700, 20), (220, 500), (1, 1)]
+    beyond = [(700, 21), (221, 500), (701, 1), (1, 501)]
+    assert [slots.has_room(*each) for each in (*fitting, *beyond)] == [True] * 3 + [False] * 4
+    assert Workload(4, 700, 500).has_room(700, 500)
+    for wrong in (700, 1201, 0, True, "800"):
+        with pytest.raises(SpecError, match=r"slot_tokens is .* must have 701 to 1200"):
+            Workload(4, 700, 500, wrong)  # type: ignore[arg-type]
+    assert Workload(4, 700, 500, 701).total_length == 701
+    assert Workload(4, 700, 500, 1200).total_length == 1200
+
+
 def test_numbers_beyond_any_batch() -> None:
     largest = [MAX_REQUESTS, MAX_TOKENS, MAX_TOKENS]
     assert Workload(*largest).total_length == 2 * MAX_TOKENS

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 
 from llmpq import Cluster, Workload
+from planner.lengths import Lengths
 from planner.model.expected_tensors import end_tensors, layer_tensors
 from planner.model.families.table import FAMILIES
 from planner.model.finding import model_shape, shape_from_config
 from planner.model.shape import ModelShape
+from planner.plan.plans_beside import PlansBeside
+from planner.workload import Job
 from tests.paths import ROOT
 
 BITS = (3, 4, 8, 16)
@@ -73,10 +76,14 @@ def cluster_seeds() -> tuple[bytes, ...]:
 
 @cache
 def plan_seeds() -> tuple[bytes, ...]:
-    """One of two emulated devices with modelled times, one of real ones with a forecast."""
+    """One of two emulated devices with modelled times, one of real ones with a forecast, and one of
+    a job with a plan for its long rows, beside plans of other numbers in flight.
+    """
     emulated = Cluster.from_yaml(ROOT / "cluster_specs/emulated_t4_v100.yaml")
     real = Cluster.from_yaml(ROOT / "cluster_specs/demo_mixed_cpu.yaml")
-    plans = [each.plan(_MODEL, Workload(8, 64, 16)).spec for each in (real, emulated)]
+    plans = [each.plan(_MODEL, Workload(8, 64, 16), theta=1.0).spec for each in (real, emulated)]
+    job = real.plan(_MODEL, Job(20, Lengths((9, 30), (4, 8)))).spec
+    plans.append(replace(job, long_rows=replace(job, beside=PlansBeside())))
     return tuple(_compact(plan) for plan in plans)
 
 

@@ -128,7 +128,7 @@ def test_deep_nesting(name: str, depth: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", _SHARES)
-@pytest.mark.parametrize("data", plan_seeds(), ids=["real", "emulated"])
+@pytest.mark.parametrize("data", plan_seeds(), ids=["real", "emulated", "job"])
 def test_every_field_of_a_plan(data: bytes, share: int, tmp_path: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]

@@ -128,7 +128,7 @@ def plans(
     memory = uniform[FULL_BITS].stages[0].memory
     room = memory.total - round((1 - WEIGHTS_WITH_ROOM) * memory.weights)
     tight = replace(spec, devices=(replace(spec.devices[0], memory_bytes=room),))
-    chosen = find_plan(tight, model_shape(folder), str(folder), workload, PlanOptions())
+    chosen = find_plan(tight, model_shape(folder), str(folder), workload, PlanOptions(theta=1.0))
     yield _described(chosen), chosen, tight
 
 
@@ -157,7 +157,8 @@ def priced(costs: CostModel, like: PlanSpec, bitwidths: Sequence[int]) -> PlanSp
     bounds = (0, len(choices))
     objective = evaluate(problem, bounds, choices)
     assignment = Assignment(bounds, choices, objective, objective, "uniform", 0.0)
-    solution = Solution(costs.cluster.devices, like.micro_batches, assignment, objective, 1, 1, 0.0)
+    placed = like.workload, costs.cluster.devices, like.micro_batches
+    solution = Solution(*placed, assignment, objective, candidates=1, solved=1, seconds=0.0)
     return build_plan(costs, like.model.source, solution, like.sensitivity_source, ())
 
 

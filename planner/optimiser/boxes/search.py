@@ -173,7 +173,7 @@ class BoxSearch:
     def _costs(self, box: Box, prices: Prices) -> tuple[list[FloatArray], list[FloatArray]]:
         """Price each stage's options, [M], and find the least price of each run, [L+1, L+1]."""
         width = self._priced.problem.layers + 1
-        prefill, decode = 1.0 + prices.prefill, self._priced.decode_price(prices)
+        prefill, decode = self._priced.prefill_price(prices), self._priced.decode_price(prices)
         found: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         keys = [(id(o), int(k)) for o, k in zip(box.options, self._kinds, strict=True)]
         for key, options in zip(keys, box.options, strict=True):

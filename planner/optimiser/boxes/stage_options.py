@@ -144,7 +144,7 @@ class StageLister:
             nothing = np.zeros(0, dtype=np.int64)
             return nothing, nothing, np.zeros(0), np.zeros(0), np.zeros(0)
         prices = limits.prices
-        own = (1.0 + prices.prefill[kind]) * prefill[rows]
+        own = priced.prefill_price(prices)[kind] * prefill[rows]
         own += priced.decode_price(prices)[kind] * decode[rows]
         own += prices.memory[kind] * (held[rows] - priced.memory_bytes[kind])
         loss = priced.problem.theta * self._tables.least(length, starts)[:, rows]

@@ -135,7 +135,7 @@ def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
     The constant is a fixed variable, so that the solver's relative gap is on the whole.
     """
     problem, form, unit = model.problem, latency_form(model.problem), model.scale_s
-    constant_s = form.constant_s + problem.fixed_prefill_s.sum()
+    constant_s = form.constant_s + form.prefill_each * problem.fixed_prefill_s.sum()
     constant_s += form.decode_each * problem.fixed_decode_s.sum()
     constant = model.programme.add_variable("constant", constant_s / unit, constant_s / unit)
     prefill = model.programme.add_variable(
@@ -156,7 +156,8 @@ def add_latency(model: AssignmentModel) -> pulp.LpAffineExpression:
         held_s = _weighed(model, weight * problem.decode_s)
         trip_s = float(problem.fixed_decode_s.sum()) + form.trip_s
         model.programme.addConstraint(decode - held_s >= weight * trip_s)
-    each = _weighed(model, (problem.prefill_s + form.decode_each * problem.decode_s) / unit)
+    each_s = form.prefill_each * problem.prefill_s + form.decode_each * problem.decode_s
+    each = _weighed(model, each_s / unit)
     return pulp.lpSum([constant, prefill, decode]) + each
 
 

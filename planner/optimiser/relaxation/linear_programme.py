@@ -92,7 +92,7 @@ class LinearProgramme:
         distinct, repeats = np.unique(priced.loss_s, axis=0, return_counts=True)
         self._cells, losses = priced.prefill_s.size, distinct.size
         self._columns = self._cells + losses + 2
-        each = priced.prefill_s + form.decode_each * priced.decode_s
+        each = form.prefill_each * priced.prefill_s + form.decode_each * priced.decode_s
         self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
         self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
         self._upper, self._limit, self._memory_unit = self._upper_rows()
@@ -103,7 +103,8 @@ class LinearProgramme:
         decode = form.decode_max * form.decode_floor_s * self._scale
         least = [0.0] * (self._columns - 2) + [prefill, decode]
         self._bounds = list(zip(least, most + [np.inf] * (losses + 2), strict=True))
-        fixed = priced.fixed_prefill_s + form.decode_each * priced.fixed_decode_s
+        fixed = form.prefill_each * priced.fixed_prefill_s
+        fixed = fixed + form.decode_each * priced.fixed_decode_s
         self._constant = form.constant_s + float(kinds.count @ fixed)
 
     def minimum(self) -> LinearOptimum:

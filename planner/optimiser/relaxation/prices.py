@@ -63,6 +63,11 @@ class PricedProblem:
         self.memory_bytes = problem.memory_bytes[example]
         self.loss_s = problem.theta * problem.sensitivity
 
+    def prefill_price(self, prices: Prices) -> FloatArray:
+        """Seconds of objective that a second of prefill on a stage of each kind costs [Q]."""
+        total: FloatArray = self.form.prefill_each + prices.prefill
+        return total
+
     def decode_price(self, prices: Prices) -> FloatArray:
         """Seconds of objective that a second of decode on a stage of each kind costs [Q]."""
         form = self.form
@@ -106,7 +111,7 @@ class PricedProblem:
 
     def stage_costs(self, prices: Prices) -> StageCosts:
         """The cost of a stage of each kind at these prices, by where its layers begin and end."""
-        prefill, decode = 1.0 + prices.prefill, self.decode_price(prices)
+        prefill, decode = self.prefill_price(prices), self.decode_price(prices)
         usable = np.isfinite(self.bytes)
         held = prices.memory[:, np.newaxis] * np.where(usable, self.bytes, 0.0)
         place = prefill[:, np.newaxis] * self.prefill_s + decode[:, np.newaxis] * self.decode_s

@@ -15,7 +15,7 @@ from planner.search.baselines.policies import (
     choose,
     with_one_bitwidth,
 )
-from planner.simulation.simulation import simulate_assignment
+from planner.simulation.forecast import forecast_assignment
 from quant.common.errors import InfeasibleError
 
 OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
@@ -58,14 +58,14 @@ def offloading(costs: CostModel, name: str) -> OffloadingEstimate:
 
 def _simulated(name: str, found: BaselineChoice) -> Baseline:
     costs, assignment = found.costs, found.assignment
-    run = simulate_assignment(
+    run = forecast_assignment(
         costs, found.devices, found.sizes, assignment.first_layer, assignment.bitwidth
     )
     used = {costs.options.bits[choice] for choice in assignment.bitwidth}
     return Baseline(
         name,
         used.pop() if len(used) == 1 else None,
-        run.latency_s,
+        run.seconds,
         run.tokens_per_s,
         found.sensitivity,
     )
@@ -73,6 +73,6 @@ def _simulated(name: str, found: BaselineChoice) -> Baseline:
 
 def _estimated(costs: CostModel, name: str) -> Baseline:
     found = offloading(costs, name)
-    tokens = costs.workload.global_batch * costs.workload.new_tokens
     sensitivity = costs.sensitivity[:, costs.options.bits.index(found.bits)].sum()
-    return Baseline(name, found.bits, found.latency_s, tokens / found.latency_s, float(sensitivity))
+    rate = costs.generated_tokens / found.latency_s
+    return Baseline(name, found.bits, found.latency_s, rate, float(sensitivity))

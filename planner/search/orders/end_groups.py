@@ -73,7 +73,7 @@ class SizedOrders:
         examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
         self.onward_s = np.zeros((2, len(kinds), len(kinds), 2))
         self.back_s = np.zeros_like(self.onward_s)
-        transfers = costs.transfers(sizes)
+        transfers = costs.transfers(sizes, len(devices))
         for one, other, joined in itertools.product(kinds, kinds, (False, True)):
             sender = examples[one]
             node = sender.node if joined else f"not {sender.node}"

@@ -27,8 +27,8 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
 from planner.plan.spec import PlanSpec
+from planner.schedule.static import Pass, static_schedule
 from planner.search.search import find_plan
-from planner.simulation.schedule import Pass, static_schedule
 from planner.simulation.simulation import PassSeconds, simulate
 from planner.workload import Workload
 from quant.common.errors import DeviceError, SpecError

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.messages import Request
+from actors.messages import Finished, Request
+from actors.recovery.generation import Generation
+from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
-from tests.actors.recovery.pretend import Cluster, requests, started
+from tests.actors.recovery.pretend import Cluster, requests, started, tokens_of
 
 COUNT = 300
 SOON_S = 5.0  # in the middle of the run
@@ -122,3 +124,32 @@ def test_an_error_of_the_source_is_nobody_elses() -> None:
     with pytest.raises(StageLostError, match="of another group"):
         cluster.generate(source())  # type: ignore[arg-type]
     assert cluster.events == []
+
+
+@pytest.mark.parametrize("after", [1, 40, 150])
+def test_what_is_halted_goes_on_elsewhere_with_its_tokens(after: int) -> None:
+    """Each request ends once, in the first group or in the second."""
+    source = requests(COUNT, new_tokens=9)
+    first = started()
+    ledger = RequestLedger(source, 2, 5)
+    generation = Generation(first.repair, ledger)
+    ended: list[Finished] = []
+    for finished in generation.results():
+        ended += finished
+        if len(ended) >= after:
+            in_slots = generation.tokens_in_flight
+            ended += generation.halt()
+            break
+    left = ledger.unfinished
+    assert set(in_slots) <= {str(i) for i in range(COUNT)}
+    assert any(request.generated for request in left), "or tokens are computed again"
+    for request in left:
+        assert request.generated == tokens_of(request)[: len(request.generated)]
+    not_taken = [r for r in source if r.custom_id not in {e.custom_id for e in (*ended, *left)}]
+    second = started()
+    for finished in Generation(second.repair, RequestLedger([*left, *not_taken], 2, 5)).results():
+        ended += finished
+    assert sorted(int(each.custom_id) for each in ended) == list(range(COUNT))
+    assert {each.custom_id: each.token_ids for each in ended} == {
+        request.custom_id: tokens_of(request) for request in source
+    }

@@ -87,7 +87,9 @@ def test_comparison_front_trace_and_report(
     assert json.loads(trace.read_text())["traceEvents"]
     assert algo.main([*arguments, "--trace", str(picture), "--shaq-efficient"]) == 0
     assert picture.read_text().startswith("<svg")
+    capsys.readouterr()
     assert algo.main([*arguments, "--pareto", str(front)]) == 0
+    assert "s a batch" in capsys.readouterr().out
     assert len(json.loads(front.read_text())) >= 1
     report = tmp_path / "report.html"
     assert algo.main([*arguments, "--pareto", "--report", str(report)]) == 0
@@ -102,21 +104,6 @@ def test_group_decides_layers_together() -> None:
         assert stage.layers.start % 4 == 0
         for i in range(0, len(stage.layers), 4):
             assert len(set(stage.bitwidths[i : i + 4])) == 1
-
-
-def test_workload_from_prompts(tiny: tuple[Path, Any], cluster_file: Path, tmp_path: Path) -> None:
-    prompts = prompts_file(
-        tmp_path,
-        {"prompt": [3] * 7, "max_new_tokens": 5},
-        {"prompt": [4] * 12, "max_new_tokens": 3},
-        {"prompt": 17},
-    )
-    target = tmp_path / "plan.json"
-    arguments = ["--model", str(tiny[0]), "--cluster", str(cluster_file), "--dtype", "float32"]
-    assert algo.main([*arguments, "--input", str(prompts), "-o", str(target)]) == 0
-    assert Plan.load(target).workload == Workload(2, 12, 5)
-    assert algo.main([*arguments, "--input", str(prompts), "--n", "9", "-o", str(target)]) == 0
-    assert Plan.load(target).workload == Workload(2, 12, 9)
 
 
 def test_cluster_of_this_machine_can_be_written(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llmpq.cli import algo, dist, evaluate, indicator, profile, submit
+from llmpq.cli.algo_options import ALGO_RULES, algo_parser
 from llmpq.cli.common import Parser
 from llmpq.cli.dist_options import DIST_RULES, dist_parser
 from llmpq.cluster import Cluster
@@ -64,6 +65,33 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
         [*PLAN, "--method", "pipeedge", "--decode_micro_batch", "4"],
         ("--decode-micro-batch", "--method pipeedge"),
     ),
+    (algo.main, [*PLAN, "--prompts", "9", "--input", "a"], ("--prompts", "--input")),
+    (algo.main, [*PLAN, "--prompts", "9", "--global_bz", "4"], ("--prompts", "--global-batch")),
+    (
+        algo.main,
+        [*PLAN, "--input", "a", "--in_flight", "8", "--global_bz", "4"],
+        ("--in-flight", "--global-batch"),
+    ),
+    (
+        algo.main,
+        [*PLAN, "--input", "a", "--lengths", "l.csv", "--global_bz", "4"],
+        ("--lengths", "--global-batch"),
+    ),
+    (
+        algo.main,
+        [*PLAN, "--input", "a", "--long_rows", "error", "--global_bz", "4"],
+        ("--long-rows", "--global-batch"),
+    ),
+    (algo.main, [*PLAN, "--in_flight", "auto"], ("--in-flight", "--input", "--prompts")),
+    (algo.main, [*PLAN, "--lengths", "l.csv"], ("--lengths", "--input", "--prompts")),
+    (algo.main, [*PLAN, "--prompts", "9", "--long_rows", "error"], ("--long-rows", "--input")),
+    (
+        algo.main,
+        [*PLAN, "--prompts", "9", "--lengths", "l.csv", "--s", "64"],
+        ("--prompt-length", "--lengths"),
+    ),
+    (algo.main, [*PLAN, "--prompts", "9", "--quality", "fast", "--theta", "1"], ("quality",)),
+    (algo.main, [*PLAN, "--quality", "fast", "--max_omega", "1"], ("--quality", "--max-omega")),
     (algo.main, [*PLAN, "--use_profiler_prediction"], ("--use_profiler_prediction", "--profiles")),
     (
         algo.main,
@@ -114,11 +142,25 @@ def test_what_would_be_ignored_is_an_error(
 
 
 ACCEPTED: list[tuple[Parser, Sequence[Rule], list[str]]] = [
-    (algo._parser(), algo._RULES, [*PLAN, "--shaq-efficient", "--method", "transfer"]),
-    (algo._parser(), algo._RULES, [*PLAN, "--method", "uniform", "--head", "last", "--theta", "2"]),
-    (algo._parser(), algo._RULES, [*PLAN, "--method", "ilp", "--solver", "cbc", "--group", "2"]),
-    (algo._parser(), algo._RULES, [*PLAN, "--pareto", "--report", "r", "--theta", "2", "-o", "p"]),
-    (algo._parser(), algo._RULES, [*PLAN, "--profiles", "p.csv", "--fit"]),
+    (algo_parser(None), ALGO_RULES, [*PLAN, "--shaq-efficient", "--method", "transfer"]),
+    (
+        algo_parser(None),
+        ALGO_RULES,
+        [*PLAN, "--method", "uniform", "--head", "last", "--theta", "2"],
+    ),
+    (algo_parser(None), ALGO_RULES, [*PLAN, "--method", "ilp", "--solver", "cbc", "--group", "2"]),
+    (
+        algo_parser(None),
+        ALGO_RULES,
+        [*PLAN, "--pareto", "--report", "r", "--theta", "2", "-o", "p"],
+    ),
+    (algo_parser(None), ALGO_RULES, [*PLAN, "--profiles", "p.csv", "--fit"]),
+    (
+        algo_parser(None),
+        ALGO_RULES,
+        [*PLAN, "--input", "a", "--lengths", "l", "--s", "9", "--long_rows", "error"],
+    ),
+    (algo_parser(None), ALGO_RULES, [*PLAN, "--prompts", "9", "--in_flight", "4", "--n", "8"]),
     (dist_parser(None), DIST_RULES, [*RUN, *SUBMIT, "--address", "auto", "--no-wait"]),
     (dist_parser(None), DIST_RULES, [*RUN, "--resume", "--retry-errors", "--extend"]),
     (evaluate._parser(), evaluate._RULES, ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
@@ -136,7 +178,8 @@ def test_what_has_an_effect_is_accepted(
 @pytest.mark.parametrize(
     ("parser", "rules"),
     [
-        *((module._parser(), module._RULES) for module in (algo, evaluate, indicator, profile)),
+        *((module._parser(), module._RULES) for module in (evaluate, indicator, profile)),
+        (algo_parser(None), ALGO_RULES),
         (dist_parser(None), DIST_RULES),
         (submit.submit_parser(), submit._RULES),
     ],

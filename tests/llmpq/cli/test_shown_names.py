@@ -12,12 +12,13 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli.common import EXIT_BAD_INPUT, console, run_command
-from llmpq.jobs.inputs import read_rows
+from llmpq.jobs.inputs import JobInput
 from llmpq.report import report_page
 from llmpq.rows.row import Row
 from llmpq.tables import comparison_table, plan_table
 from quant.common.errors import DeviceError, LlmpqError, SpecError
 from tests.llmpq.hostile import ESCAPES, HOSTILE_TEXTS, with_texts
+from tests.llmpq.jobs_of_prompts import job_plan
 
 
 class Tags(HTMLParser):
@@ -38,9 +39,11 @@ def tags_of(page: str) -> list[tuple[str, tuple[str, ...]]]:
 
 
 @pytest.mark.parametrize("text", HOSTILE_TEXTS)
-def test_the_report_has_no_markup_of_others(text: str, plan: Plan) -> None:
-    page = report_page(with_texts(plan.spec, text))
-    plain = report_page(with_texts(plan.spec, "name"))
+@pytest.mark.parametrize("is_job", [True, False])
+def test_the_report_has_no_markup_of_others(text: str, is_job: bool, plan: Plan) -> None:
+    spec = job_plan() if is_job else plan.spec
+    page = report_page(with_texts(spec, text))
+    plain = report_page(with_texts(spec, "name"))
     assert tags_of(page) == tags_of(plain)
     assert len(page) > len(plain)
 
@@ -72,6 +75,7 @@ def test_names_cannot_drive_the_terminal(
         monkeypatch.setenv("FORCE_COLOR", "1")
     hostile = with_texts(plan.spec, f"[red]{ESCAPES}[/]")
     console().print(plan_table(hostile), comparison_table(hostile))
+    console().print(plan_table(with_texts(job_plan(), f"[red]{ESCAPES}[/]")))
     console().print(f"row {ESCAPES!s} failed", soft_wrap=True)
     printed = capsys.readouterr().out
     assert "[red]" in printed
@@ -99,6 +103,6 @@ def test_rows_of_hostile_names(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(json.dumps({"custom_id": ESCAPES, "prompt": "x"}) + "\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (row,) = read_rows(tmp_path / "in.jsonl")
+        ((row, _),) = JobInput.find([tmp_path / "in.jsonl"]).rows()
     assert isinstance(row, Row)
     assert row.custom_id == ESCAPES

@@ -12,10 +12,10 @@ import pytest
 
 from llmpq.cli import algo
 from llmpq.jobs.formats.csv_files import csv_rows
-from llmpq.jobs.inputs import JobInput, read_rows
+from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
-from tests.llmpq.fake_jobs import prompts, write_prompts
+from tests.llmpq.fake_jobs import prompts, read_rows, write_prompts
 
 
 def gzipped(data: bytes) -> bytes:

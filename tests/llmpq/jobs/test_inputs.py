@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmpq.jobs.inputs import JobInput, read_rows
+from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import write_prompts
@@ -59,8 +59,6 @@ def test_what_is_no_input(folder: Path, tmp_path: Path) -> None:
     (folder / "torn.jsonl.gz").write_bytes((folder / "c.jsonl.gz").read_bytes()[:-12])
     with pytest.raises(InputError, match=r"torn\.jsonl\.gz"):
         rows_of(folder / "torn.jsonl.gz")
-    with pytest.raises(InputError, match="no prompts"):
-        read_rows(write_prompts(tmp_path / "blank", " ", ""))
 
 
 def test_ids_made_from_content_stay_when_rows_move(tmp_path: Path) -> None:

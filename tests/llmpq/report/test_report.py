@@ -27,7 +27,7 @@ from planner.quality.sensitivity import (
     default_sensitivity,
     save_omega,
 )
-from planner.search.front import FrontPoint
+from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import SpecError
 
 VOID = {"meta", "br"}
@@ -99,7 +99,7 @@ def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
 @cache
 def made() -> Plan:
     """OPT-1.3B on two devices, which hold it only with mixed bits."""
-    return make_cluster().plan("opt-1.3b", WORKLOAD, keep_all_devices=True)
+    return make_cluster().plan("opt-1.3b", WORKLOAD, theta=1.0, keep_all_devices=True)
 
 
 @cache
@@ -207,7 +207,7 @@ def test_figures_are_the_plans() -> None:
 
 def hostile_plan() -> Plan:
     cluster = make_cluster(HOSTILE, f"n{HOSTILE}")
-    made_plan = cluster.plan("opt-1.3b", Workload(4, 64, 12))
+    made_plan = cluster.plan("opt-1.3b", Workload(4, 64, 12), theta=1.0)
     model = replace(made_plan.spec.model, name=HOSTILE, source=HOSTILE)
     data = replace(
         made_plan.spec,
@@ -255,8 +255,8 @@ def test_given_front_is_drawn_without_dominated_points() -> None:
     latency_s = made().spec.predicted.objective_latency_s
     sensitivity = made().spec.solver.sensitivity
     front = (
-        FrontPoint(9.0, 1.0, latency_s * 2, 1.0, sensitivity / 2, 8.0),
-        FrontPoint(7.0, 1.0, latency_s * 3, 1.0, sensitivity, 8.0),
+        FrontPoint(9.0, 1.0, latency_s * 2, 1.0, 8, sensitivity / 2, 8.0),
+        FrontPoint(7.0, 1.0, latency_s * 3, 1.0, 8, sensitivity, 8.0),
     )
     parsed = Page(report_page(made().spec, None, front))
     assert len(parsed.all_of("circle", "spot")) == 2
@@ -265,14 +265,14 @@ def test_given_front_is_drawn_without_dominated_points() -> None:
 
 def test_a_front_that_only_this_plan_is_left_of_is_a_sentence() -> None:
     spec = made().spec
-    worse = FrontPoint(9.0, spec.predicted.latency_s + 1, 1.0, 1.0, spec.solver.sensitivity, 8.0)
+    worse = FrontPoint(9.0, spec.predicted.latency_s + 1, 1.0, 1.0, 8, spec.solver.sensitivity, 8.0)
     parsed = Page(report_page(spec, None, (worse,)))
     assert "Theta from 1 to 9 gives no plan that is better in one" in parsed.text
     assert parsed.all_of("svg", "chart") == []
 
 
 def test_a_front_by_itself_is_the_same_picture(tmp_path: Path) -> None:
-    points = tuple(FrontPoint(5.0 - n, 1.0 + n, 1.0, 1.0, 2.0 - n, 8.0) for n in (0, 1))
+    points = tuple(FrontPoint(5.0 - n, 1.0 + n, 1.0, 1.0, 8, 2.0 - n, 8.0) for n in (0, 1))
     write_front(tmp_path / "front.svg", points)
     drawing = ElementTree.parse(tmp_path / "front.svg").getroot()
     spots = drawing.findall("{http://www.w3.org/2000/svg}circle")
@@ -291,14 +291,14 @@ def test_a_front_by_itself_is_the_same_picture(tmp_path: Path) -> None:
 
 def test_one_device_and_one_token(tmp_path: Path) -> None:
     """No link, no decode round, no neighbour."""
-    plan = Cluster.from_counts(["T4"], [1]).plan("opt-125m", Workload(1, 8, 1))
+    plan = Cluster.from_counts(["T4"], [1]).plan("opt-125m", Workload(1, 8, 1), theta=1.0)
     plan.report(tmp_path / "page.html")
     assert "There is one stage" in Page((tmp_path / "page.html").read_text(encoding="utf-8")).text
 
 
 def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "opt-125m", "--device_names", "T4", "--device_numbers", "1"]
-    small = ["--global_bz", "2", "--s", "16", "--n", "4", "--json"]
+    small = ["--global_bz", "2", "--s", "16", "--n", "4", "--theta", "1", "--json"]
     target = tmp_path / "page.html"
     assert algo.main([*arguments, *small, "--report", str(target)]) == 0
     printed = PlanSpec.from_json(capsys.readouterr().out)
@@ -335,7 +335,8 @@ def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
 
 def test_latency_against_quality_is_in_predicted_seconds() -> None:
     """Eq. 4 counts much less than the simulation, by which the rest of the page goes."""
-    plan = make_cluster().plan("opt-1.3b", WORKLOAD, objective="paper", keep_all_devices=True)
+    options = {"theta": 1.0, "objective": "paper", "keep_all_devices": True}
+    plan = make_cluster().plan("opt-1.3b", WORKLOAD, **options)
     predicted = plan.spec.predicted
     assert predicted.objective_latency_s < 0.9 * predicted.latency_s
     answered = reasons_of(plan, WhatIfOptions(theta_factors=(0.5, 100.0)))

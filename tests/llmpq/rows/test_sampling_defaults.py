@@ -34,6 +34,23 @@ def settle(
 
 
 @pytest.mark.parametrize(
+    ("given", "limit"),
+    [(None, 20), ({"top_k": 3}, 20), (Sampling(), 20), ({"max_new_tokens": 9}, 9)],
+)
+def test_the_planned_limit_holds_where_none_is_given(
+    given: SamplingInput, limit: int, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 12}')
+    found = job_sampling(given, "model", tmp_path, WORKLOAD, default_new_tokens=20)
+    assert found.sampling.max_new_tokens == limit
+    note = "rows without max_new_tokens may generate 20 tokens, as planned"
+    assert (found.limit_note or "").startswith(note) == (limit == 20)
+    assert found.left_out == {"max_new_tokens": "12 (the plan's 20 holds)"}
+    same = job_sampling(given, "model", tmp_path, WORKLOAD, default_new_tokens=50)
+    assert same.limit_note is None
+
+
+@pytest.mark.parametrize(
     ("config", "sampling"),
     [
         ({"eos_token_id": 2}, Sampling()),

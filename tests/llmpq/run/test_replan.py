@@ -10,10 +10,19 @@ import pytest
 
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli.dist import main
-from llmpq.run.replan import replan, replan_after_loss, replanned_text
+from llmpq.run.drift.control import Measured
+from llmpq.run.replan import replan, replan_after_loss, replan_measured, replanned_text
+from planner.cluster.device import Slowdown
+from planner.lengths import Lengths
+from planner.model.finding import model_shape
+from planner.optimiser.problem import JobPasses
 from planner.options import PlanOptions
+from planner.plan.check import check_plan
+from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import origin_of
+from planner.plan.plans_beside import PlansBeside
 from planner.plan.spec import PlanSpec
+from planner.workload import Job
 from quant.common.errors import DeviceLostError, InfeasibleError, SpecError
 
 WORKLOAD = Workload(8, 128, 32)
@@ -91,9 +100,42 @@ def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:
         replan_after_loss(large.spec, lost)
     assert caught.value.devices == (v100,)
     old = plan.to_json().split(',\n "origin"')[0] + "\n}\n"
-    assert PlanSpec.from_json(old) == replace(plan, origin=None)
+    assert PlanSpec.from_json(old) == replace(plan, origin=None, beside=PlansBeside())
     with pytest.raises(SpecError, match="llmpq-algo"):
         replan(PlanSpec.from_json(old), [t4])
+
+
+def test_a_device_that_turned_out_slow_gets_fewer_layers_and_the_plan_says_why() -> None:
+    cluster = Cluster.from_counts(["T4"], [2])
+    first = cluster.plan("opt-6.7b", WORKLOAD, bits=[8], keep_all_devices=True).spec
+    slow = first.stages[0]
+    measured = Measured(100, None, {slow.device: Slowdown(2.0, 2.0)})
+    second = PlanSpec.from_json(replan_measured(first, measured).to_json())
+    layers = {stage.device: len(stage.layers) for stage in second.stages}
+    assert layers[slow.device] < len(slow.layers)
+    text = next(stage.provenance for stage in second.stages if stage.device == slow.device)
+    assert "times 2 in prefill and 2 in decode" in text
+    assert second.workload == first.workload
+    assert second.predicted.tokens_per_s < first.predicted.tokens_per_s
+    check_plan(second, model_shape("opt-6.7b"), "the plan")
+
+
+def test_measured_lengths_are_planned_as_a_job_of_the_prompts_left() -> None:
+    first = planned((1, 1))
+    job = Job.of(1000, 128, 32)
+    rate, passes = first.predicted.tokens_per_s, JobPasses(1, 1, 1, 1, 4, 4)
+    first = replace(first, job=JobForecast(job, 9.0, rate, passes))
+    asked: list[object] = []
+
+    def find(cluster: object, shape: object, source: str, workload: object, options: Any) -> Any:
+        asked.append(workload)
+        return replace(planned((1, 1)), origin=None)
+
+    lengths = Lengths((128, 64), (32, 8))
+    second = replan_measured(first, Measured(300, lengths), find=find)
+    replan_measured(first, Measured(200, None), find=find)
+    assert asked == [Job(300, lengths), Job(200, job.lengths)]
+    assert second.origin == first.origin
 
 
 @pytest.mark.parametrize("cluster", ["", "[", "nodes: 3", "- 1", "\x00", "a: &a [*a]"])

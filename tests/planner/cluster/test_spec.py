@@ -136,6 +136,30 @@ def test_fingerprint_follows_budgets_not_names(tmp_path: Path) -> None:
     assert load(tmp_path, FILE.replace("14}", "13}")).fingerprint() != cluster.fingerprint()
 
 
+def priced(tmp_path: Path, *prices: float) -> ClusterSpec:
+    """The cluster of `FILE` with `prices` of its two nodes."""
+    first, second = prices
+    text = FILE.replace("64.5\n", f"64.5\n    price_per_hour: {first}\n")
+    return load(tmp_path, text.replace("7.3\n", f"7.3\n    price_per_hour: {second}\n"))
+
+
+def test_prices_of_nodes_add_up_and_are_no_part_of_the_fingerprint(tmp_path: Path) -> None:
+    plain, cluster = load(tmp_path), priced(tmp_path, 1.25, 2)
+    assert plain.price_per_hour is None
+    assert cluster.price_per_hour == 3.25  # once a node, however many devices it has
+    free = priced(tmp_path, 0, 0)
+    assert free.price_per_hour == 0
+    assert ClusterSpec.from_dict(yaml.safe_load(free.to_yaml())) == free
+    assert cluster.fingerprint() == plain.fingerprint()
+    again = ClusterSpec.from_dict(yaml.safe_load(cluster.to_yaml()))
+    assert (again, again.price_per_hour) == (cluster, 3.25)
+    unknown = [replace(each, node_price_per_hour=None) for each in cluster.devices[:4]]
+    part = replace(cluster, devices=(*unknown, *cluster.devices[4:]))
+    assert part.price_per_hour is None  # the other node's price is not that of the cluster
+    left = replace(cluster, devices=cluster.devices[1:4])
+    assert left.price_per_hour == 1.25  # a node that is gone is not paid for
+
+
 def test_fingerprint_of_a_file_without_host_links_is_what_it_always_was(tmp_path: Path) -> None:
     """Plans that were saved before the key existed still belong to their cluster."""
     plain = load(tmp_path)
@@ -230,6 +254,14 @@ def test_counts_of_the_command_line() -> None:
             r":5: nodes\.0\.usable_memory_gib\.T4: 60 GiB, but a T4-16GB has 16; give",
         ),
         ("{T4: 14}", "20", r":5: nodes\.0\.usable_memory_gib: 20 GiB, but a T4-16GB has 16"),
+        ("64.5", "64.5\n    price_per_hour: -1", r":7: .*greater than or equal to 0 \(found -1\)"),
+        ("64.5", "64.5\n    price_per_hour: .inf", ":7: .*price_per_hour: .*finite|less than"),
+        ("64.5", "64.5\n    price_hour: 1", r"did you mean 'price_per_hour'\?"),
+        (
+            "64.5",
+            "64.5\n    price_per_hour: 1",
+            r":8: nodes\.1: node1 has no price_per_hour, while 1 of 2 nodes have one; give every",
+        ),
         (FILE, "- a", "a cluster is a mapping"),
         (FILE, "name: x", "nodes: Field required"),
     ],

@@ -6,17 +6,14 @@ import pytest
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.communication import Transfers, hidden_bytes, transfer_s
-from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
-from planner.workload import Workload
 
 SHAPE = model_shape("opt-30b")
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)
-WORKLOAD = Workload(global_batch=8, prompt_length=512, new_tokens=10)
 
 
 def test_each_hop_is_latency_and_bytes_over_rate() -> None:
-    transfers = Transfers(CLUSTER, SHAPE, WORKLOAD, MicroBatches(2, 4))
+    transfers = Transfers(CLUSTER, SHAPE, (2, 4), prompt_length=512)
     prefill, decode = transfers.of_order(CLUSTER.devices, ["float16"] * 3)
     latency = [
         CLUSTER.link_latency_s(CLUSTER.devices[i], CLUSTER.devices[(i + 1) % 3]) for i in range(3)
@@ -34,6 +31,6 @@ def test_senders_type_decides() -> None:
 def test_one_stage_sends_nothing() -> None:
     one = CLUSTER.devices[0]
     assert transfer_s(CLUSTER, one, one, 10**9) == 0
-    transfers = Transfers(CLUSTER, SHAPE, WORKLOAD, MicroBatches(1, 1))
+    transfers = Transfers(CLUSTER, SHAPE, (1, 1), prompt_length=512)
     prefill, decode = transfers.of_order([one], ["float16"])
     assert prefill.tolist() == decode.tolist() == [0.0]

@@ -16,8 +16,8 @@ from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
-from planner.search.front import trace_front
 from planner.search.search import find_plan
+from planner.search.tradeoffs.front import trace_front
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError
 

@@ -38,6 +38,7 @@ CLUSTER = {
     "network": {"internode_gbit_per_s": 10},
 }
 OPTIONS = PlanOptions(
+    theta=1.0,
     bits=(4, 16),
     group=2,
     prefill_micro_batch=2,
@@ -55,7 +56,9 @@ def costs_of(options: PlanOptions = OPTIONS, uneven: bool = False) -> CostModel:
         factors = np.random.default_rng(3).uniform(0.2, 2.0, shape.layers)
         sensitivity = sensitivity * factors[:, np.newaxis]
     cluster = ClusterSpec.from_dict(CLUSTER)
-    return CostModel(cluster, shape, WORKLOAD, options, RooflineLatency(shape), sensitivity)
+    latency = RooflineLatency(shape)
+    theta = options.theta or 0.0
+    return CostModel(cluster, shape, WORKLOAD, options, latency, sensitivity, theta)
 
 
 @cache

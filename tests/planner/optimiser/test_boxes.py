@@ -28,7 +28,7 @@ from tests.planner.problems import (
     feasible_problems,
 )
 
-OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
+OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
 MIXED = Shape(("P100", "T4", "T4", "V100"), 24, 7168, memory_factor=0.7)
 LARGE = Shape(("V100",) * 3 + ("A100",) * 3, 60, 8192)
 

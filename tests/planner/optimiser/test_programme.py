@@ -29,7 +29,7 @@ from tests.planner.problems import (
     feasible_problems,
 )
 
-OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
+OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
 INSTALLED = [
     name
     for name, solver in SOLVERS.items()

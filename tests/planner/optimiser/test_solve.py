@@ -9,7 +9,7 @@ import pytest
 from planner.optimiser.assignment import evaluate, stage_times
 from planner.optimiser.capacity import explain_infeasible, fullest_bytes, is_feasible
 from planner.optimiser.heuristics.uniform import even_sizes
-from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.problem import AssignmentProblem, JobPasses
 from planner.optimiser.solve import solve
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, brute_force, cluster_problem, small_problem
@@ -55,6 +55,16 @@ def test_paper_objective_by_hand(problem: AssignmentProblem) -> None:
     paper = replace(problem, objective="paper")
     expected = 2 * 10.0 + 1 * 10 * 0.8 + 6.75 + 1.15 + 6.0
     assert evaluate(paper, [0, 2, 3], [1, 0, 0]) == pytest.approx(expected)
+
+
+def test_job_objective_by_hand(problem: AssignmentProblem) -> None:
+    """7 prefills in 2.5 bursts, 30 decode steps of which each group makes 12."""
+    job = replace(problem, objective="job", passes=JobPasses(7.0, 2.5, 30.0, 12.0, 4.0, 5.0))
+    expected = 4.5 * 10.0 + 2.5 * (3.5 + 3.25 + 10.0) + 30 * 0.8 + 6.0
+    assert evaluate(job, [0, 2, 3], [1, 0, 0]) == pytest.approx(expected)
+    alone = replace(job, passes=JobPasses(7.0, 2.5, 12.0, 12.0, 4.0, 5.0))
+    expected += 12 * (0.35 + 0.8 + 0.03) - 30 * 0.8
+    assert evaluate(alone, [0, 2, 3], [1, 0, 0]) == pytest.approx(expected)
 
 
 def test_stage_times_by_hand(problem: AssignmentProblem) -> None:

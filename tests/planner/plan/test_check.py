@@ -15,12 +15,13 @@ import pytest
 
 from llmpq.run.replan import replan
 from planner.cluster.spec import ClusterSpec
+from planner.lengths import Lengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
-from planner.workload import Workload
+from planner.workload import Job, Workload
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
 from tests.paths import SPECS
@@ -46,7 +47,8 @@ def planned(
     cluster: ClusterSpec, model: str | ModelShape, workload: Workload, **options: object
 ) -> tuple[PlanSpec, ModelShape]:
     shape = model_shape(model) if isinstance(model, str) else model
-    return find_plan(cluster, shape, shape.name, workload, PlanOptions.of(options)), shape
+    chosen = PlanOptions.of({"theta": 1.0, **options})
+    return find_plan(cluster, shape, shape.name, workload, chosen), shape
 
 
 def assert_agrees(plan: PlanSpec, shape: ModelShape) -> None:
@@ -206,3 +208,42 @@ def test_a_plan_of_before_margins_is_taken() -> None:
     for name in ("memory_margin", "strict_profiles"):
         del content["origin"]["options"][name]
     check_plan(PlanSpec.from_json(json.dumps(content)), shape)
+
+
+@cache
+def made_for_a_job() -> tuple[PlanSpec, ModelShape]:
+    """A plan whose slots are shorter than the longest prompt and output together."""
+    shape, job = (
+        model_shape("opt-125m"),
+        Job(30, Lengths((64, 20, 40), (4, 16, 8), longest_total=68)),
+    )
+    plan = find_plan(ClusterSpec.from_dict(MIXED), shape, shape.name, job, PlanOptions.of(QUICK))
+    return plan, shape
+
+
+def test_plans_of_jobs_agree() -> None:
+    plan, shape = made_for_a_job()
+    assert plan.workload.slot_tokens == 68
+    assert_agrees(plan, shape)
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "message"),
+    [
+        (("job", "seconds"), 1e6, r"job\.seconds: 1000000\.0 where predicted\.latency_s"),
+        (("job", "tokens_per_s"), 7.0, r"job\.tokens_per_s: 7\.0 where predicted\.tokens_per_s"),
+        (("predicted", "tokens_per_s"), 7.0, r"predicted\.tokens_per_s: 7\.0 where"),
+        (("workload", "prompt_length"), 63, r"workload\.prompt_length: 63 where lengths .* 64"),
+        (("workload", "new_tokens"), 15, r"workload\.new_tokens: 15 where lengths .* 16"),
+        (("workload", "slot_tokens"), 70, r"workload\.slot_tokens: 70 where lengths .* 68"),
+        (("solver", "objective_kind"), "pipeline", "objective_kind: 'pipeline' where"),
+    ],
+)
+def test_edited_figures_of_a_job_are_refused(
+    path: tuple[str, ...], to: object, message: str
+) -> None:
+    """The model's bytes are not asked for, which would refuse other slots first."""
+    content = json.loads(made_for_a_job()[0].to_json())
+    change(*path, to=to)(content)
+    with pytest.raises(SpecError, match=message):
+        check_plan(PlanSpec.from_json(json.dumps(content)), None)

@@ -23,10 +23,10 @@ from planner.plan.spec import PlanSpec
 from planner.profiles.fit import FittedLatency
 from planner.profiles.rows import LayerTerms, ProfileRow
 from planner.quality.sensitivity import default_sensitivity
+from planner.schedule.static import static_schedule
 from planner.search.baselines.comparison import baselines
 from planner.search.costs import planning_costs
 from planner.search.search import find_plan
-from planner.simulation.schedule import static_schedule
 from planner.simulation.simulation import OccupiedStages, assignment_timing
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError, SpecError

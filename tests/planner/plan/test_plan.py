@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.model import CostModel
+from planner.costs.model import CostModel, expanded
 from planner.costs.roofline import RooflineLatency
 from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.optimiser.assignment import Assignment
 from planner.options import PlanOptions
-from planner.plan.builder import Solution, build_plan, simulate_solution
+from planner.plan.builder import Solution, build_plan
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PLAN_VERSION, Baseline, PlanSpec
 from planner.quality.sensitivity import default_sensitivity
-from planner.simulation.simulation import Simulated
+from planner.simulation.simulation import Simulated, simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.planner.edits import Edit, change, remove
@@ -38,14 +38,17 @@ def made(group: int = 1) -> tuple[PlanSpec, Simulated]:
         options,
         RooflineLatency(shape),
         default_sensitivity(shape, options.bits),
+        theta=1.0,
     )
     bounds = (0, 6 // group, 6 // group, 12 // group, 24 // group)
     bitwidth = tuple([1] * (6 // group) + [3] * (18 // group))
     assignment = Assignment(bounds, bitwidth, 9.0, 8.1, "optimal", 0.5)
-    solution = Solution(cluster.devices, MicroBatches(3, 5), assignment, 8.1, 7, 2, 1.5)
+    workload, sizes = costs.workload, MicroBatches(3, 5)
+    solution = Solution(workload, cluster.devices, sizes, assignment, 8.1, 7, 2, 1.5)
     baselines = (Baseline("uniform", 16, 3.5, 34.0, 0.0), Baseline("other", None, None, None, None))
     plan = build_plan(costs, "opt-1.3b", solution, "default", baselines)
-    return plan, simulate_solution(costs, solution)
+    first_layer, bits = expanded(assignment, group)
+    return plan, simulate_assignment(costs, cluster.devices, sizes, first_layer, bits)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

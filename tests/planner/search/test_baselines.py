@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from planner.optimiser.assignment import evaluate, stage_times
-from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.problem import BATCH_OBJECTIVES, AssignmentProblem, Objective
 from planner.optimiser.solve import solve
 from planner.search.baselines.offloading import estimate_offloading
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import Shape, cluster_problem, feasible_problems, small_problem
 
-OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
+OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper", "job")
 TWO_PERCENT = 0.02
 
 
@@ -54,7 +54,7 @@ def test_transfer_is_never_worse_than_its_start(objective: Objective) -> None:
         assert found.objective == evaluate(problem, found.first_layer, found.bitwidth)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", BATCH_OBJECTIVES)
 @pytest.mark.parametrize("devices", [("T4",) * 3 + ("V100",), ("V100",) * 4])
 def test_transfer_comes_near_the_optimum(devices: tuple[str, ...], objective: Objective) -> None:
     problem = cluster_problem(Shape(devices, 48, 7168, objective=objective), seed=2)

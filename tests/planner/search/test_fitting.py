@@ -145,6 +145,7 @@ def small_request(seed: int) -> PlanningRequest:
         return int(rng.integers(1, batch + 1)) if rng.random() < 0.2 else None
 
     options = PlanOptions(
+        theta=1.0,
         bits=((3, 4, 8, 16), (8, 16), (16,))[rng.integers(3)],
         method=method,
         group=int(rng.choice([1, 1, 4])),
@@ -170,7 +171,7 @@ def test_the_cases_are_of_every_sort() -> None:
         any(
             place.fits(pair)
             for place in places(request)
-            for pair in searched_sizes(request.workload, len(place.devices), request.options)
+            for pair in searched_sizes(place.costs, len(place.devices))
         )
         for request in fitting
     ]
@@ -213,7 +214,7 @@ def test_devices_that_hold_nothing_are_left_out_however_many() -> None:
     big, *small = ClusterSpec.from_counts(["A100-80GB", "T4", "P100"], [1, 1, 1]).devices
     useless = tuple(replace(device, memory_bytes=2**28) for device in small)
     cluster = replace(ClusterSpec.from_counts(["T4"], [1]), devices=(big, *useless))
-    request = PlanningRequest(cluster, SHAPE, Workload(8, 64, 16), PlanOptions())
+    request = PlanningRequest(cluster, SHAPE, Workload(8, 64, 16), PlanOptions(theta=1.0))
     assert [stage.device for stage in planned(request).stages] == [big.name]
     kept = request.with_options(keep_all_devices=True)
     with pytest.raises(DoesNotFitError, match="no --keep_all_devices"):
@@ -222,7 +223,7 @@ def test_devices_that_hold_nothing_are_left_out_however_many() -> None:
 
 def test_a_fixed_size_that_does_not_fit_is_named() -> None:
     cluster, workload = ClusterSpec.from_counts(["T4"], [1]), Workload(10_000, 16, 16)
-    options = PlanOptions(decode_micro_batch=10_000)
+    options = PlanOptions(theta=1.0, decode_micro_batch=10_000)
     request = PlanningRequest(cluster, SHAPE, workload, options)
     with pytest.raises(InfeasibleError, match="no --decode_micro_batch"):
         planned(request)

@@ -31,9 +31,9 @@ from planner.search.candidate_search import CandidateSearch
 from planner.search.candidate_search import search as whole_search
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.costs import cost_model
-from planner.search.front import front_json, trace_front
 from planner.search.orders.enumeration import distinct_orders
 from planner.search.search import find_plan
+from planner.search.tradeoffs.front import front_json, trace_front
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Workload
 from quant.common.errors import InfeasibleError
@@ -54,7 +54,7 @@ def search(costs: CostModel) -> Solution:
     """The search over all devices."""
     candidates = Candidates(costs)
     runner = CandidateSearch(costs.options, time.perf_counter)
-    runner.run(candidates, costs.options.relative_gap)
+    runner.run([candidates], costs.options.relative_gap)
     return runner.solution([candidates])
 
 
@@ -104,7 +104,9 @@ def test_more_orders_are_never_worse() -> None:
 
 @pytest.mark.parametrize("method", ["transfer", "adabits", "uniform", "pipeedge", "ilp"])
 def test_every_method_can_be_searched_with(method: str) -> None:
-    options = PlanOptions(method=method, prefill_micro_batch=2, decode_micro_batch=4, group=GROUP)
+    options = PlanOptions(
+        theta=1.0, method=method, prefill_micro_batch=2, decode_micro_batch=4, group=GROUP
+    )
     found = search(costs_of(options))
     best = search(costs_of(replace(options, method="auto")))
     objective = best.assignment.objective
@@ -189,7 +191,7 @@ def test_the_order_of_nodes_in_the_file_changes_nothing(
 def test_an_infeasible_model_is_explained_with_what_would_fit() -> None:
     small = ClusterSpec.from_counts(["T4-16GB"], [1])
     with pytest.raises(InfeasibleError, match=r"does not fit.*more T4-16GB"):
-        find_plan(small, model_shape("opt-30b"), "opt-30b", WORKLOAD, PlanOptions())
+        find_plan(small, model_shape("opt-30b"), "opt-30b", WORKLOAD, PlanOptions(theta=1.0))
 
 
 def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Candidate) -> float:
@@ -200,7 +202,7 @@ def simulated_s(costs: CostModel, candidate: SearchCandidate, plan: Candidate) -
 
 
 def test_baselines_are_those_of_the_paper() -> None:
-    costs = costs_of(PlanOptions())
+    costs = costs_of(PlanOptions(theta=1.0))
     found = list(Candidates(costs))
     named = {baseline.name: baseline for baseline in baselines(costs)}
     assert list(named) == ["uniform", "pipeedge", "adabits", "flexgen", "flexgen-int8"]
@@ -213,14 +215,15 @@ def test_baselines_are_those_of_the_paper() -> None:
     latencies = []
     share = MicroBatches(3, 3)
     for devices in distinct_orders(costs.cluster.devices, all_orders=False):
-        candidate = SearchCandidate(devices, share, costs.problem(devices, share), 0.0)
+        problem = costs.problem(devices, share)
+        candidate = SearchCandidate(WORKLOAD, devices, share, problem, 0.0)
         latencies.append(simulated_s(costs, candidate, pipeedge_candidate(candidate.problem)))
     assert named["pipeedge"].latency_s in [pytest.approx(latency) for latency in latencies]
     assert named["flexgen-int8"].bitwidth == 8
 
 
 def test_a_plan_states_its_gap_over_the_whole_search() -> None:
-    options = PlanOptions(relative_gap=1e-4)
+    options = PlanOptions(theta=1.0, relative_gap=1e-4)
     plan = find_plan(CLUSTER, model_shape("opt-30b"), "opt-30b", WORKLOAD, options)
     assert plan.solver.status == "optimal"
     assert 0 <= plan.solver.gap <= 1.01e-4
@@ -241,8 +244,10 @@ def test_a_device_that_only_slows_the_pipeline_is_left_out(tmp_path: Path) -> No
     path.write_text(SLOW_LINK)
     cluster = ClusterSpec.from_yaml(path)
     shape = model_shape("opt-13b")
-    plan = find_plan(cluster, shape, "opt-13b", WORKLOAD, PlanOptions())
-    forced = find_plan(cluster, shape, "opt-13b", WORKLOAD, PlanOptions(keep_all_devices=True))
+    options = PlanOptions(theta=1.0)
+    plan = find_plan(cluster, shape, "opt-13b", WORKLOAD, options)
+    kept = replace(options, keep_all_devices=True)
+    forced = find_plan(cluster, shape, "opt-13b", WORKLOAD, kept)
     assert "far/P100-SXM2-16GB:0" in plan.unused_devices
     assert "far/P100-SXM2-16GB:0" in [stage.device for stage in forced.stages]
     assert plan.predicted.latency_s < forced.predicted.latency_s
@@ -267,7 +272,7 @@ def test_leaving_out_is_the_best_of_every_subset() -> None:
 def test_a_cluster_whose_smallest_device_holds_nothing_is_still_planned() -> None:
     big, small = ClusterSpec.from_counts(["A100-80GB", "T4-16GB"], [1, 1]).devices
     cluster = replace(CLUSTER, devices=(big, replace(small, memory_bytes=2**28)))
-    plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions())
+    plan = find_plan(cluster, model_shape("opt-13b"), "opt-13b", WORKLOAD, PlanOptions(theta=1.0))
     assert [stage.device for stage in plan.stages] == [big.name]
 
 

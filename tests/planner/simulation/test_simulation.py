@@ -17,7 +17,7 @@ from planner.optimiser.assignment import evaluate
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
-from planner.simulation.schedule import static_schedule
+from planner.schedule.static import JobRows, static_schedule
 from planner.simulation.simulation import (
     PassSeconds,
     Simulated,
@@ -48,7 +48,7 @@ def test_agrees_with_an_event_simulation(seed: int) -> None:
     workload = Workload(*(int(rng.integers(low, high)) for low, high in ((1, 40), (1, 9), (1, 9))))
     most = workload.global_batch + 1
     sizes = MicroBatches(int(rng.integers(1, most)), int(rng.integers(1, most)))
-    events = EventSimulation(pipeline, workload, sizes)
+    events = EventSimulation(pipeline, JobRows.alike(workload), sizes)
     latency_s = events.run()
     simulated = run(pipeline, workload, sizes)
     assert simulated.latency_s == pytest.approx(latency_s, rel=1e-12)

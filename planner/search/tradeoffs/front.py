@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
-from planner.search.bounded import theta_solver
-from planner.search.pareto import front
 from planner.search.remedies import PlanningRequest, naming_remedies
 from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
-from planner.workload import Workload
+from planner.search.tradeoffs.bounded import theta_solver
+from planner.search.tradeoffs.pareto import front
+from planner.workload import Job, Workload
 
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """One plan of the front; plan with its `theta` to get it again.
+    """One plan of the front, of a batch or a whole job; plan with its `theta` to get it again.
 
     `objective_latency_s` is the closed form that was optimised, `latency_s` the simulation's,
     `bits` the mean bitwidth of a layer.
@@ -29,6 +29,7 @@ class FrontPoint:
     latency_s: float
     objective_latency_s: float
     tokens_per_s: float
+    in_flight: int
     omega: float
     bits: float
 
@@ -36,13 +37,13 @@ class FrontPoint:
 def trace_front(
     cluster: ClusterSpec,
     shape: ModelShape,
-    workload: Workload,
+    workload: Workload | Job,
     options: PlanOptions,
     most_points: int = 12,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[FrontPoint, ...]:
     """Points from the fastest plan to the one of the best quality; errors as `find_plan`."""
-    request = PlanningRequest(cluster, shape, workload, options)
+    request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request, REMEDY_PLANNER):
         return _trace(request, most_points, clock)
 
@@ -56,7 +57,6 @@ def _trace(
             options, lambda chosen: _trace(replace(request, options=chosen), most_points, clock)
         )
     costs, _ = costs_of(request)
-    tokens = request.workload.global_batch * request.workload.new_tokens
     points = []
     for point in front(theta_solver(costs, clock), most_points):
         choices = point.plan.assignment.bitwidth
@@ -65,7 +65,8 @@ def _trace(
                 theta=point.theta,
                 latency_s=point.predicted_s,
                 objective_latency_s=point.latency_s,
-                tokens_per_s=tokens / point.predicted_s,
+                tokens_per_s=costs.generated_tokens / point.predicted_s,
+                in_flight=point.plan.workload.global_batch,
                 omega=point.omega,
                 bits=sum(costs.options.bits[choice] for choice in choices) / len(choices),
             )

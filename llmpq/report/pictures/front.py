@@ -1,23 +1,22 @@
-"""The Pareto front, latency of a batch against summed sensitivity: a picture and its plans."""
+"""The Pareto front, latency against summed sensitivity: a picture and its plans."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.report.formatting import number, seconds
+from llmpq.report.pictures.axes import Axis
+from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
 from planner.explanation.explain import Explanation
 from planner.plan.spec import PlanSpec
-from planner.search.front import FrontPoint, front_json
+from planner.search.tradeoffs.front import FrontPoint, front_json
 from quant.common.errors import SpecError
-from quant.common.whole_file import write_whole
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 74, 24, 22, 56
-TICKS = 4
 
 
 @dataclass(frozen=True)
@@ -43,36 +42,6 @@ class PlanPoint:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Maps values to pixels; `low` and `high` are at `first` and `last`."""
-
-    low: float
-    high: float
-    first: float
-    last: float
-
-    @classmethod
-    def over(cls, values: Sequence[float], first: float, last: float) -> Axis:
-        """An axis from the least to the greatest value, with a margin."""
-        low, high = min(values), max(values)
-        margin = 0.08 * (high - low) or abs(low) or 1.0
-        return cls(max(0.0, low - margin), high + margin, first, last)
-
-    def at(self, value: float) -> float:
-        """The pixel of a value."""
-        share = (value - self.low) / (self.high - self.low)
-        return self.first + share * (self.last - self.first)
-
-    @property
-    def ticks(self) -> Sequence[tuple[float, str]]:
-        """Pixels with their values, of as many decimals as tell neighbours apart."""
-        step = (self.high - self.low) / TICKS
-        decimals = max(0, 1 - math.floor(math.log10(step)))
-        values = [self.low + step * number for number in range(TICKS + 1)]
-        return [(self.at(value), f"{value:.{decimals}f}") for value in values]
-
-
-@dataclass(frozen=True)
 class Chart:
     """A scatter of `points`, fastest first, of which `present` is drawn large."""
 
@@ -83,7 +52,7 @@ class Chart:
 
     @property
     def latency(self) -> Axis:
-        """Seconds a batch, from left to right."""
+        """Seconds, from left to right."""
         return Axis.over([point.latency_s for point in self.points], LEFT, self.width - RIGHT)
 
     @property
@@ -147,7 +116,4 @@ def write_front(path: str | Path, points: Sequence[FrontPoint]) -> None:
         text = front_json(points)
     else:
         raise SpecError(f"{target}: the front is written as .svg or .json")
-    try:
-        write_whole(target, text)
-    except OSError as error:
-        raise SpecError(f"cannot write {target}: {error.strerror}") from error
+    write_picture(target, text)

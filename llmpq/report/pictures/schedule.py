@@ -22,10 +22,15 @@ class Picture:
     svg: str
 
 
-def schedule_pictures(simulated: Simulated, devices: Sequence[str]) -> list[Picture]:
-    """The simulated batch as two pictures: all of it, and the turn from prefill to decode."""
+def schedule_pictures(
+    simulated: Simulated, devices: Sequence[str], is_job: bool = False
+) -> list[Picture]:
+    """What was simulated as two pictures: all of it, a batch or the first fills of a job's slots,
+    and the turn from prefill to decode.
+    """
     labels = [shortened(device, LABEL_LENGTH) for device in devices]
-    views = [("The whole batch", GanttOptions(width=GANTT_WIDTH))]
+    title = "The first fills of the slots" if is_job else "The whole batch"
+    views = [(title, GanttOptions(width=GANTT_WIDTH))]
     turn = _turn(simulated)
     if turn is not None:
         views.append(("From prefill to decode", turn))
@@ -33,11 +38,11 @@ def schedule_pictures(simulated: Simulated, devices: Sequence[str]) -> list[Pict
 
 
 def _turn(simulated: Simulated) -> GanttOptions | None:
-    """A few decode rounds around the time of the last first token, if the batch is longer."""
-    decode_s = simulated.latency_s - simulated.prefill_s
-    steps = simulated.workload.new_tokens - 1
+    """A few decode rounds around the time when all slots have first tokens, if there are more."""
+    decode_s = simulated.latency_s - simulated.filled_s
+    steps = max(each.step for each in simulated.passes)
     if steps <= 2 * ROUNDS_SHOWN or simulated.stages == 1:
         return None
     span_s = ROUNDS_SHOWN * decode_s / steps
-    start_s = max(0.0, simulated.prefill_s - span_s)
-    return GanttOptions(start_s, simulated.prefill_s + span_s, GANTT_WIDTH)
+    start_s = max(0.0, simulated.filled_s - span_s)
+    return GanttOptions(start_s, simulated.filled_s + span_s, GANTT_WIDTH)

@@ -1,0 +1,1 @@
+"""Pictures of the report: fronts, the curve of a job, schedules."""

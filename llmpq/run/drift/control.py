@@ -1,0 +1,210 @@
+"""What a run does about drift: it says so, plans again in the background, and may switch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from llmpq.run.drift.decision import Outlook, RunLengths, Switch, best_switch, is_same
+from llmpq.run.drift.lengths import LengthRecord
+from llmpq.run.drift.watch import Drift, DriftWatch
+from llmpq.run.monitoring.meter import RunState
+from planner.cluster.device import Slowdown
+from planner.lengths import Lengths
+from planner.phases import PHASES, Phase
+from planner.plan.spec import PlanSpec
+from quant.common.errors import LlmpqError
+
+EVERY_S = 600.0
+"""Seconds between two times of planning again: a run settles, and is measured anew, in minutes."""
+
+MOST_PLANS = 3
+"""Times that a run plans again at most: what drifts still is not what a plan can follow."""
+
+LOOK_S = 1.0
+"""Seconds between two comparisons: stages report as often."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan is made again from: prompts left, lengths where they are known, and measured
+    shares of the planned seconds by device.
+    """
+
+    prompts_left: int
+    lengths: Lengths | None
+    slowdowns: Mapping[str, Slowdown] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: rows that no stage has yet (None: not known), requests that stages have
+    (`in_flight`), and the tokens so far of those in slots (`running`).
+    """
+
+    rows_left: int | None
+    in_flight: int
+    running: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How drift is met: `share` counts as drift, `plan_again` makes another plan, unless None.
+
+    `say` is given each line.
+    """
+
+    share: float
+    say: Callable[[str], None]
+    plan_again: Callable[[PlanSpec, Measured], PlanSpec] | None = None
+    clock: Callable[[], float] = time.monotonic
+
+
+class DriftControl:
+    """Watches one plan after the other; `switch` is asked between the results of a run."""
+
+    def __init__(self, record: LengthRecord, planning: Planning) -> None:
+        self._record, self._planning = record, planning
+        self._plan: PlanSpec | None = None
+        self._watch: DriftWatch | None = None
+        self._start_s = 0.0
+        self._said: set[str] = set()
+        self._looked_s = float("-inf")
+        self._planned_s = float("-inf")
+        self._plans = 0
+        self._search: _Search | None = None
+        self._has_switched = False
+
+    def begin(self, plan: PlanSpec, start_s: float) -> None:
+        """Watch a run of `plan`, whose stages took `start_s` to start."""
+        self._plan, self._start_s = plan, start_s
+        self._watch = DriftWatch(plan, self._record, self._planning.share)
+        self._said.clear()
+        self._search = None
+        self._has_switched = False
+
+    def see(self, state: RunState, in_flight: int) -> None:
+        """Take in the state of the run; may be called from any thread."""
+        if self._watch is not None:
+            self._watch.see(state, in_flight)
+
+    def disturb(self) -> None:
+        """Leave out what was measured before a fault."""
+        if self._watch is not None:
+            self._watch.disturb()
+
+    def switch(self, progress: Callable[[], Progress]) -> Switch | None:
+        """A switch to make now, once for each plan that is watched; says what drifts."""
+        now_s = self._planning.clock()
+        if self._plan is None or self._watch is None or self._has_switched:
+            return None
+        if now_s - self._looked_s < LOOK_S:
+            return None
+        self._looked_s = now_s
+        so_far = progress()
+        drift = self._watch.found(so_far.running)
+        if drift is not None:
+            self._say(drift)
+        if self._search is not None:
+            return self._take(self._search, drift, so_far)
+        if drift is not None and drift.is_explained and self._may_plan(now_s):
+            self._planned_s, self._plans = now_s, self._plans + 1
+            self._begin_search(self._plan, drift, so_far)
+        return None
+
+    def _say(self, drift: Drift) -> None:
+        new = drift.without(self._said)
+        if new.deviations:
+            self._said.update(each.what for each in new.deviations)
+            self._planning.say(new.text(self._planning.plan_again is not None))
+
+    def _may_plan(self, now_s: float) -> bool:
+        may = self._planning.plan_again is not None and self._plans < MOST_PLANS
+        return may and now_s - self._planned_s >= EVERY_S
+
+    def _begin_search(self, plan: PlanSpec, drift: Drift, progress: Progress) -> None:
+        plan_again = self._planning.plan_again
+        assert plan_again is not None
+        lengths = None if drift.outputs is None else drift.outputs.lengths(plan.workload)
+        left = max(1, self._rows_left(progress) + progress.in_flight)
+        measured = Measured(left, lengths, slowdowns_of(plan, drift))
+        self._search = _Search(lambda: plan_again(plan, measured), measured)
+
+    def _rows_left(self, progress: Progress) -> int:
+        """Rows that no stage has yet; where that is not known, as many as have ended."""
+        return self._record.ended if progress.rows_left is None else progress.rows_left
+
+    def _take(self, search: _Search, drift: Drift | None, progress: Progress) -> Switch | None:
+        """The switch that a search has led to, if it is worth it."""
+        if not search.is_done or self._plan is None:
+            return None
+        outputs = None if drift is None else drift.outputs
+        rate = None if drift is None else drift.tokens_per_s
+        if search.error is None and drift is not None and (outputs is None or rate is None):
+            return None  # until they are known again
+        self._search = None
+        if search.found is None:
+            self._planning.say(f"no other plan: {search.error}; the run goes on as it is")
+            return None
+        if drift is None or outputs is None or rate is None:
+            return None
+        if is_same(self._plan, search.found):
+            self._planning.say("planned again from what was measured: the same plan, which goes on")
+            return None
+        slots = self._plan.workload.global_batch
+        outlook = Outlook(
+            self._rows_left(progress),
+            max(0, progress.in_flight - slots),
+            RunLengths.of(self._record.mean_prompt, outputs),
+            rate,
+            self._start_s,
+            search.measured.slowdowns,
+        )
+        return self._decide(best_switch(self._plan, search.found, outlook))
+
+    def _decide(self, switch: Switch) -> Switch | None:
+        if not switch.is_worth_it:
+            self._planning.say(
+                f"another plan would save {max(0.0, switch.saved_s):.0f} s, and the switch costs "
+                f"about {switch.cost_s:.0f} s; the run goes on as it is"
+            )
+            return None
+        self._has_switched = True
+        return switch
+
+
+class _Search:
+    """Planning in a thread of its own, which does not keep the process alive."""
+
+    def __init__(self, plan: Callable[[], PlanSpec], measured: Measured) -> None:
+        self.measured = measured
+        self.found: PlanSpec | None = None
+        self.error: LlmpqError | None = None
+        self._plan = plan
+        self._thread = threading.Thread(target=self._run, name="llmpq-planning", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.found = self._plan()
+        except LlmpqError as error:
+            self.error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, with a plan or an error."""
+        return not self._thread.is_alive()
+
+
+def slowdowns_of(plan: PlanSpec, drift: Drift) -> Mapping[str, Slowdown]:
+    """The measured share of the planned seconds of each slow device that is not emulated."""
+    factors: dict[str, dict[Phase, float]] = {}
+    for slow in drift.slow:
+        if not plan.stages[slow.stage].emulated:
+            share = slow.measured_s / slow.planned_s
+            factors.setdefault(slow.device, dict.fromkeys(PHASES, 1.0))[slow.phase] = share
+    return {
+        device: Slowdown(shares["prefill"], shares["decode"]) for device, shares in factors.items()
+    }

@@ -1,0 +1,66 @@
+"""Requests on their way to the stages: those that wait until others have run, and a gate."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+from pydantic import TypeAdapter
+
+from actors.messages import Request
+from quant.common.errors import InputError
+
+MEMORY_BYTES = 64 << 20
+"""Bytes of requests in memory; more of them lie in a temporary file."""
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+class WaitingRequests:
+    """Requests in the order in which they were added; `prompts` of them wait.
+
+    They lie in memory, or where they are many in a temporary file.
+    """
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115
+        self.prompts = 0
+
+    def add(self, request: Request) -> None:
+        """Add a request; raises `InputError` where the disk takes no more."""
+        try:
+            self._file.write(_REQUEST.dump_json(request) + b"\n")
+        except OSError as error:
+            raise InputError(
+                f"cannot keep {self.prompts} long prompts in {tempfile.gettempdir()}: "
+                f"{error.strerror}; free space there, or set TMPDIR to another folder"
+            ) from error
+        self.prompts += 1
+
+    def take_all(self) -> Iterator[Request]:
+        """The requests, each once; nothing may be added any more."""
+        self._file.seek(0)
+        for line in self._file:
+            self.prompts -= 1
+            yield _REQUEST.validate_json(line)
+
+    def close(self) -> None:
+        """Forget the requests."""
+        self._file.close()
+
+
+class Gate(Iterator[Request | None]):
+    """Iterator over `requests` that ends when it is closed; the others stay in `requests`."""
+
+    def __init__(self, requests: Iterator[Request | None]) -> None:
+        self._requests = requests
+        self.is_closed = False
+
+    def __next__(self) -> Request | None:
+        if self.is_closed:
+            raise StopIteration
+        return next(self._requests)
+
+    def close(self) -> None:
+        """Let no more requests through."""
+        self.is_closed = True

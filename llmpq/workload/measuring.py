@@ -1,0 +1,241 @@
+"""Measuring the rows of an input in tokens: all are counted, at most ten thousand tokenized.
+
+A file of a million rows is read twice as a stream, and only numbers are kept of a row. Its bytes
+are counted in the first reading. The second tokenizes rows that are evenly spaced, and those of the
+most bytes, as slots have to hold the longest. What this can miss: a row of fewer bytes than all of
+these, but of more tokens, as of digits or another script. `llmpq-dist` gives such a row as an error
+row or to the plan of the long rows, and no slot is overrun.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from actors.messages import Request, Sampling
+from llmpq.jobs.inputs import JobInput, no_prompts
+from llmpq.rows.row import Row
+from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.workload.measured_lengths import IdNumbers, id_number
+from planner.lengths import BoolArray, IntArray
+from planner.workload import MAX_TOKENS, Workload
+from quant.common.errors import CheckpointError, InputError, SpecError
+
+MOST_EVEN_ROWS = 5_000
+"""Evenly spaced rows that are tokenized: ten times as many as a plan keeps the lengths of."""
+
+MOST_LONGEST_ROWS = 5_000
+"""Rows of the most bytes that are tokenized."""
+
+MOST_BYTES = 2**25
+"""Bytes of either kind: some seconds of a tokenizer. A single row may have more."""
+
+
+@dataclass(frozen=True)
+class MeasuredRows:
+    """The usable rows of an input [rows], in its order.
+
+    `prompts`: tokens, estimated by bytes where `exact` is False. `limits`: the most new tokens.
+    `even`: rows that stand for all. `finished`: output tokens of rows that have been generated
+    already, else 0. `done`: rows that are not left of a job, as they have results. `places` are
+    those of `JobInput`.
+    """
+
+    prompts: IntArray
+    limits: IntArray
+    places: IntArray
+    exact: BoolArray
+    even: BoolArray
+    finished: IntArray
+    done: BoolArray
+
+    def where(self, chosen: BoolArray) -> MeasuredRows:
+        """The chosen rows [rows]."""
+        return MeasuredRows(*(values[chosen] for values in vars(self).values()))
+
+    @property
+    def total(self) -> IntArray:
+        """Tokens of each row with all its new ones [rows]."""
+        return self.prompts + self.limits
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.prompts)
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """The rows as they are read [rows]: `sizes` are bytes of texts and tokens of token ids."""
+
+    sizes: IntArray
+    limits: IntArray
+    places: IntArray
+    finished: IntArray
+    is_text: BoolArray
+    done: BoolArray
+
+
+@dataclass(frozen=True)
+class InputMeasure:
+    """Measures the rows of `source` for `model`.
+
+    `new_tokens` is the limit of rows without one. `prompt_length`: tokens that every prompt counts
+    as, for which no tokenizer is needed. `finished`: output tokens by id of rows that have been
+    generated, which are tokenized in any case. `done`: ids of rows that are not left of a job; if
+    all are done, it is taken as one that begins.
+    """
+
+    source: JobInput
+    model: str
+    new_tokens: int
+    prompt_length: int | None = None
+    finished: Mapping[str, int] = field(default_factory=dict)
+    done: IdNumbers | None = None
+
+    def measure(self) -> MeasuredRows:
+        """The usable rows; `InputError` where there are none, SpecError without a tokenizer."""
+        read = self._survey()
+        even = np.zeros(len(read.sizes), dtype=bool)
+        even[~read.done] = _even_rows(np.where(read.is_text, read.sizes, 0)[~read.done])
+        if self.prompt_length is not None:
+            prompts = np.full(len(read.sizes), self.prompt_length)
+            exact = np.ones(len(prompts), dtype=bool)
+        else:
+            chosen = read.is_text & (even | _longest_rows(read) | (read.finished > 0))
+            exact = ~read.is_text | chosen
+            prompts = self._with_tokens(read, chosen)
+        rows = MeasuredRows(
+            prompts, read.limits, read.places, exact, even, read.finished, read.done
+        )
+        usable = rows.where(prompts > 0)
+        if usable.done.all():
+            raise InputError(f"{self._named}: no prompt has tokens; give --s")
+        return usable
+
+    @property
+    def _named(self) -> str:
+        return ", ".join(map(str, self.source.files))
+
+    def _survey(self) -> _Survey:
+        sizes, limits, places = array("q"), array("q"), array("q")
+        is_text, finished, ids = array("b"), array("q"), array("Q")
+        read = False
+        for row, place in self.source.rows():
+            read = True
+            if not isinstance(row, Row):
+                continue
+            sizes.append(_size(row))
+            limits.append(row.sampling.get("max_new_tokens") or self.new_tokens)
+            places.append(place)
+            is_text.append(row.token_ids is None)
+            finished.append(self.finished.get(row.custom_id, 0))
+            if self.done is not None:
+                ids.append(id_number(row.custom_id))
+        if not read:
+            raise no_prompts(self._named)
+        if not sizes:
+            raise InputError(
+                f"{self._named}: no row can be used; llmpq-dist would write only errors"
+            )
+        return _Survey(
+            _numbers(sizes),
+            _numbers(limits),
+            _numbers(places),
+            _numbers(finished),
+            np.array(is_text, dtype=bool),
+            self._done(len(sizes), np.array(ids, dtype=np.uint64)),
+        )
+
+    def _done(self, rows: int, ids: IdNumbers) -> BoolArray:
+        """Which rows are done [rows]; none where no row is left."""
+        if self.done is None:
+            return np.zeros(rows, dtype=bool)
+        done = np.isin(ids, self.done)
+        return np.zeros(rows, dtype=bool) if done.all() else done
+
+    def _with_tokens(self, read: _Survey, chosen: BoolArray) -> IntArray:
+        """Tokens of each prompt [rows]: 0 where it has none, estimated by bytes at texts that are
+        not chosen.
+        """
+        tokens = read.sizes.copy()
+        if not chosen.any():
+            return tokens
+        tokens[chosen] = self._tokenized(read.places[chosen])
+        known, unknown = chosen & (tokens > 0), read.is_text & ~chosen
+        if not known.any() and read.is_text.all():
+            raise InputError(f"{self._named}: no prompt could be tokenized; give --s")
+        if unknown.any() and known.any():
+            share = tokens[known].sum() / read.sizes[known].sum()
+            tokens[unknown] = np.ceil(read.sizes[unknown] * share)
+        return tokens
+
+    def _tokenized(self, places: IntArray) -> list[int]:
+        """Tokens of the prompts at `places` [places], 0 where one cannot be tokenized."""
+        with closing(self._tokenizer()) as tokenizer:
+            room = Workload(1, MAX_TOKENS, MAX_TOKENS)
+            maker = RequestMaker(room, MAX_TOKENS, Sampling(), tokenizer)
+            made = maker.requests(self._rows_at(frozenset(places.tolist())))
+            found = [len(each.prompt_ids) if isinstance(each, Request) else 0 for each in made]
+        if len(found) != len(places):
+            raise InputError(f"input {self._named} changed while it was read; plan again")
+        return found
+
+    def _rows_at(self, places: frozenset[int]) -> Iterator[Row]:
+        """The rows at `places`, without their sampling, which is no matter of their length."""
+        found = (
+            Row(row.custom_id, row.text, row.token_ids, row.messages)
+            for row, place in self.source.rows()
+            if place in places and isinstance(row, Row)
+        )
+        return islice(found, len(places))
+
+    def _tokenizer(self) -> TokenizerProcess:
+        from quant.checkpoint.model_reference import resolve
+
+        try:
+            tokenizer = load_tokenizer(resolve(self.model, weights=False), Limits())
+        except CheckpointError as error:
+            raise SpecError(f"the prompts cannot be measured: {error}; or give --s") from error
+        if tokenizer is None:
+            raise SpecError(f"{self.model} has no tokenizer to measure the prompts; give --s")
+        return tokenizer
+
+
+def _numbers(values: array[int]) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def _size(row: Row) -> int:
+    """Tokens of token ids, bytes of a text or of messages; at least 1 of a text."""
+    if row.token_ids is not None:
+        return len(row.token_ids)
+    text = row.text if row.text is not None else json.dumps(row.messages, ensure_ascii=False)
+    return max(1, len(text.encode()))
+
+
+def _even_rows(sizes: IntArray) -> BoolArray:
+    """Which rows are evenly spaced [rows]: as many as may be tokenized together."""
+    count = min(len(sizes), MOST_EVEN_ROWS)
+    if sizes.sum() * (count / len(sizes)) > MOST_BYTES:
+        count = max(1, int(MOST_BYTES / sizes.mean()))
+    even = np.zeros(len(sizes), dtype=bool)
+    even[np.linspace(0, len(sizes) - 1, count).astype(np.int64)] = True
+    return even
+
+
+def _longest_rows(read: _Survey) -> BoolArray:
+    """Which texts are those of the most bytes, of rows that are left [rows]."""
+    texts = np.flatnonzero(read.is_text & ~read.done)
+    by_size = texts[np.argsort(-read.sizes[texts], kind="stable")][:MOST_LONGEST_ROWS]
+    fits = np.cumsum(read.sizes[by_size]) <= MOST_BYTES
+    fits[:1] = True
+    longest = np.zeros(len(read.sizes), dtype=bool)
+    longest[by_size[fits]] = True
+    return longest

@@ -1,0 +1,251 @@
+"""Counting the passes of a whole job by its schedule, quickly enough for every candidate of a
+search.
+
+The order of passes depends on lengths but not on time, so that the schedule itself can be counted.
+It is run for a smaller job that is alike: fewer slots, prompts and tokens, but the same share of
+the slots in each micro-batch, and as many prefills for each token of an answer. More prompts than
+those add more of what came between the first fill and the last prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log, log2
+
+import numpy as np
+
+from planner.lengths import Lengths
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import JobPasses
+from planner.schedule.static import JobRows, JobSchedule
+from planner.workload import Job
+
+SLOTS = (24, 96)
+"""Slots of small jobs: above the first, the nearest number stands for others."""
+
+FEW_FILLS, MOST_SLOTS = 2, 512
+"""Jobs that fill their slots no more often keep up to so many: their last answers last longest."""
+
+MOST_FILLS, STEADY_FROM = 6, 2
+"""How often slots are filled at most, and after how many fills this has become steady."""
+
+LEAST_STEPS, MOST_STEPS = 20, 40
+"""Mean decode steps of a request, where it has so many."""
+
+LEAST_IN_GROUP = 8
+"""Slots of a group, where it has so many: whether few of them are free differs too much."""
+
+MOST_PREFILLS = 16
+"""Prefills that fill all slots, where more take too little of an answer's time to matter."""
+
+FAST_PREFILLS = 8
+"""So often all slots could be filled in the time of an answer where more would not matter."""
+
+
+DRAWN_BURSTS, MOST_DRAWN = 128, 64
+"""Bursts that are drawn for the longest of their prefills, and prefills of one; of more the longest
+hardly grows."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Passes of a job, or their mean for each prompt."""
+
+    prefills: float = 0.0
+    bursts: float = 0.0
+    decode_steps: float = 0.0
+
+    def plus(self, other: _Counts, times: float) -> _Counts:
+        return _Counts(
+            self.prefills + times * other.prefills,
+            self.bursts + times * other.bursts,
+            self.decode_steps + times * other.decode_steps,
+        )
+
+
+@dataclass(frozen=True)
+class _SmallJob:
+    """The job that is run in place of another: its requests decode `steps_share` of the steps."""
+
+    lengths: Lengths
+    rows: int
+    slots: int
+    sizes: MicroBatches
+    stages: int
+    steps_share: float
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Counts of a small job, what each more prompt adds, and decode steps of its mean request."""
+
+    whole: _Counts
+    each_prompt: _Counts
+    mean_steps: float
+
+
+def job_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPasses:
+    """The passes of `job` over `slots` KV slots in micro-batches of `sizes` on `stages` stages.
+
+    Within a few percent of those of the schedule of the whole job, which depend on the order of
+    its rows too. Where outputs are alike, groups of slots end and begin one after the other, which
+    leaves no bubble between them: each fill of all slots is one burst. Where prompts are unlike,
+    the longest prefill of a burst is the one that stages wait for, so a burst counts as often as
+    that is longer than the mean.
+    """
+    slots = min(slots, job.prompts)
+    sizes = MicroBatches(min(sizes.prefill, slots), min(sizes.decode, slots))
+    if not job.lengths.outputs_vary:
+        return _alike_passes(job, slots, sizes, stages)
+    small = _small_job(job, slots, sizes, stages)
+    counted = _counted(small)
+    fills, groups = job.prompts / slots, -(-slots // sizes.decode)
+    rows = small.slots * fills
+    counts = counted.whole.plus(counted.each_prompt, rows - small.rows)
+    # the last prefill of a burst may not be full
+    least = job.prompts / sizes.prefill
+    prefills = max(least, least + counts.prefills - rows / small.sizes.prefill)
+    steps = job.prompts * (job.lengths.mean_output - 1)
+    if not steps:
+        bursts = _bursts_of_prefills(prefills, ceil(slots / sizes.prefill), stages)
+        return JobPasses(prefills, bursts, 0.0, 0.0, job.prompts / prefills, sizes.decode)
+    share = rows * counted.mean_steps / (counts.decode_steps * small.slots)
+    decode_steps = steps / (share * slots)
+    bursts = counts.bursts
+    slowest = _slowest_share(job.lengths, sizes.prefill, max(1, round(prefills / bursts)))
+    return JobPasses(
+        prefills=prefills,
+        bursts=min(bursts * slowest, prefills),
+        decode_steps=decode_steps,
+        rounds=decode_steps / groups,
+        prefill_requests=job.prompts / prefills,
+        decode_requests=steps / decode_steps,
+    )
+
+
+def _alike_passes(job: Job, slots: int, sizes: MicroBatches, stages: int) -> JobPasses:
+    """The passes of a job whose outputs are alike: its slots are filled again and again."""
+    fills, rest = divmod(job.prompts, slots)
+    steps = round(job.lengths.mean_output) - 1
+    prefills = fills * -(-slots // sizes.prefill) + -(-rest // sizes.prefill)
+    turns = fills * -(-slots // sizes.decode) + -(-rest // sizes.decode)
+    filled = fills + (rest > 0)
+    bursts = float(filled)
+    if not steps:
+        bursts = _bursts_of_prefills(prefills, ceil(slots / sizes.prefill), stages)
+    slowest = _slowest_share(job.lengths, sizes.prefill, max(1, round(prefills / bursts)))
+    return JobPasses(
+        prefills=float(prefills),
+        bursts=min(bursts * slowest, float(prefills)),
+        decode_steps=float(turns * steps),
+        rounds=float(filled * steps),
+        prefill_requests=job.prompts / prefills,
+        decode_requests=job.prompts / turns,
+    )
+
+
+def _bursts_of_prefills(prefills: float, at_once: int, stages: int) -> float:
+    """Bursts that count for prefills without decode steps between them: where slots allow fewer
+    `at_once` than there are stages, each waits for one to come back, while stages run idle.
+
+    So many make one round of equal stages last `stages` times a stage, in place of `at_once` times.
+    """
+    if at_once >= stages:
+        return 1.0
+    idle_share = (stages - at_once) / (stages - 1)
+    return max(1.0, prefills / at_once * idle_share)
+
+
+def _small_job(job: Job, slots: int, sizes: MicroBatches, stages: int) -> _SmallJob:
+    """The job to run in place of `job`."""
+    fills = min(job.prompts / slots, MOST_FILLS)
+    small, small_sizes = _uneven(slots, sizes, fills, job.lengths)
+    groups = -(-slots // sizes.decode)
+    steps = max(1.0, job.lengths.mean_output - 1)
+    prefills, small_prefills = slots / sizes.prefill, small / small_sizes.prefill
+    fast = FAST_PREFILLS * small_prefills / groups
+    few_steps = max(min(steps, MOST_STEPS), fast)
+    small_steps = min(steps * small_prefills / prefills, few_steps)
+    return _SmallJob(
+        lengths=job.lengths,
+        rows=max(1, round(fills * small)),
+        slots=small,
+        sizes=small_sizes,
+        stages=stages,
+        steps_share=_rounded(min(1.0, small_steps / steps)),
+    )
+
+
+def _uneven(
+    slots: int, sizes: MicroBatches, fills: float, lengths: Lengths
+) -> tuple[int, MicroBatches]:
+    """Fewer slots and sizes for outputs that vary: as many groups, and about as many prefills."""
+    groups, prefills = -(-slots // sizes.decode), slots / sizes.prefill
+    steps = max(1.0, lengths.mean_output - 1)
+    if fills <= FEW_FILLS:
+        small = min(slots, MOST_SLOTS)
+    else:
+        least = max(groups * LEAST_IN_GROUP, ceil(prefills * min(1.0, LEAST_STEPS / steps)))
+        small = max(_nearest(SLOTS, slots), min(slots, least))
+    prefill = round(small / min(prefills, max(MOST_PREFILLS, prefills * MOST_STEPS / steps)))
+    at_most = (small - 1) // (groups - 1) if groups > 1 else small
+    decode = max(-(-small // groups), min(round(sizes.decode * small / slots), at_most))
+    return small, MicroBatches(max(1, prefill), decode)
+
+
+def _nearest(grid: Sequence[int], number: int) -> int:
+    """The number itself up to the least of `grid`, else the nearest of them by its ratio."""
+    return (
+        min(number, grid[0])
+        if number <= grid[0]
+        else min(grid, key=lambda each: abs(log(each / number)))
+    )
+
+
+def _rounded(share: float) -> float:
+    """To powers of 2 ** (1/8), so that jobs nearly alike share one run."""
+    return float(2 ** (round(8 * log2(share)) / 8))
+
+
+@lru_cache(maxsize=4096)
+def _counted(small: _SmallJob) -> _Counted:
+    """Run the schedule of the small job."""
+    _, outputs = small.lengths.rows(small.rows)
+    steps = np.maximum(np.round((outputs - 1) * small.steps_share), np.minimum(outputs - 1, 1))
+    rows = JobRows([1] * small.rows, [1 + int(each) for each in steps])
+    schedule = JobSchedule(rows, small.slots, small.sizes, small.stages)
+    steady_from = STEADY_FROM * small.slots
+    prefills = bursts = decode_steps = 0
+    begins: tuple[int, _Counts] | None = None
+    ends = 0, _Counts()
+    in_burst = False
+    for phase in schedule.phases():
+        if phase == "decode":
+            decode_steps += 1
+            in_burst &= schedule.refills
+            continue
+        prefills += 1
+        bursts += not in_burst
+        in_burst = True
+        ends = schedule.prefilled, _Counts(prefills, bursts, decode_steps)
+        if begins is None and schedule.prefilled >= steady_from:
+            begins = ends
+    whole = _Counts(prefills, bursts, decode_steps)
+    each_prompt = _Counts()
+    if begins is not None and ends[0] > begins[0]:
+        prompts = ends[0] - begins[0]
+        each_prompt = _Counts().plus(ends[1], 1 / prompts).plus(begins[1], -1 / prompts)
+    return _Counted(whole, each_prompt, float(steps.mean()))
+
+
+@lru_cache(maxsize=1024)
+def _slowest_share(lengths: Lengths, requests: int, prefills: int) -> float:
+    """The longest of so many successive prefills of `requests` prompts, relative to the mean."""
+    if len(set(lengths.prompt_tokens)) == 1:
+        return 1.0
+    drawn = np.random.default_rng(0).choice(
+        lengths.prompt_tokens, (DRAWN_BURSTS, min(prefills, MOST_DRAWN), requests)
+    )
+    return float(drawn.sum(axis=2).max(axis=1).mean() / drawn.sum(axis=2).mean())

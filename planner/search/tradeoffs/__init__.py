@@ -1,0 +1,1 @@
+"""Speed against quality: fronts, bounds on either, and the three qualities."""

@@ -1,0 +1,204 @@
+"""Discrete-event simulation of a whole job, whose requests take the slots of those that ended."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.cluster.device import Device
+from planner.costs.model import CostModel
+from planner.micro_batches import MicroBatches
+from planner.optimiser.problem import FloatArray, JobPasses
+from planner.phases import Phase
+from planner.schedule.job_passes import job_passes
+from planner.schedule.static import JobRows, JobSchedule, Pass
+from planner.simulation.simulation import (
+    PassSeconds,
+    PipelineClock,
+    assignment_timing,
+    check_assignment,
+    near_length,
+    occupied_stages,
+)
+from planner.workload import Job
+
+MOST_PASSES = 20_000
+"""Longer jobs are simulated in part: these take about 0.2 s."""
+
+LEAST_FILLS, MOST_FILLS, FEW_ROWS = 3, 12, 512
+"""How often slots are filled in the part of a job that is simulated; few slots more often."""
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedJob:
+    """A job of `prompts` prompts in seconds from the first prefill to the last token.
+
+    `prefill_busy_s` and `decode_busy_s` [N] are the seconds in which each stage computes.
+    `ended_s` is when each prompt that was simulated had ended, ascending.
+    """
+
+    prompts: int
+    generated_tokens: float
+    seconds: float
+    prefill_busy_s: FloatArray
+    decode_busy_s: FloatArray
+    ended_s: FloatArray
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of all prompts."""
+        return self.generated_tokens / self.seconds
+
+    def busy_s(self, phase: Phase) -> FloatArray:
+        """Seconds in which each stage computes in `phase` [N]."""
+        return self.prefill_busy_s if phase == "prefill" else self.decode_busy_s
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        """The share of the job in which each stage computes [N]."""
+        shares = (self.prefill_busy_s + self.decode_busy_s) / self.seconds
+        return tuple(float(share) for share in shares)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """What was done when the result of a prefill was back: requests prefilled, tokens decoded."""
+
+    prefilled: int
+    decoded: int
+    seconds: float
+    busy_s: FloatArray  # [2, N]: prefill, decode
+
+
+def simulate_job(
+    rows: JobRows,
+    slots: int,
+    sizes: MicroBatches,
+    stages: int,
+    seconds_of: Callable[[Pass], PassSeconds],
+) -> SimulatedJob:
+    """Run all requests of `rows`; `seconds_of` a pass gives `stages` entries each."""
+    simulated, _ = _simulate(JobSchedule(rows, slots, sizes, stages), rows, stages, seconds_of)
+    return simulated
+
+
+def forecast_job(
+    job: Job,
+    slots: int,
+    sizes: MicroBatches,
+    stages: int,
+    seconds_of: Callable[[Pass], PassSeconds],
+    most_passes: int = MOST_PASSES,
+) -> SimulatedJob:
+    """Run `job`, or of a long one a part of about `most_passes` passes: the rest goes on as the
+    part did between its first fill of the slots and its last prefill, but for as many decoded
+    tokens as it has.
+    """
+    slots = min(slots, job.prompts)
+    count = _simulated_rows(job, slots, job_passes(job, slots, sizes, stages), most_passes)
+    rows = JobRows(*(each.tolist() for each in job.lengths.rows(count)))
+    schedule = JobSchedule(rows, slots, sizes, stages)
+    part, marks = _simulate(schedule, rows, stages, seconds_of)
+    if count == job.prompts:
+        return part
+    ends = marks[-1]
+    fills = max(1, count // slots - 2)  # whole ones, in which equal rows come again
+    begins = marks[_nearest(marks, ends.prefilled - fills * slots)]
+    prompts, decoded = ends.prefilled - begins.prefilled, ends.decoded - begins.decoded
+    prefill_s, decode_s = ends.busy_s - begins.busy_s
+    more = (job.lengths.mean_output - 1) * prompts / decoded if decoded else 1.0
+    busiest = (prefill_s + decode_s).argmax()
+    slower = (prefill_s + more * decode_s)[busiest] / (prefill_s + decode_s)[busiest]
+    times = (job.prompts - count) / prompts
+    return replace(
+        part,
+        prompts=job.prompts,
+        generated_tokens=job.output_tokens,
+        seconds=part.seconds + times * slower * (ends.seconds - begins.seconds),
+        prefill_busy_s=part.prefill_busy_s + times * prefill_s,
+        decode_busy_s=part.decode_busy_s + times * more * decode_s,
+    )
+
+
+def simulate_job_assignment(
+    costs: CostModel,
+    devices: Sequence[Device],
+    sizes: MicroBatches,
+    first_layer: Sequence[int],
+    bitwidth: Sequence[int],
+    *,
+    most_passes: int = MOST_PASSES,
+) -> SimulatedJob:
+    """Forecast `costs.job` on `devices` in stage order, with `costs.workload.global_batch` slots.
+
+    Assignments as in `simulate_assignment`. Every pass takes the latency model's time for its
+    requests and for lengths within one percent of theirs.
+    """
+    job = costs.job
+    assert job is not None, "a batch is simulated by simulate_assignment"
+    check_assignment(costs, devices, first_layer, bitwidth)
+    stages = occupied_stages(devices, first_layer)
+    timing = assignment_timing(costs, stages, bitwidth)
+    decode: dict[tuple[int, int], PassSeconds] = {}
+
+    def seconds(each: Pass) -> PassSeconds:
+        if each.phase == "prefill":
+            return timing.seconds(each)
+        key = each.requests, near_length(each.context_length)
+        if key not in decode:
+            decode[key] = timing.seconds(replace(each, context_length=key[1]))
+        return decode[key]
+
+    slots = costs.workload.global_batch
+    return forecast_job(job, slots, sizes, len(stages.devices), seconds, most_passes)
+
+
+def _simulate(
+    schedule: JobSchedule,
+    rows: JobRows,
+    stages: int,
+    seconds_of: Callable[[Pass], PassSeconds],
+) -> tuple[SimulatedJob, list[_Mark]]:
+    clock = PipelineClock(stages)
+    marks: list[_Mark] = []
+    busy_s, decoded = [[0.0] * stages, [0.0] * stages], 0
+    for each in schedule.passes():
+        taken = seconds_of(each)
+        clock.run(each, taken)
+        own_s = busy_s[each.phase == "decode"]
+        for j, compute_s in enumerate(taken.compute):
+            own_s[j] += compute_s
+        if each.phase == "prefill":
+            done = schedule.prefilled, decoded
+            marks.append(_Mark(*done, clock.returned_s[-1], np.array(busy_s)))
+        else:
+            decoded += each.requests
+    returned_s = np.array(clock.returned_s)
+    simulated = SimulatedJob(
+        prompts=len(rows.prompts),
+        generated_tokens=float(sum(rows.outputs)),
+        seconds=float(returned_s[-1]),
+        prefill_busy_s=np.array(busy_s[0]),
+        decode_busy_s=np.array(busy_s[1]),
+        ended_s=returned_s[list(schedule.ended_after)],
+    )
+    return simulated, marks
+
+
+def _simulated_rows(job: Job, slots: int, passes: JobPasses, most_passes: int) -> int:
+    """How many prompts to simulate: all, or fewer by whole fills of the slots."""
+    most = most_passes * job.prompts / (passes.prefills + passes.decode_steps)
+    least = LEAST_FILLS * slots
+    wanted = max(least, min(most, max(MOST_FILLS * slots, FEW_ROWS)))
+    left_out = max(0, job.prompts - round(wanted)) // slots
+    return job.prompts - left_out * slots
+
+
+def _nearest(marks: Sequence[_Mark], prefilled: int) -> int:
+    """The number of the mark that is nearest to so many prefilled requests, but the last one."""
+    above = bisect_left(marks, prefilled, key=lambda each: each.prefilled)
+    near = [i for i in (above - 1, above) if 0 <= i < len(marks) - 1]
+    return min(near, key=lambda i: abs(marks[i].prefilled - prefilled))

@@ -1,0 +1,171 @@
+"""What people ask of a job: the sentences say what the figures of the forecast are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmpq.report.formatting import count, duration, per_second
+from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
+from planner.lengths import Lengths
+from planner.plan.plans_beside import MoreDevices, PlanChoice, QualityChoice
+from planner.plan.spec import PlanSpec
+from planner.workload import Job
+from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan
+
+
+def changed(**fields: Any) -> PlanSpec:
+    """The job's plan with other fields of the forecast or of the plans beside it."""
+    plan = job_plan()
+    assert plan.job is not None
+    names = {name for name in fields if hasattr(plan.beside, name)}
+    beside = replace(plan.beside, **{name: fields[name] for name in names})
+    job = {name: value for name, value in fields.items() if name not in names}
+    return replace(plan, job=replace(plan.job, **job), beside=beside)
+
+
+def texts(plan: PlanSpec) -> list[str]:
+    return [answer.text for answer in job_answers(plan)]
+
+
+def with_bits(plan: PlanSpec, bits: int) -> PlanSpec:
+    stages = (replace(each, bitwidths=(bits,) * len(each.layers)) for each in plan.stages)
+    return replace(plan, stages=tuple(stages))
+
+
+def test_five_questions_are_answered() -> None:
+    assert texts(job_plan()) == [
+        "3,000 prompts: 16 min 20 s at 306 tokens/s, 96 in flight (without loading)",
+        "quality: high 281 tokens/s, sensitivity 0.12; balanced (taken) 306, 0.21; fast 310, 0.9",
+        "16 bit fits: 14 % slower, 48 in flight",
+        "one more T4-16GB: 1.21 times the tokens/s; 2 more V100-SXM2-32GB: 1.35 times",
+        # 980 s at 3.10 an hour; 980 s at 306 tokens/s are 299,880 tokens
+        "cost: 3.10 per hour, 2.81 per million tokens, 0.84 for the job",
+    ]
+    assert texts(small_plan()) == []
+    assert job_remarks(small_plan()) == []
+
+
+def test_qualities_that_share_a_plan_are_named_once() -> None:
+    same = tuple(QualityChoice(name, 1.0, BALANCED) for name in ("high", "balanced"))
+    both = changed(qualities=(*same, QualityChoice("fast", 0.0, FAST)))
+    assert texts(both)[1] == (
+        "quality: high and balanced (taken) 306 tokens/s, sensitivity 0.21; fast 310, 0.9"
+    )
+    every = changed(qualities=(*same, QualityChoice("fast", 0.0, BALANCED)))
+    assert texts(every)[1] == (
+        "quality: high, balanced (taken) and fast 306 tokens/s, sensitivity 0.21"
+    )
+    theta = changed(quality=None, qualities=(QualityChoice("high", 1.0, HIGH),))
+    assert texts(theta)[1] == "quality: high 281 tokens/s, sensitivity 0.12"
+    assert not any("quality" in text for text in texts(changed(qualities=())))
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: changed(full_precision=None), "16 bit does not fit"),
+        (lambda: with_bits(changed(full_precision=None), 16), "16 bit: all layers have it"),
+        (
+            lambda: with_bits(changed(full_precision=PlanChoice(96, 300.0, 0.3, 8.0)), 4),
+            "8 bit fits: 2 % slower, 96 in flight",
+        ),
+        (
+            lambda: with_bits(changed(full_precision=PlanChoice(96, 306.1, 0.0, 16.0)), 8),
+            "16 bit fits, and is as fast: 96 in flight",
+        ),
+    ],
+)
+def test_the_most_bits_are_named(made: Callable[[], PlanSpec], expected: str) -> None:
+    assert texts(made())[2] == expected
+
+
+def test_without_prices_the_remedy_is_named() -> None:
+    assert texts(changed(price_per_hour=None))[-1] == (
+        "cost: not known, as the nodes of the cluster file have no price_per_hour"
+    )
+    assert texts(changed(price_per_hour=0.001))[-1] == (
+        "cost: 0.001 per hour, 0.00091 per million tokens, 0.00027 for the job"
+    )
+
+
+def test_a_kind_of_device_on_two_nodes_is_told_apart() -> None:
+    faster = PlanChoice(96, 459.0, 0.2, 6.0)
+    twice = tuple(MoreDevices("T4-16GB", node, 1, faster) for node in ("a", "b"))
+    assert texts(changed(more_devices=twice))[3] == (
+        "one more T4-16GB on a: 1.50 times the tokens/s; one more T4-16GB on b: 1.50 times"
+    )
+    assert len(texts(changed(more_devices=()))) == 4
+
+
+def test_long_rows_have_their_time_and_their_share_of_the_cost() -> None:
+    longer = replace(
+        changed(job=Job(12, LENGTHS), seconds=196.0),
+        workload=replace(job_plan().workload, global_batch=4),
+    )
+    plan = replace(job_plan(), long_rows=longer)
+    assert job_remarks(plan)[0] == (
+        "12 longer prompts run by themselves: 3 min 16 s, 4 in flight; 19 min 36 s in all"
+    )
+    assert texts(plan)[-1].endswith(", 2.81 per million tokens, 1.01 for the job")  # 1.2 times 0.84
+
+
+def test_a_plan_that_another_one_beats_says_so() -> None:
+    plan = job_plan()
+    slow = replace(
+        plan,
+        workload=replace(plan.workload, global_batch=128),
+        predicted=replace(plan.predicted, tokens_per_s=275.0),
+        solver=replace(plan.solver, sensitivity=2.4),
+        beside=replace(plan.beside, beaten_by=BALANCED),
+    )
+    sentence = (
+        "96 in flight would give 306 tokens/s (this plan 275) at sensitivity 0.21 (2.4): "
+        "leave out --global_bz"
+    )
+    assert job_remarks(slow)[0] == sentence
+    assert job_remarks(replace(slow, job=None)) == [sentence]
+    assert not any("would give" in each for each in job_remarks(plan))
+
+
+def test_the_source_of_the_output_lengths_is_named() -> None:
+    assert job_remarks(job_plan()) == [
+        "lengths: outputs are taken as long as their limits allow; --lengths FILE for measured ones"
+    ]
+    measured = replace(LENGTHS, outputs_from="answers.jsonl")
+    assert job_remarks(changed(job=Job(9, measured))) == [
+        "lengths: prompts up to 300 tokens, outputs 100 in the mean, 150 at most (answers.jsonl)"
+    ]
+
+
+def test_what_is_planned() -> None:
+    assert what_is_planned(small_plan()) == "1 prompts of 8 tokens, 2 new"
+    assert what_is_planned(job_plan()) == (
+        "3,000 prompts, 96 in flight (mean 200 prompt tokens, 100 new; slots of 450 tokens)"
+    )
+    alike = changed(job=Job(3000, Lengths.constant(300, 150)))
+    assert what_is_planned(alike) == "3,000 prompts, 96 in flight (300 prompt tokens, 150 new)"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (lambda: duration(0.0314), "0.031 s"),
+        (lambda: duration(59.4), "59 s"),
+        (lambda: duration(59.6), "1 min"),
+        (lambda: duration(980), "16 min 20 s"),
+        (lambda: duration(3599.6), "1 h"),
+        (lambda: duration(11100), "3 h 5 min"),
+        (lambda: duration(86399), "1 d"),
+        (lambda: duration(86400 * 2 + 3700), "2 d 1 h"),
+        (lambda: duration(86400 * 5000), "5,000 d"),
+        (lambda: per_second(1126.6), "1,127"),
+        (lambda: per_second(8.256), "8.26"),
+        (lambda: count(1_000_000), "1,000,000"),
+    ],
+)
+def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
+    assert written() == expected

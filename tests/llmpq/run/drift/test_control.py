@@ -1,0 +1,190 @@
+"""Drift is said once, another plan is looked for where it can help, and a run switches seldom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actors.messages import PhaseWork, Request, Sampling, StageStats
+from llmpq import Cluster, Workload
+from llmpq.run.drift.control import EVERY_S, MOST_PLANS, DriftControl, Measured, Planning, Progress
+from llmpq.run.drift.decision import Switch
+from llmpq.run.drift.lengths import LengthRecord
+from llmpq.run.drift.rate import planned_tokens_per_s
+from llmpq.run.monitoring.meter import RunState
+from planner.lengths import Lengths
+from planner.optimiser.problem import JobPasses
+from planner.plan.job_forecast import JobForecast
+from planner.plan.spec import PlanSpec
+from planner.workload import Job
+from quant.common.errors import InfeasibleError
+
+PROMPT, PLANNED_OUTPUT, ROWS = 128, 64, 100_000
+
+
+def planned(slots: int, output: int = PLANNED_OUTPUT) -> PlanSpec:
+    cluster = Cluster.from_counts(["T4"], [2])
+    spec = cluster.plan("opt-6.7b", Workload(slots, PROMPT, 256), bits=[8]).spec
+    job = Job(ROWS, Lengths((PROMPT,), (output,)))
+    rate, sizes = spec.predicted.tokens_per_s, spec.micro_batches
+    passes = JobPasses(1, 1, 1, 1, sizes.prefill, sizes.decode)
+    return replace(spec, job=JobForecast(job, job.output_tokens / rate, rate, passes))
+
+
+@pytest.fixture(scope="module")
+def small() -> PlanSpec:
+    return planned(8)
+
+
+@pytest.fixture(scope="module")
+def large() -> PlanSpec:
+    return planned(32)
+
+
+class Simulated:
+    """A run in which rows of `output` tokens end at a rate; `lines` are what was said."""
+
+    def __init__(self, plan: PlanSpec, plan_again: Callable[..., PlanSpec] | None = None) -> None:
+        self.now_s = 0.0
+        self.lines: list[str] = []
+        self.asked: list[Measured] = []
+        self._plan_again = plan_again
+
+        def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
+            assert plan_again is not None
+            self.asked.append(measured)
+            return plan_again(plan, measured)
+
+        self.record = LengthRecord()
+        self.plan = plan
+        self.control = DriftControl(
+            self.record,
+            Planning(
+                0.2,
+                self.lines.append,
+                None if plan_again is None else again,
+                lambda: self.now_s,
+            ),
+        )
+        self.control.begin(plan, 60.0)
+        self.tokens = 0.0
+        self.stages: tuple[StageStats, ...] = ()
+
+    def go_on(
+        self, seconds: int, output: int, share: float = 1.0, rows_left: int = ROWS
+    ) -> Switch | None:
+        """The first switch in so many seconds, in which tokens come at a share of the plan."""
+        rate = share * (planned_tokens_per_s(self.plan) or 0.0)
+        slots = self.plan.workload.global_batch
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.tokens += rate
+            while self.record.ended < self.tokens / output - slots:
+                request = Request(str(self.record.ended), (1,) * PROMPT, 256, Sampling())
+                self.record.begin(request)
+                self.record.end(request, output)
+            state = self._state()
+            self.control.see(state, 3 * slots)
+            progress = Progress(rows_left, 3 * slots, (output // 2,) * slots)
+            found = self.control.switch(lambda progress=progress: progress)
+            for thread in threading.enumerate():
+                if thread.name == "llmpq-planning":
+                    thread.join()
+            if found is not None:
+                return found
+        return None
+
+    def _state(self) -> RunState:
+        nothing: Any = (None, 0.0, (), (), None, None)
+        most, rate, busy, whole, queue, left = nothing
+        ended = self.record.ended
+        return RunState(
+            self.now_s, ended, None, int(self.tokens), most, rate, busy, whole, queue, left,
+            self.stages,
+        )  # fmt: skip
+
+
+def test_a_run_that_follows_its_plan_says_nothing(small: PlanSpec) -> None:
+    run = Simulated(small, lambda *_: small)
+    assert run.go_on(600, PLANNED_OUTPUT, 0.85) is None
+    assert run.go_on(600, PLANNED_OUTPUT + 10, 1.5) is None
+    assert (run.lines, run.asked) == ([], [])
+
+
+def test_drift_is_said_once_with_numbers_and_remedy(small: PlanSpec) -> None:
+    run = Simulated(small)
+    assert run.go_on(600, 3 * PLANNED_OUTPUT) is None
+    (line,) = run.lines
+    assert "192 tokens an output, planned 64 (+200%)" in line
+    assert "--replan auto" in line
+    assert "tokens/s" not in line
+    assert run.go_on(900, 3 * PLANNED_OUTPUT, 0.5) is None
+    assert len(run.lines) == 2
+    assert "tokens/s, planned" in run.lines[1]
+    assert "tokens an output" not in run.lines[1]
+
+
+def test_a_run_that_waits_for_others_is_not_planned_again(small: PlanSpec, large: PlanSpec) -> None:
+    run = Simulated(small, lambda *_: large)
+    assert run.go_on(600, PLANNED_OUTPUT, 0.5) is None
+    (line,) = run.lines
+    assert "(-50%); lengths and stages are as planned: look whether prompts come" in line
+    assert not run.asked
+
+
+def test_other_lengths_lead_to_a_switch_once_for_each_plan(
+    small: PlanSpec, large: PlanSpec
+) -> None:
+    run = Simulated(small, lambda *_: large)
+    switch = run.go_on(600, 3 * PLANNED_OUTPUT)
+    assert switch is not None
+    assert switch.plan is large
+    assert switch.is_worth_it
+    (measured,) = run.asked
+    assert measured.prompts_left == ROWS + 3 * 8
+    assert measured.lengths is not None
+    assert measured.lengths.mean_output == pytest.approx(3 * PLANNED_OUTPUT, rel=0.02)
+    assert measured.lengths.longest_output == 256
+    assert run.go_on(2000, 3 * PLANNED_OUTPUT) is None, "the caller has it already"
+    assert len(run.asked) == 1
+
+
+def test_no_switch_near_the_end_nor_to_the_same_plan(small: PlanSpec, large: PlanSpec) -> None:
+    run = Simulated(small, lambda *_: large)
+    assert run.go_on(600, 3 * PLANNED_OUTPUT, rows_left=0) is None
+    assert "the run goes on as it is" in run.lines[1]
+    same = Simulated(small, lambda *_: replace(small, job=large.job))
+    assert same.go_on(600, 3 * PLANNED_OUTPUT) is None
+    assert same.lines[1:] == ["planned again from what was measured: the same plan, which goes on"]
+
+
+def test_planning_again_is_seldom_and_ends(small: PlanSpec) -> None:
+    def nothing(*_: object) -> PlanSpec:
+        raise InfeasibleError("nothing fits")
+
+    run = Simulated(small, nothing)
+    assert run.go_on(int(EVERY_S), 3 * PLANNED_OUTPUT) is None
+    assert len(run.asked) == 1
+    assert run.go_on(int(6 * EVERY_S), 3 * PLANNED_OUTPUT) is None
+    assert len(run.asked) == MOST_PLANS
+    assert run.lines[1:] == ["no other plan: nothing fits; the run goes on as it is"] * MOST_PLANS
+
+
+def test_a_slow_device_is_planned_for_with_what_was_measured(
+    small: PlanSpec, large: PlanSpec
+) -> None:
+    real = replace(small, stages=tuple(replace(each, emulated=False) for each in small.stages))
+    run = Simulated(real, lambda *_: large)
+    decode_s = 2 * real.stages[0].decode_s
+    work = PhaseWork(1000, 8000, 8000, 1000 * decode_s, 1000, 1000 * decode_s, 1000.0)
+    run.stages = (StageStats(9.0, 0, 0, 100, 1, 1, decode=work), StageStats(9.0, 0, 0, 0, 1, 1))
+    assert run.go_on(600, PLANNED_OUTPUT, 0.6) is not None
+    (measured,) = run.asked
+    (device,) = measured.slowdowns
+    assert device == real.stages[0].device
+    assert measured.slowdowns[device].decode == pytest.approx(2.0)
+    assert measured.slowdowns[device].prefill == 1.0

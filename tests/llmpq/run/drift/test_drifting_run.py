@@ -1,0 +1,104 @@
+"""A run whose answers are three times as long as planned: it says so, takes another plan, and gives
+every row one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.recovery.policy import RecoveryEvent
+from llmpq import Cluster, Plan, Sampling
+from llmpq.run.drift.control import Measured
+from planner.lengths import Lengths
+from planner.plan.spec import PlanSpec
+from planner.workload import Job
+from quant.common.errors import InfeasibleError
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+CLUSTER = """
+name: two
+nodes:
+  - {name: a, accelerators: {T4: 2}}
+emulate: {time_scale: 0}
+"""
+PROMPT, NEW, PLANNED_NEW, ROWS = 4, 12, 4, 1200
+
+
+LENGTHS = Lengths((PROMPT,) * 100, (PLANNED_NEW,) * 99 + (NEW,))
+
+
+@pytest.fixture(scope="module")
+def planned(
+    tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., PlanSpec]:
+    """Plans of the job by their slots, for `LENGTHS` unless others are given."""
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(CLUSTER)
+    cluster = Cluster.from_yaml(path)
+    options: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+
+    def with_slots(slots: int, lengths: Lengths = LENGTHS) -> PlanSpec:
+        return cluster.plan(tiny[0], Job(ROWS, lengths), in_flight=slots, **options).spec
+
+    return with_slots
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of a second and of few rows, and any saving is worth a switch."""
+    monkeypatch.setattr("llmpq.run.drift.rate.LEAST_S", 1.0)
+    for module in ("rate", "watch"):
+        monkeypatch.setattr(f"llmpq.run.drift.{module}.LEAST_ROWS", 24)
+    monkeypatch.setattr("llmpq.run.drift.decision.MARGIN", 0.0)
+
+
+def run(plan: PlanSpec, **options: Any) -> list[str]:
+    """The texts of all events; every row must have one result of all its tokens."""
+    events: list[RecoveryEvent] = []
+    rows = [{"custom_id": str(i), "prompt": [3 + i % 90] * PROMPT} for i in range(ROWS)]
+    sampling = Sampling(ignore_eos=True, max_new_tokens=NEW)
+    results = list(Plan(plan).run(rows, sampling, on_event=events.append, **options))
+    assert sorted(int(result.custom_id) for result in results) == list(range(ROWS))
+    assert all(len(result.token_ids) == NEW for result in results)
+    return [f"{event.kind}: {event.text}" for event in events]
+
+
+@pytest.mark.usefixtures("quick")
+def test_answers_thrice_as_long_lead_to_another_plan(
+    planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Measured] = []
+
+    def again(plan: PlanSpec, measured: Measured, model: str | None) -> PlanSpec:
+        asked.append(measured)
+        assert measured.lengths is not None
+        return planned(32, measured.lengths)
+
+    monkeypatch.setattr("llmpq.run.run.replan_measured", again)
+    drift, switched = run(planned(8), replan="auto")
+    assert drift.startswith("drift: the run does not follow its plan: ")
+    assert "12 tokens an output, planned 4.08 (+194%)" in drift
+    assert switched.startswith("replanned: planned again from what was measured")
+    (measured,) = asked
+    assert measured.lengths is not None
+    assert set(measured.lengths.output_tokens) == {NEW}
+    assert 0 < measured.prompts_left <= ROWS
+    assert not measured.slowdowns
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_another_plan_the_run_goes_on(
+    planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(*_: Any) -> PlanSpec:
+        raise InfeasibleError("nothing fits")
+
+    monkeypatch.setattr("llmpq.run.run.replan_measured", again)
+    drift, none = run(planned(32), replan="auto")
+    assert "planned 4.08 (+194%)" in drift
+    assert none == "drift: no other plan: nothing fits; the run goes on as it is"

@@ -1,0 +1,89 @@
+"""Measuring inputs: every row is counted, few are tokenized, the longest always is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpq.jobs.inputs import JobInput
+from llmpq.workload import measuring
+from llmpq.workload.measuring import InputMeasure, MeasuredRows
+from quant.common.errors import InputError, SpecError
+from tests.llmpq.fake_jobs import write_prompts
+from tests.llmpq.small_tokenizers import write_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "model")
+
+
+def measured(source: Path, model: Path | str, **options: int) -> MeasuredRows:
+    return InputMeasure(JobInput.find([source]), str(model), 100, **options).measure()
+
+
+def test_rows_of_all_kinds(tmp_path: Path, model: Path) -> None:
+    source = write_prompts(
+        tmp_path / "in.jsonl",
+        {"prompt": "hello world x", "max_new_tokens": 7},
+        "no JSON",
+        {"prompt": [1, 2, 3, 4, 5]},
+        {"prompt": []},
+        {"prompt": "", "max_tokens": 9},
+    )
+    rows = measured(source, model)
+    assert rows.prompts.tolist() == [3, 5]
+    assert rows.limits.tolist() == [7, 100]
+    assert rows.places.tolist() == [1, 3]
+    assert rows.exact.all()
+
+
+def test_of_many_rows_few_are_tokenized_and_the_longest_always(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "MOST_EVEN_ROWS", 50)
+    monkeypatch.setattr(measuring, "MOST_LONGEST_ROWS", 5)
+    draw = random.Random(3)
+    lengths = [draw.randint(1, 40) for _ in range(2000)]
+    lengths[777] = 300
+    source = write_prompts(tmp_path / "in.jsonl", *({"prompt": "a " * n} for n in lengths))
+    rows = measured(source, model)
+    assert len(rows) == 2000
+    assert 50 <= rows.exact.sum() <= 55
+    assert rows.exact[777]
+    assert rows.prompts[777] == 300
+    assert rows.prompts[rows.exact].tolist() == np.array(lengths)[rows.exact].tolist()
+    assert rows.prompts.mean() == pytest.approx(sum(lengths) / 2000, rel=0.02)
+
+
+def test_bytes_bound_what_is_tokenized(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "MOST_BYTES", 400)
+    source = write_prompts(tmp_path / "in.jsonl", *({"prompt": "a " * 20} for _ in range(200)))
+    rows = measured(source, model)
+    assert 10 <= rows.exact.sum() <= 20
+    assert (rows.prompts == 20).all()
+
+
+def test_token_ids_and_given_lengths_need_no_tokenizer(tmp_path: Path) -> None:
+    ids = write_prompts(tmp_path / "ids.jsonl", {"prompt": [1, 2]}, {"prompt": [1]})
+    assert measured(ids, tmp_path).prompts.tolist() == [2, 1]
+    texts = write_prompts(tmp_path / "texts.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    assert measured(texts, tmp_path, prompt_length=64).prompts.tolist() == [64, 64]
+    with pytest.raises(SpecError, match="has no tokenizer to measure the prompts; give --s"):
+        measured(texts, tmp_path)
+
+
+def test_inputs_without_a_usable_row(tmp_path: Path, model: Path) -> None:
+    for lines, message in {
+        (" ",): "no prompts; give one JSON object per line",
+        ("{", '{"prompt": 3}'): "no row can be used; llmpq-dist would write only errors",
+        ('{"prompt": ""}',): "no prompt could be tokenized",
+        ('{"prompt": []}',): "no prompt has tokens",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            measured(write_prompts(tmp_path / "in.jsonl", *lines), model)
