@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,17 +62,18 @@ class Listening:
 
 def listening_below(process: psutil.Process) -> list[Listening]:
     """The sockets of `process` and of those it has started, by name."""
-    found: list[Listening] = []
+    sockets: list[tuple[str, str, int]] = []
     for each in (process, *process.children(recursive=True)):
         try:
             name = "driver" if each == process else _known(name_of(each))
-            sockets = each.net_connections("tcp")
+            connections = each.net_connections("tcp")
         except (psutil.Error, IndexError):  # it has ended
             continue
-        for socket in sockets:
-            if socket.status == psutil.CONN_LISTEN:
-                address, port = socket.laddr
-                found.append(Listening(name, address, port, _open_paths(address, port)))
+        listening = (each for each in connections if each.status == psutil.CONN_LISTEN)
+        sockets += ((name, *connection.laddr) for connection in listening)
+    with ThreadPoolExecutor(len(sockets) or 1) as pool:  # most answer nothing until time is up
+        paths = pool.map(_open_paths, (each[1] for each in sockets), (each[2] for each in sockets))
+        found = [Listening(*each, open_) for each, open_ in zip(sockets, paths, strict=True)]
     return sorted(found, key=lambda socket: (socket.process, socket.port))
 
 

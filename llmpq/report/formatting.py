@@ -100,8 +100,8 @@ def rate(bytes_per_s: float) -> str:
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
-    """Join count and noun: "1 layer" and "3 layers"."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
+    """Join count and noun: "1 layer" and "3,000 layers"."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def layer_span(layers: range) -> str:

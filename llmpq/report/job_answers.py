@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from llmpq.report.formatting import count, duration, listed, number, per_second
+from llmpq.report.formatting import count, duration, listed, number, per_second, plural
 from llmpq.report.pictures.curve import plan_choice
 from planner.plan.job_forecast import JobForecast
 from planner.plan.plans_beside import PlanChoice
@@ -50,9 +50,9 @@ def what_is_planned(plan: PlanSpec) -> str:
     """The prompts of a job, how many of them are in flight, and their lengths."""
     if plan.job is None:
         w = plan.workload
-        return f"{w.global_batch} prompts of {w.prompt_length} tokens, {w.new_tokens} new"
+        return f"{plural(w.global_batch, 'prompt')} of {w.prompt_length} tokens, {w.new_tokens} new"
     lengths, slots = plan.job.job.lengths, plan.workload
-    prompts = f"{count(plan.job.job.prompts)} prompts, {count(slots.global_batch)} in flight"
+    prompts = f"{plural(plan.job.job.prompts, 'prompt')}, {count(slots.global_batch)} in flight"
     alike = len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary
     if alike:
         return f"{prompts} ({lengths.longest_prompt} prompt tokens, {lengths.longest_output} new)"
@@ -77,7 +77,7 @@ def beaten(plan: PlanSpec) -> str:
 
 def _how_long(plan: PlanSpec, job: JobForecast) -> str:
     return (
-        f"{count(job.job.prompts)} prompts: {duration(job.seconds)} at "
+        f"{plural(job.job.prompts, 'prompt')}: {duration(job.seconds)} at "
         f"{per_second(job.tokens_per_s)} tokens/s, {count(plan.workload.global_batch)} in flight "
         "(without loading)"
     )

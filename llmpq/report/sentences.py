@@ -57,7 +57,7 @@ def _job_summary(plan: PlanSpec, job: JobForecast) -> str:
     """A sentence on how long a whole job takes, and how it is run."""
     lengths = job.job.lengths
     return (
-        f"{count(job.job.prompts)} prompts of {lengths.mean_prompt:,.0f} tokens with "
+        f"{plural(job.job.prompts, 'prompt')} of {lengths.mean_prompt:,.0f} tokens with "
         f"{lengths.mean_output:,.0f} new tokens in the mean should take {duration(job.seconds)}, "
         f"which is {per_second(job.tokens_per_s)} new tokens per second. "
         f"{count(plan.workload.global_batch)} are in flight at once: where one is done, the next "

@@ -31,22 +31,34 @@ class WaitingRequests:
         try:
             self._file.write(_REQUEST.dump_json(request) + b"\n")
         except OSError as error:
-            raise InputError(
-                f"cannot keep {self.prompts} long prompts in {tempfile.gettempdir()}: "
-                f"{error.strerror}; free space there, or set TMPDIR to another folder"
-            ) from error
+            raise _no_room(self.prompts, error) from error
         self.prompts += 1
 
     def take_all(self) -> Iterator[Request]:
-        """The requests, each once; nothing may be added any more."""
-        self._file.seek(0)
-        for line in self._file:
+        """The requests, each once; nothing may be added any more. Raises `InputError` where the
+        disk has lost them.
+        """
+        for line in self._lines():
             self.prompts -= 1
             yield _REQUEST.validate_json(line)
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            self._file.seek(0)  # writes what the file still holds back
+            yield from self._file
+        except OSError as error:
+            raise _no_room(self.prompts, error) from error
 
     def close(self) -> None:
         """Forget the requests."""
         self._file.close()
+
+
+def _no_room(prompts: int, error: OSError) -> InputError:
+    return InputError(
+        f"cannot keep {prompts} long prompts in {tempfile.gettempdir()}: {error.strerror}; free "
+        "space there, or set TMPDIR to another folder"
+    )
 
 
 class Gate(Iterator[Request | None]):

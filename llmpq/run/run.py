@@ -292,10 +292,10 @@ class Run:
         assert plan is not None, "rows wait for a plan that there is"
         self._is_long = True
         rows, room = self.rows.long.prompts, self.plan.workload
-        limits = f"{room.prompt_length} tokens or may get more than {room.new_tokens} new ones"
+        limits = f"of more than {room.prompt_length} tokens, {room.new_tokens} new ones"
         if room.slot_tokens is not None:
-            limits += f", or than {room.slot_tokens} in all"
-        text = f"{rows} prompts are longer than {limits}; they run now: {stages_text(plan)}"
+            limits += f", or {room.slot_tokens} of both"
+        text = f"{rows} long prompts ({limits}) run now: {stages_text(plan)}"
         self._take(plan, "long rows", 0.0, text)
 
     def _take(self, plan: PlanSpec, kind: EventKind, lost_s: float, text: str) -> None:

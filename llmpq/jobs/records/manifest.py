@@ -124,5 +124,12 @@ class Manifest:
             if earlier != value:
                 raise InputError(
                     f"output {output} was made with {name} {earlier!r:.80}, this job "
-                    f"has {value!r:.80}; pass --{name} as then, {remedy}"
+                    f"has {value!r:.80}; {_as_then(name, earlier)}, {remedy}"
                 )
+
+
+def _as_then(name: str, earlier: object) -> str:
+    """What makes an option what it was; flags have no value."""
+    if earlier is False:
+        return f"leave out --{name}"
+    return f"pass --{name}" if earlier is True else f"pass --{name} as then"

@@ -181,7 +181,7 @@ class _Search:
     def __init__(self, plan: Callable[[], PlanSpec], measured: Measured) -> None:
         self.measured = measured
         self.found: PlanSpec | None = None
-        self.error: LlmpqError | None = None
+        self.error: str | None = None
         self._plan = plan
         self._thread = threading.Thread(target=self._run, name="llmpq-planning", daemon=True)
         self._thread.start()
@@ -190,7 +190,9 @@ class _Search:
         try:
             self.found = self._plan()
         except LlmpqError as error:
-            self.error = error
+            self.error = str(error)
+        except Exception as error:  # the run goes on without another plan, whatever it was
+            self.error = f"{type(error).__name__}: {error}"
 
     @property
     def is_done(self) -> bool:

@@ -54,10 +54,10 @@ class BoundaryRelaxation:
 
         None if no assignment is that good.
         """
-        within, last = self._programme.within(cutoff), self._problem.layers - 1
+        last = self._problem.layers - 1
         windows = []
         for boundary in range(1, self._problem.stages):
-            extremes = within.extremes(self._programme.layers_before(boundary))
+            extremes = self._programme.extremes(self._programme.layers_before(boundary), cutoff)
             if extremes is None:
                 return None
             least, most = max(1.0, extremes[0] - COUNT_SLACK), min(last, extremes[1] + COUNT_SLACK)

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
 
 from planner.optimiser.problem import FloatArray
+from planner.optimiser.relaxation.linear_model import LinearModel
 from planner.optimiser.relaxation.prices import PricedProblem, Prices, onto_simplex
 from planner.optimiser.relaxation.scaling import (
     OBJECTIVE_UNITS,
@@ -24,7 +24,6 @@ from planner.optimiser.relaxation.scaling import (
 )
 
 SLACK = 1e-6  # relative; above the solver's tolerance
-LINPROG_INFEASIBLE = 2  # scipy.optimize.linprog's status
 PREFILL_COLUMN, DECODE_COLUMN = -2, -1  # what the slowest prefill stage and decoding cost
 
 
@@ -47,38 +46,6 @@ class SlowestStages:
     decode_most: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Outcome:
-    """The solver's result: the point and its value, and the prices of the upper limits."""
-
-    infeasible: bool
-    point: FloatArray | None
-    value: float
-    prices: FloatArray
-
-
-@dataclass(frozen=True, eq=False)
-class WithinCutoff:
-    """The programme with one more row: only points of at most some objective."""
-
-    programme: LinearProgramme
-    upper: FloatArray
-    limit: FloatArray
-
-    def extremes(self, cost: FloatArray) -> tuple[float, float] | None:
-        """The least and the most of `cost` times the columns; None where no point is left.
-
-        Infinite where the solver fails.
-        """
-        found = []
-        for sign in (1.0, -1.0):
-            outcome = self.programme.solve(sign * cost, self.upper, self.limit)
-            if outcome.infeasible:
-                return None
-            found.append(-sign * np.inf if outcome.point is None else sign * outcome.value)
-        return found[0], found[1]
-
-
 class LinearProgramme:
     """The programme of one problem.
 
@@ -95,14 +62,19 @@ class LinearProgramme:
         each = form.prefill_each * priced.prefill_s + form.decode_each * priced.decode_s
         self._cost = np.concatenate([each.ravel(), distinct.ravel(), np.zeros(2)]) * self._scale
         self._cost[[PREFILL_COLUMN, DECODE_COLUMN]] = 1.0
-        self._upper, self._limit, self._memory_unit = self._upper_rows()
-        self._equal = self._equal_rows(len(distinct))
-        self._value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
-        most = np.where(np.isfinite(priced.bytes), np.inf, 0.0).ravel().tolist()
-        prefill = form.prefill_max * form.prefill_floor_s * self._scale
-        decode = form.decode_max * form.decode_floor_s * self._scale
-        least = [0.0] * (self._columns - 2) + [prefill, decode]
-        self._bounds = list(zip(least, most + [np.inf] * (losses + 2), strict=True))
+        upper, limit, self._memory_unit = self._upper_rows()
+        value = np.concatenate([repeats, np.zeros(priced.prefill_s.shape[1])])
+        least, most = np.zeros(self._columns), np.full(self._columns, np.inf)
+        least[PREFILL_COLUMN] = form.prefill_max * form.prefill_floor_s * self._scale
+        least[DECODE_COLUMN] = form.decode_max * form.decode_floor_s * self._scale
+        most[: self._cells] = np.where(np.isfinite(priced.bytes), np.inf, 0.0).ravel()
+        self._uppers = len(limit)
+        self._model = LinearModel(
+            np.vstack([upper, self._cost, self._equal_rows(len(distinct))]),
+            np.concatenate([np.full(self._uppers + 1, -np.inf), value]),
+            np.concatenate([limit, [np.inf], value]),
+            (least, most),
+        )
         fixed = form.prefill_each * priced.fixed_prefill_s
         fixed = fixed + form.decode_each * priced.fixed_decode_s
         self._constant = form.constant_s + float(kinds.count @ fixed)
@@ -114,8 +86,9 @@ class LinearProgramme:
         """
         form, count = self._priced.form, self._priced.kinds.count
         kinds = count.size
-        result = self.solve(self._cost, self._upper, self._limit)
-        dual = np.maximum(result.prices, 0.0)
+        self._model.limit_row(self._uppers, np.inf)
+        result = self._model.minimum(self._cost)
+        dual = np.maximum(-result.marginals[: self._uppers], 0.0)
         bound, held = 0.0, self._priced.problem.layers * count / count.sum()
         if result.point is not None:
             bound = result.value / self._scale + self._constant
@@ -130,15 +103,25 @@ class LinearProgramme:
         )
         return LinearOptimum(bound, prices, held)
 
-    def within(self, cutoff: float) -> WithinCutoff:
-        """Restrict the programme to points of at most `cutoff` seconds, less the solver's slack."""
+    def extremes(self, cost: FloatArray, cutoff: float) -> tuple[float, float] | None:
+        """The least and the most of `cost` times the columns, over points of at most `cutoff`
+        seconds (plus the solver's slack); None where there is no such point.
+
+        Infinite where the solver fails.
+        """
         limit = (cutoff - self._constant) * self._scale + SLACK * OBJECTIVE_UNITS
-        upper, limits = np.vstack([self._upper, self._cost]), np.append(self._limit, limit)
-        return WithinCutoff(self, upper, limits)
+        self._model.limit_row(self._uppers, limit)
+        found = []
+        for sign in (1.0, -1.0):
+            outcome = self._model.minimum(sign * cost)
+            if outcome.infeasible:
+                return None
+            found.append(-sign * np.inf if outcome.point is None else sign * outcome.value)
+        return found[0], found[1]
 
     def slowest_stages(self, cutoff: float) -> SlowestStages | None:
         """Limits on the slowest stages of any assignment of at most `cutoff` seconds, if any."""
-        form, within, found = self._priced.form, self.within(cutoff), []
+        form, found = self._priced.form, []
         for column, weight in (
             (PREFILL_COLUMN, form.prefill_max),
             (DECODE_COLUMN, form.decode_max),
@@ -148,7 +131,7 @@ class LinearProgramme:
                 continue
             cost = np.zeros(self._columns)
             cost[column] = 1.0
-            extremes = within.extremes(cost)
+            extremes = self.extremes(cost, cutoff)
             if extremes is None:
                 return None
             least, most = max(extremes[0], 0.0), extremes[1]
@@ -168,15 +151,6 @@ class LinearProgramme:
         row = np.zeros(self._columns)
         row[: kind * self._priced.prefill_s.shape[1]] = 1.0
         return row
-
-    def solve(self, cost: FloatArray, upper: FloatArray, limit: FloatArray) -> _Outcome:
-        """Minimise `cost` under rows of upper limits."""
-        found = linprog(
-            cost, upper, limit, self._equal, self._value, self._bounds, method="highs-ds"
-        )
-        if found.x is None or found.fun is None:
-            return _Outcome(found.status == LINPROG_INFEASIBLE, None, 0.0, np.zeros(len(limit)))
-        return _Outcome(False, found.x, float(found.fun), -found.ineqlin.marginals)
 
     def _upper_rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Rows of each kind's bottlenecks and memory, the trip round, and a layer on either end."""

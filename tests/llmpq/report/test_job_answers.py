@@ -142,7 +142,7 @@ def test_the_source_of_the_output_lengths_is_named() -> None:
 
 
 def test_what_is_planned() -> None:
-    assert what_is_planned(small_plan()) == "1 prompts of 8 tokens, 2 new"
+    assert what_is_planned(small_plan()) == "1 prompt of 8 tokens, 2 new"
     assert what_is_planned(job_plan()) == (
         "3,000 prompts, 96 in flight (mean 200 prompt tokens, 100 new; slots of 450 tokens)"
     )
