@@ -15,6 +15,7 @@ from benchmarks.listening import Listening
 from tests.paths import ROOT
 
 
+@pytest.mark.rare  # a run of its own, whose sockets answer nothing until time is up
 def test_nothing_of_a_local_run_is_open_to_other_machines(tmp_path: Path) -> None:
     """Neither driver nor stages, which listen for each other, nor Ray."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

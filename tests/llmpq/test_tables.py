@@ -36,7 +36,7 @@ def test_a_job_is_in_the_headline_and_its_answers_come_first_below_the_table() -
 def test_a_batch_is_told_as_ever() -> None:
     plan = small_plan()
     text = " ".join(line.strip() for line in lines(plan_table(plan)))
-    assert "1 prompts of 8 tokens, 2 new; micro-batches 1 (prefill), 1 (decode)" in text
+    assert "1 prompt of 8 tokens, 2 new; micro-batches 1 (prefill), 1 (decode)" in text
     p = plan.predicted
     assert (
         f"predicted: {p.latency_s:.4g} s a batch, {p.tokens_per_s:.4g} tokens/s (prefill "

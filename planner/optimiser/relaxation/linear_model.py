@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 
 from planner.optimiser.problem import FloatArray, IntArray
 
-OPTIONS = {"output_flag": False, "threads": 1, "solver": "simplex"}
+OPTIONS: dict[str, bool | int | str] = {"output_flag": False, "threads": 1, "solver": "simplex"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class LinearModel:
         programme.a_matrix_.start_ = matrix.indptr
         programme.a_matrix_.index_ = matrix.indices
         programme.a_matrix_.value_ = matrix.data
-        self._highs = highspy.Highs()
+        self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for name, value in OPTIONS.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(programme)

@@ -47,7 +47,6 @@ SLACK, FINALISTS, RANKING_PASSES = 0.05, 6, 4_000
 simulated: at most so many, each for so many passes."""
 
 FEW_HALVES = 3  # of the number in flight that all devices have, tried with fewer devices
-MOST_TURNS = 4  # between numbers for one order and orders for one number
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,19 @@ class _Effort:
 
     `fine`: ratio of neighbours at last. While weights take the time, throughput grows with the
     number up to the last that fits, so that is looked for closely. `around`: how many numbers
-    around the best are tried wherever they lie. `exploring` and `proving`: how many candidates are
-    solved at most at a time while numbers are tried, and in the end; the gap counts the others.
+    around the best are tried wherever they lie. `turns`: how often at most numbers for one order
+    are tried, and orders for one number. `exploring` and `proving`: how many candidates are solved
+    at most at a time while numbers are tried, and in the end; the gap counts the others.
     """
 
     fine: float
     around: int
+    turns: int
     exploring: int
     proving: int
 
 
-_WHOLE, _QUICK = _Effort(1.01, 16, 8, 16), _Effort(1.05, 0, 4, 0)
+_WHOLE, _QUICK = _Effort(1.01, 16, 4, 8, 16), _Effort(1.05, 0, 1, 4, 0)
 
 
 class PlanSolver(Protocol):
@@ -230,7 +231,7 @@ class _Run:
         gap = EXPLORING_GAP if known else COARSE_GAP
         self.runner.run(self.searched, gap, self._effort.exploring)
         ratio = NEAR if known else COARSE
-        for _ in range(MOST_TURNS):
+        for _ in range(self._effort.turns):
             best = self.runner.best
             if best is None or set(best.devices) != set(devices):
                 return

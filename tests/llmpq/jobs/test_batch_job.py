@@ -161,6 +161,7 @@ def test_without_its_token_the_head_is_closed(head: Head, tmp_path: Path) -> Non
         assert (code, words in error, "Traceback" in error) == (2, True, False), error
 
 
+@pytest.mark.rare  # `test_without_its_token_the_head_is_closed` holds the same of jobs
 def test_without_its_token_no_run_joins_the_head(
     head: Head, plan_file: str, tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_long_rows_come_last_with_the_same_tokens(tiny: tuple[Path, Any], spec: 
     assert "13, the plan has room for 12" in str(results["7"].error)
     (event,) = events
     assert event.kind == "long rows"
-    assert event.text.startswith("4 prompts are longer than 8 tokens or may get more than 4 new")
+    assert event.text.startswith("4 long prompts (of more than 8 tokens, 4 new ones) run now")
     summary = run.summary
     assert summary is not None
     assert (summary.prompts, summary.errors, len(summary.stages)) == (8, 2, 2)
@@ -109,8 +109,8 @@ def test_slots_hold_a_row_of_just_their_tokens_and_none_more(
         expected = reference(tiny[1], prompts[i], limits[i], ignore_eos=True)
         assert list(results[str(i)].token_ids) == expected
     if has_long:
-        assert events[0].text.startswith("2 prompts are longer than 8 tokens or may get more than")
-        assert "6 new ones, or than 10 in all" in events[0].text
+        assert events[0].text.startswith("2 long prompts (of more than 8 tokens, ")
+        assert "6 new ones, or 10 of both" in events[0].text
     else:
         assert (
             "5 tokens and max_new_tokens is 6, the plan has room for 8 and 6, together 10"
@@ -153,7 +153,7 @@ def test_a_job_with_long_rows_ends_once_and_goes_on_after_a_stop(
     assert main(command) == 3
     said = " ".join(capsys.readouterr().err.split())
     assert "5 of 8 rows are done, 3 are left" in said
-    assert "prompts are longer than 8 tokens" in said
+    assert "long prompts (of more than 8 tokens" in said
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(row["custom_id"] for row in written) == [str(i) for i in range(8)]
     failed = {row["custom_id"] for row in written if row["error"]}
