@@ -20,9 +20,10 @@ from planner.model.finding import ModelShape, model_shape
 from planner.workload import Job
 
 PROMPTS = 3000
-ALIKE, REAL, LOGNORMAL = "alike", "real", "lognormal"
-KINDS = (ALIKE, REAL, LOGNORMAL)
+ALIKE, SHORT, REAL, LOGNORMAL = "alike", "short", "real", "lognormal"
+KINDS = (ALIKE, SHORT, REAL, LOGNORMAL)
 PROMPT_LENGTH, NEW_TOKENS = 512, 100  # LLM-PQ section 6.1
+SAME = {ALIKE: (PROMPT_LENGTH, NEW_TOKENS), SHORT: (200, 100)}
 LONGEST_PROMPT, LONGEST_OUTPUT = 1536, 511
 """Together within OPT's 2,048 positions. 83 % of the conversations' prompts are no longer, and no
 answer of the file is."""
@@ -74,8 +75,8 @@ class RowLengths:
 
     def draw(self, rows: int, seed: int) -> Pairs:
         """Prompt and output tokens of `rows` rows."""
-        if self.kind == ALIKE:
-            return [(PROMPT_LENGTH, NEW_TOKENS)] * rows
+        if self.kind in SAME:
+            return [SAME[self.kind]] * rows
         random = np.random.default_rng(seed)
         if self.kind == REAL:
             prompts, outputs = real_lengths(self.data)
@@ -89,8 +90,8 @@ class RowLengths:
 
     def job(self, prompts: int, seed: int = 0) -> Job:
         """A job of so many rows; slots have room for the longest that may come."""
-        if self.kind == ALIKE:
-            return Job.of(prompts, PROMPT_LENGTH, NEW_TOKENS)
+        if self.kind in SAME:
+            return Job.of(prompts, *SAME[self.kind])
         pairs = self.draw(prompts, seed)
         return Job(prompts, Lengths.of(pairs, "answers", LONGEST_OUTPUT))
 

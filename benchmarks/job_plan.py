@@ -1,14 +1,14 @@
 """Tokens per second of plans for whole jobs: the default, 32 in flight, and the paper's baselines.
 
-    python -m benchmarks.job_plan [--cases 1 2 3 qwen2.5-14b] [--lengths alike real]
+    python -m benchmarks.job_plan [--cases 1 2 3 qwen2.5-14b] [--lengths alike short real]
                                   [--sweep 1.2] [--update docs/planner.md]
     python -m benchmarks.job_plan --emulate 1 4 9 [--longest_s 30]
     python -m benchmarks.job_plan --cpu
 
 Jobs of 3,000 prompts on LLM-PQ's 11 clusters and on three clusters with models of today. Lengths
-are all alike (512 prompt tokens, 100 new ones), or `real`: prompts of conversations and answers of
-Vicuna-13B from `--data` (those files are no part of the project; without them lengths are lognormal
-around the same medians). Costs are the planner's own: rooflines.
+are all alike (512 prompt tokens, 100 new ones; `short`: 200 and 100), or `real`: prompts of
+conversations and answers of Vicuna-13B from `--data` (those files are no part of the project;
+without them lengths are lognormal around the same medians). Costs are the planner's own: rooflines.
 
 - default: prompts in flight as the planner decides, quality balanced;
 - 32 in flight: the plan for one batch of 32 of the longest rows (theta 1, or LLM-PQ's table 9), run
@@ -39,6 +39,7 @@ from benchmarks.job_cases import (
     LOGNORMAL,
     PROMPTS,
     REAL,
+    SHORT,
     RowLengths,
     geometric_mean,
     settings,
@@ -202,7 +203,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `lengths` are those that can be had."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", nargs="+", default=[], help="numbers of clusters, and models")
-    parser.add_argument("--lengths", nargs="+", default=[ALIKE, REAL], choices=KINDS)
+    parser.add_argument("--lengths", nargs="+", default=[ALIKE, SHORT, REAL], choices=KINDS)
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the reference data")
     parser.add_argument("--sweep", type=float, nargs="?", const=1.2, help="ratio of its numbers")
     parser.add_argument("--emulate", nargs="+", help="numbers of clusters, and models, to be run")

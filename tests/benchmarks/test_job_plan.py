@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.job_cases import (
     ALIKE,
-    KINDS,
     LOGNORMAL,
     LONGEST_OUTPUT,
     LONGEST_PROMPT,
@@ -76,7 +75,6 @@ def test_real_lengths_are_read_from_the_data(tmp_path: Path) -> None:
         "output_tokens,predicted_class\n40,1\n"
     )
     assert set(RowLengths("real", tmp_path).draw(50, 0)) == {(374, 40)}
-    assert KINDS == (ALIKE, "real", LOGNORMAL)
 
 
 def test_cases_are_named_by_number_and_by_model() -> None:
