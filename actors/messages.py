@@ -46,10 +46,35 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Admission:
-    """A request that takes a slot, as the stage that samples must know it.
+class TokenRange:
+    """`size` token slots of the KV cache from `begin` on, which one request holds."""
 
-    `generated` as in `Request`. `prompt_tokens`: the distinct tokens of its prompt where a penalty
+    begin: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The first token slot after it."""
+        return self.begin + self.size
+
+
+@dataclass(frozen=True)
+class Move:
+    """`tokens` tokens whose keys and values go from token slot `begin` on to `to` on.
+
+    The two may overlap.
+    """
+
+    begin: int
+    to: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that takes a slot, as stages must know it.
+
+    `room` is its range of the KV cache, which is cleared for it. `generated` as in `Request`. `prompt_tokens`: the distinct tokens of its prompt where a penalty
     counts them, else empty. They are sent once; the stage that samples keeps them, and the tokens
     that it has chosen.
     """
@@ -60,10 +85,11 @@ class Admission:
     sampling: Sampling
     generated: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
+    room: TokenRange = TokenRange(0, 0)
 
     @classmethod
-    def of(cls, slot: int, request: Request) -> Admission:
-        """The admission of `request` to `slot`."""
+    def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
+        """The admission of `request` to `slot`, with this room in the KV cache."""
         sampling = request.sampling
         counted = sampling.repetition_penalty != 1
         return cls(
@@ -73,22 +99,29 @@ class Admission:
             sampling,
             request.generated,
             tuple(sorted(set(request.prompt_ids))) if counted else (),
+            room,
         )
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pass through the pipeline: for each request its KV slot, its tokens' start and count.
+    """One pass through the pipeline: for each request its slot, its tokens' start and count.
 
-    `slots`, `starts`, `counts`: `[requests]`; the hidden states that travel with it are the
-    requests' new tokens one after the other, `[sum(counts), hidden_size]`. `admitted` lists the
-    requests that begin with this micro-batch (prefill).
+    `slots`, `starts`, `counts`, `begins`: `[requests]`; the hidden states that travel with it are
+    the requests' new tokens one after the other, `[sum(counts), hidden_size]`. `begins` are the
+    first token slots of the requests' ranges in the KV cache. `admitted` lists the requests that
+    begin with this micro-batch. `moves` are made before it, in their order. `samples` `[requests]`
+    tells whose next token is sampled (None: everyone's): a part of a prompt that is not the last
+    one has none yet.
     """
 
     slots: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
+    begins: TokenIds | None = None
+    moves: tuple[Move, ...] = ()
+    samples: npt.NDArray[np.bool_] | None = None
 
     @cached_property
     def is_decode(self) -> bool:
