@@ -85,8 +85,8 @@ def _notes(plan: PlanSpec) -> list[str]:
         *job_remarks(plan),
         f"predicted: {_predicted(plan)}; * slowest stage of a phase",
         f"solver: {s.method} with {s.solver}, {search_outcome(plan)}, gap {s.gap:.2%}, "
-        f"{s.seconds:.2f} s for {s.candidates} orders and micro-batches ({s.solved} solved); theta {s.theta:g}, "
-        f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
+        f"{s.seconds:.2f} s for {s.candidates} orders and micro-batches ({s.solved} solved); "
+        f"theta {s.theta:g}, sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
         *_times(plan),
     ]
     if plan.perplexity is not None:
