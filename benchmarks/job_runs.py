@@ -42,9 +42,9 @@ from planner.simulation.job_simulation import SimulatedJob, simulate_job_assignm
 from planner.workload import Job, Workload
 from quant.common.errors import DeviceError, InfeasibleError
 
-FILLS = 6
+FILLS = 4
 """How often the rows of an emulated job fill the slots of the default plan."""
-LONGEST_SCALE = 0.25  # of modelled times, where a run is short
+LONGEST_SCALE = 1.0  # of modelled times, where a run is short
 ROWS_SEED = 1
 
 CPU_ROWS, CPU_PROMPT, CPU_OUTPUT = 240, 256, 96

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from actors.messages import StageStats
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.sentences import search_outcome
 from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
 from llmpq.run.summary import RunSummary
 from planner.explanation.explain import StageLimits
@@ -83,9 +84,9 @@ def _notes(plan: PlanSpec) -> list[str]:
         *(answer.text for answer in job_answers(plan)),
         *job_remarks(plan),
         f"predicted: {_predicted(plan)}; * slowest stage of a phase",
-        f"solver: {s.method} with {s.solver}, {s.status}, gap {s.gap:.2%}, {s.seconds:.2f} s for "
-        f"{s.candidates} orders and micro-batches ({s.solved} solved); theta {s.theta:g}, "
-        f"sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
+        f"solver: {s.method} with {s.solver}, {search_outcome(plan)}, gap {s.gap:.2%}, "
+        f"{s.seconds:.2f} s for {s.candidates} orders and micro-batches ({s.solved} solved); "
+        f"theta {s.theta:g}, sensitivity {s.sensitivity:.4g} ({plan.sensitivity_source})",
         *_times(plan),
     ]
     if plan.perplexity is not None:

@@ -26,6 +26,7 @@ FILTERS = (
     formatting.size_change,
     sentences.binding,
     sentences.difference,
+    sentences.search_outcome,
     math.isinf,
 )
 """Functions that the templates call on values, under their own names."""

@@ -65,6 +65,15 @@ def _job_summary(plan: PlanSpec, job: JobForecast) -> str:
     )
 
 
+def search_outcome(plan: PlanSpec) -> str:
+    """The outcome of the search: "optimal" to the gap, "best found", or best when "out of time"."""
+    solver = plan.solver
+    if solver.status != "time_limit":
+        return solver.status
+    limit_s = 0.0 if plan.origin is None else plan.origin.options.search_time_limit
+    return "best found" if plan.job is not None and solver.seconds < limit_s else "out of time"
+
+
 def bottlenecks(plan: PlanSpec) -> str:
     """A sentence on the stages that work longest, and on how much of the time devices wait."""
     p = plan.predicted

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from llmpq import Cluster
 from llmpq.report.formatting import count, duration, per_second
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.sentences import search_outcome
 from planner.lengths import Lengths
+from planner.options import PlanOptions
+from planner.plan.origin import origin_of
 from planner.plan.plans_beside import MoreDevices, PlanChoice, QualityChoice
 from planner.plan.spec import PlanSpec
 from planner.workload import Job
@@ -169,3 +173,16 @@ def test_what_is_planned() -> None:
 )
 def test_figures_read_well(written: Callable[[], str], expected: str) -> None:
     assert written() == expected
+
+
+def test_out_of_time_is_said_only_where_time_was_up() -> None:
+    def told(plan: PlanSpec, status: str, seconds: float) -> str:
+        solver = replace(plan.solver, status=status, seconds=seconds)
+        return search_outcome(replace(plan, solver=solver))
+
+    origin = origin_of(Cluster.from_counts(["T4"], [1]).spec, PlanOptions(search_time_limit=60.0))
+    job = replace(job_plan(), origin=origin)
+    assert told(job, "optimal", 3.0) == "optimal"
+    assert told(job, "time_limit", 3.0) == "best found"
+    assert told(job, "time_limit", 61.0) == "out of time"
+    assert told(replace(job, job=None), "time_limit", 3.0) == "out of time"

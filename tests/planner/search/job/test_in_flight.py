@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -20,10 +22,12 @@ from planner.plan.spec import PlanSpec
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines.comparison import baseline
 from planner.search.baselines.planned import baseline_solution
-from planner.search.candidates import Candidates
+from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.costs import cost_model
 from planner.search.job.in_flight import plan_solver
 from planner.search.search import find_plan
+from planner.search.tradeoffs.qualities import chosen_by_quality
+from planner.simulation.forecast import forecast_assignment
 from planner.workload import Job
 from quant.common.errors import DoesNotFitError, SpecError
 
@@ -47,21 +51,21 @@ def costs_of(
     return replace(costs, job=job)
 
 
-def best_of_all(costs: CostModel, job: Job) -> float:
-    """The least objective over every number in flight and every set of devices."""
-    best = math.inf
+def all_candidates(costs: CostModel, job: Job) -> Iterator[SearchCandidate]:
+    """Yield those of every number in flight and every set of devices."""
     for number in range(1, job.prompts + 1):
         for count in range(1, len(costs.cluster.devices) + 1):
             for devices in combinations(costs.cluster.devices, count):
                 cluster = replace(costs.cluster, devices=devices)
                 here = replace(costs, cluster=cluster, workload=job.in_flight(number))
-                try:
-                    candidates = Candidates(here)
-                except DoesNotFitError:
-                    continue
-                for each in candidates:
-                    best = min(best, solve(each.problem, relative_gap=0).objective)
-    return best
+                with suppress(DoesNotFitError):
+                    yield from Candidates(here)
+
+
+def best_of_all(costs: CostModel, job: Job) -> float:
+    """The least objective of all candidates."""
+    each = (solve(one.problem, relative_gap=0) for one in all_candidates(costs, job))
+    return min((found.objective for found in each), default=math.inf)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,28 @@ def test_the_plan_is_near_the_best_of_all_numbers(
     assert found.lower_bound <= found.assignment.objective
     assert found.assignment.objective >= best * (1 - 1e-6)
     assert found.assignment.objective <= best * (1 + ONE_PERCENT + found.gap)
+
+
+def test_no_plan_has_both_more_tokens_per_s_and_less_sensitivity() -> None:
+    """Of all candidates, each solved for speed alone, for quality alone and in between."""
+    job = Job(8, UNLIKE)
+    costs = costs_of(job, [1, 1], 0.85)
+    chosen = chosen_by_quality(costs, "balanced", lambda: 0.0)
+    point = chosen.qualities["balanced"]
+    theta, seen = point.theta, 0
+    for one in all_candidates(costs, job):
+        for factor in (0.0, 0.1, 1.0, 10.0, 1e6):
+            here = replace(costs, workload=one.workload, head_on_first=one.head_on_first)
+            problem = replace(one.problem, theta=factor * theta)
+            found = solve(problem, relative_gap=0)
+            omega = problem.sensitivity[np.arange(problem.layers), list(found.bitwidth)].sum()
+            if omega < point.omega * (1 - ONE_PERCENT):
+                simulated = forecast_assignment(
+                    here, one.devices, one.sizes, found.first_layer, found.bitwidth
+                )
+                assert simulated.seconds > point.predicted_s * (1 - ONE_PERCENT)
+                seen += 1
+    assert seen, "some plan must be of better quality"
 
 
 def planned(job: Job, **options: Any) -> PlanSpec:
