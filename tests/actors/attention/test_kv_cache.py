@@ -16,13 +16,12 @@ from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
     KVCache,
-    SlotRows,
     Stored,
     quantized,
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import MicroBatch
+from actors.messages import TokenRange
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
@@ -31,6 +30,7 @@ from planner.options import PlanOptions
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.scheme import Processor
+from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny, stages_of
 from tests.paths import EXAMPLES
 
@@ -76,14 +76,14 @@ def test_numbers_that_are_not_finite_spoil_their_own_row_alone(
 
 
 def test_a_cleared_slot_holds_nothing_of_what_was_not_finite() -> None:
-    cache = KVCache(range(1), CacheShape(2, 4, 2, 8), IN_CODES)
-    batch = MicroBatch(np.array([0, 1]), np.zeros(2, np.int64), np.full(2, 3))
+    cache = KVCache(range(1), CacheShape(8, 2, 8), IN_CODES)
+    batch = batch_in_ranges([0, 1], [0, 0], [3, 3], slot_tokens=4)
     key = torch.full((6, 2, 8), torch.nan)
-    keys, values = cache.append(0, SlotRows.of(batch, CPU), key, torch.ones_like(key))
-    cache.clear([0])
-    assert keys.read(everything, torch.float32)[0].eq(0).all()
-    assert values.read(everything, torch.float32)[0].eq(0).all()
-    assert keys.read(everything, torch.float32)[1, :, :3].isnan().all()
+    keys, values = cache.append(0, cache.addresses(batch), key, torch.ones_like(key))
+    cache.clear([TokenRange(0, 4)])
+    assert keys.read(everything, torch.float32)[:, :4].eq(0).all()
+    assert values.read(everything, torch.float32)[:, :4].eq(0).all()
+    assert keys.read(everything, torch.float32)[:, 4:7].isnan().all()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -99,11 +99,12 @@ def test_errors_of_attention_are_those_of_its_steps(
     requests, heads, kv_heads, width, length, scale = 6, 4, 2, 64, 90, 0.125
     key, value = torch.randn(2, requests, length, kv_heads, width)
     query = torch.randn(requests, heads, width)
-    cache = KVCache(range(1), CacheShape(requests, length, kv_heads, width), IN_CODES)
+    cache = KVCache(range(1), CacheShape(requests * length, kv_heads, width), IN_CODES)
 
     def batch(start: int, count: int) -> RaggedContext:
-        made = MicroBatch(np.arange(requests), np.full(requests, start), np.full(requests, count))
-        return RaggedContext(cache, made, SlotRows.of(made, CPU))
+        starts, counts = np.full(requests, start), np.full(requests, count)
+        made = batch_in_ranges(np.arange(requests), starts, counts, slot_tokens=length)
+        return RaggedContext.of(cache, made)
 
     before = batch(0, length - 1)
     cache.append(0, before.where, *(x[:, :-1].flatten(0, 1) for x in (key, value)))
@@ -159,11 +160,11 @@ def log_probabilities(stage: Stage, prompts: Sequence[Tensor], kv_bits: int) -> 
     """Of every next token of the prompts, `[tokens, vocabulary]`, in one pass."""
     model = stage._model
     form = CacheForm(stage.dtype, CPU, kv_bits)
-    cache = make_cache(model.config, stage.spec.layers, len(prompts), 128, form)
+    cache = make_cache(model.config, stage.spec.layers, len(prompts) * 128, form)
     counts = np.array([len(prompt) for prompt in prompts])
-    batch = MicroBatch(np.arange(len(prompts)), np.zeros_like(counts), counts)
-    context = RaggedContext(cache, batch, SlotRows.of(batch, CPU))
-    hidden = run_decoder(model, context, torch.cat(list(prompts)))
+    slots = np.arange(len(prompts))
+    batch = batch_in_ranges(slots, np.zeros_like(counts), counts, slot_tokens=128)
+    hidden = run_decoder(model, RaggedContext.of(cache, batch), torch.cat(list(prompts)))
     scores: Tensor = model.get_output_embeddings()(hidden)
     return scores.double().log_softmax(-1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,24 +12,22 @@ from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
     KVCache,
-    SlotRows,
     Stored,
     quantized,
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import MicroBatch
+from tests.actors.batches import batch_in_ranges
 
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
-SHAPE = CacheShape(SLOTS, LENGTH, KV_HEADS, DIM)
+SHAPE = CacheShape(SLOTS * LENGTH, KV_HEADS, DIM)
 CPU = torch.device("cpu")
 
 
 def context(
     cache: KVCache, slots: list[int], starts: list[int], counts: list[int]
 ) -> RaggedContext:
-    batch = MicroBatch(np.array(slots), np.array(starts), np.array(counts))
-    return RaggedContext(cache, batch, SlotRows.of(batch, CPU))
+    return RaggedContext.of(cache, batch_in_ranges(slots, starts, counts, slot_tokens=LENGTH))
 
 
 def written_out(
@@ -112,7 +109,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
 
 def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
     torch.manual_seed(1)
-    cache = KVCache(range(1), replace(SHAPE, slots=1), CacheForm(torch.float32, CPU))
+    cache = KVCache(range(1), replace(SHAPE, tokens=LENGTH), CacheForm(torch.float32, CPU))
     for length in (20, 6):
         query = torch.randn(length, HEADS, DIM)
         key, value = torch.randn(2, length, KV_HEADS, DIM)
@@ -120,19 +117,3 @@ def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
         out = attend(context(cache, [0], [0], [length]), 0, new, Scoring(0.3))
         expected = written_out(query, key, value, 0.3, None, None)
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_slots_in_a_row_are_read_without_a_copy() -> None:
-    cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU))
-    stored, _ = cache.append(
-        0,
-        context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where,
-        torch.ones(3, KV_HEADS, DIM),
-        torch.ones(3, KV_HEADS, DIM),
-    )
-    in_a_row = context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where.gather(stored.numbers)
-    apart = context(cache, [1, 3], [2, 2], [1, 1]).where.gather(stored.numbers)
-    assert in_a_row.untyped_storage().data_ptr() == stored.numbers.untyped_storage().data_ptr()
-    assert apart.untyped_storage().data_ptr() != stored.numbers.untyped_storage().data_ptr()
-    assert in_a_row.shape == (3, KV_HEADS, 3, DIM)
-    assert cache.nbytes == 2 * SLOTS * KV_HEADS * LENGTH * DIM * 4

@@ -32,6 +32,7 @@ from planner.search.search import find_plan
 from planner.simulation.simulation import PassSeconds, simulate
 from planner.workload import Workload
 from quant.common.errors import DeviceError, SpecError
+from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, reference, save_tiny, stages_of
 
 SCALE = 0.5
@@ -74,7 +75,7 @@ def times_of(prefill: float, decode: float, link: float) -> ModelledTimes:
 def batch_of(each: Pass) -> MicroBatch:
     slots = np.arange(each.requests)
     counts = np.full(each.requests, each.tokens)
-    return MicroBatch(slots, np.full(each.requests, each.context_length), counts)
+    return batch_in_ranges(slots, np.full(each.requests, each.context_length), counts)
 
 
 @dataclass
@@ -245,7 +246,7 @@ def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
     assert emulated_times(replace(emulated_plan, time_scale=0.0), stage) is None
     older = emulated_times(emulated_plan, replace(stage, modelled=None))
     assert older is not None
-    decode = MicroBatch(np.arange(2), np.array([9, 9]), np.ones(2, dtype=np.int64))
+    decode = batch_in_ranges([0, 1], [9, 9], [1, 1])
     assert older.compute_s(decode) == 0.25 * stage.decode_s
 
 

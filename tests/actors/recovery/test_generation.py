@@ -42,7 +42,7 @@ def test_what_had_finished_before_the_fault_is_not_computed_again() -> None:
 
 
 def test_short_memory_halves_micro_batches_until_they_fit() -> None:
-    cluster = started(sizes=QueueSizes(16, 8, 12))
+    cluster = started(sizes=QueueSizes(16, 8, 12, 64))
 
     def compute(custom_ids: tuple[str, ...]) -> None:
         if len(custom_ids) > 3:
@@ -52,12 +52,12 @@ def test_short_memory_halves_micro_batches_until_they_fit() -> None:
     with pytest.warns(UserWarning, match=r"stage 1 .* out of memory .* 4096 bytes .* 64; .*halved"):
         cluster.check_all(requests(COUNT))
     assert cluster.kinds() == [("memory", 1)] * 2
-    assert cluster.pipeline.sizes == QueueSizes(16, 8, 3), "twelve, six, three"
+    assert cluster.pipeline.sizes == QueueSizes(16, 8, 3, 64), "twelve, six, three"
     assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
 
 
 def test_a_request_for_which_there_is_no_memory_alone_is_an_error() -> None:
-    cluster = started(sizes=QueueSizes(8, 2, 2))
+    cluster = started(sizes=QueueSizes(8, 2, 2, 64))
 
     def compute(custom_ids: tuple[str, ...]) -> None:
         if "7" in custom_ids:

@@ -7,6 +7,7 @@ import pytest
 
 from actors.messages import MicroBatch
 from actors.telemetry.meter import SpanLog, StageMeter, TelemetryOptions
+from tests.actors.batches import batch_in_ranges
 
 
 class Clock:
@@ -21,12 +22,12 @@ class Clock:
 
 def prefill(*lengths: int) -> MicroBatch:
     counts = np.array(lengths, dtype=np.int64)
-    return MicroBatch(np.arange(len(lengths)), np.zeros_like(counts), counts)
+    return batch_in_ranges(np.arange(len(lengths)), np.zeros_like(counts), counts)
 
 
 def decode(*contexts: int) -> MicroBatch:
     starts = np.array(contexts, dtype=np.int64)
-    return MicroBatch(np.arange(len(contexts)), starts, np.ones_like(starts))
+    return batch_in_ranges(np.arange(len(contexts)), starts, np.ones_like(starts))
 
 
 def computed(meter: StageMeter, clock: Clock, batch: MicroBatch, seconds: float) -> None:
@@ -103,8 +104,8 @@ def test_spans_hold_times_and_sizes_of_each_micro_batch() -> None:
     assert spans is not None
     assert (spans.stage, spans.dropped) == (3, 0)
     assert spans.rows.tolist() == [
-        (100.0, 101.0, 101.125, 2, 12, 0, False),
-        (103.125, 103.625, 103.625, 2, 2, 7, True),
+        (100.0, 101.0, 101.125, 2, 12, 0, 0),
+        (103.125, 103.625, 103.625, 2, 2, 7, 2),
     ]
     assert StageMeter(TelemetryOptions()).spans(0) is None
 
@@ -112,7 +113,7 @@ def test_spans_hold_times_and_sizes_of_each_micro_batch() -> None:
 def test_a_full_log_keeps_the_first_ones_and_counts_the_others() -> None:
     log = SpanLog(limit=2)
     for at_s in range(5):
-        log.add(decode(at_s), True, at_s, at_s + 0.5)
+        log.add(decode(at_s), at_s, at_s + 0.5)
         log.sent(at_s + 0.75)
     spans = log.spans(0)
     assert spans.rows["began_s"].tolist() == [0, 1]
