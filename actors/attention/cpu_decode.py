@@ -86,7 +86,7 @@ def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
             keys.arrays,
             values.arrays,
             _TokenRanges(np.ascontiguousarray(query.batch.begins), np.maximum(starts, 0), lengths),
-            slopes.numpy(),
+            slopes.contiguous().numpy(),  # for another layout the loop would be compiled again
             out,
         )
     return torch.from_numpy(out).to(query.query.dtype)

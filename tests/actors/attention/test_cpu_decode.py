@@ -135,10 +135,10 @@ def test_without_numba_one_message_says_so(
     numba_loops.has_numba.cache_clear()
 
 
-@pytest.mark.parametrize("kv_bits", [8, 16])
-def test_the_first_token_finds_its_loop_compiled(kv_bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kv_bits"), [("llama", 8), ("llama", 16), ("bloom", 16)])
+def test_the_first_token_finds_its_loop_compiled(name: str, kv_bits: int, tmp_path: Path) -> None:
     cpu_decode._kernel.cache_clear()  # of other tests
-    save_tiny(tmp_path, CONFIGS["llama"])
+    save_tiny(tmp_path, CONFIGS[name])
     stages = stages_of(tmp_path, (0, 3, 5), slots=4, max_tokens=32, kv_bits=kv_bits)
     with install_recorder("numba:compile") as compiled:
         generate(stages, random_prompts((5, 3)), new_tokens=4, prefill=2, decode=2)

@@ -21,7 +21,7 @@ from actors.attention.kv_cache import (
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import TokenRange
+from actors.messages import MicroBatch, Move, TokenRange
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
@@ -84,6 +84,42 @@ def test_a_cleared_slot_holds_nothing_of_what_was_not_finite() -> None:
     assert keys.read(everything, torch.float32)[:, :4].eq(0).all()
     assert values.read(everything, torch.float32)[:, :4].eq(0).all()
     assert keys.read(everything, torch.float32)[:, 4:7].isnan().all()
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(
+    "moves", [[(0, 9, 5)], [(4, 2, 6)], [(2, 4, 6)], [(4, 0, 3), (0, 4, 8)], [(3, 3, 2)]]
+)
+def test_moves_take_keys_and_values_of_every_layer(
+    moves: list[tuple[int, int, int]], kv_bits: int
+) -> None:
+    """In order, and as if all tokens were read first, whichever way they overlap."""
+    torch.manual_seed(0)
+    cache = KVCache(range(2), CacheShape(16, 2, 8), CacheForm(torch.float32, CPU, kv_bits))
+    batch = batch_in_ranges([0], [0], [16])
+    held = [
+        each
+        for layer in range(2)
+        for each in cache.append(layer, cache.addresses(batch), *torch.randn(2, 16, 2, 8))
+    ]
+    before = [each.read(everything, torch.float32).clone() for each in held]
+    cache.move([Move(*each) for each in moves])
+    for stored, expected in zip(held, before, strict=True):
+        for begin, to, tokens in moves:
+            expected[:, to : to + tokens] = expected[:, begin : begin + tokens].clone()
+        assert torch.equal(stored.read(everything, torch.float32), expected)
+
+
+def test_rooms_side_by_side_are_cleared_together_and_known_apart() -> None:
+    cache = KVCache(range(1), CacheShape(16, 1, 8), CacheForm(torch.float32, CPU))
+    keys, _ = cache.append(
+        0, cache.addresses(batch_in_ranges([0], [0], [16])), *torch.ones(2, 16, 1, 8)
+    )
+    cache.clear([TokenRange(12, 2), TokenRange(0, 4), TokenRange(4, 3), TokenRange(9, 0)])
+    kept = [slot for slot, token in enumerate(keys.numbers[0]) if token.any()]
+    assert kept == [7, 8, 9, 10, 11, 14, 15]
+    where = cache.addresses(MicroBatch(*np.array([[0, 1], [3, 2], [1, 1], [0, 4]])))
+    assert where.in_place is None, "the shorter one has no room for a fourth token"
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from actors.messages import MicroBatch
+from actors.messages import MicroBatch, PhaseWork
 from actors.telemetry.meter import SpanLog, StageMeter, TelemetryOptions
 from tests.actors.batches import batch_in_ranges
 
@@ -56,6 +58,25 @@ def test_work_is_counted_by_phase_and_full_micro_batches_apart() -> None:
     phases = [phase for phase, _ in meter.new_seconds()]
     assert phases == ["prefill", "prefill", "decode", "decode"]
     assert meter.new_seconds() == []
+
+
+def test_mixed_micro_batches_are_counted_apart_but_for_their_tokens() -> None:
+    """Their seconds are those of neither phase, and no size is planned for them."""
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(prefill_tokens=2, decode_requests=1, trace=True), clock)
+    mixed = batch_in_ranges([0, 1, 2, 3], [7, 0, 4, 9], [1, 5, 3, 1])
+    computed(meter, clock, replace(mixed, samples=np.array([True, True, False, True])), 2.0)
+    computed(meter, clock, decode(3, 4), 0.5)
+    assert meter.work("mixed") == PhaseWork(1, 4, 10, 2.0, sampled=3)
+    assert meter.work("prefill") == PhaseWork()
+    assert meter.work("decode").seconds == 0.5
+    assert meter.tokens() == {"prefill": 8, "decode": 4}
+    assert (meter.busy_s(), meter.busy_s("mixed")) == (2.5, 2.0)
+    assert meter.new_seconds() == [("mixed", 2.0), ("decode", 0.5)]
+    spans = meter.spans(0)
+    assert spans is not None
+    assert spans.rows["decode_requests"].tolist() == [2, 2]
+    assert spans.rows["requests"].tolist() == [4, 2]
 
 
 def test_the_micro_batch_under_way_is_busy_time() -> None:

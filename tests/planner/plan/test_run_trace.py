@@ -65,6 +65,12 @@ def test_each_micro_batch_is_a_span_and_none_overlap() -> None:
     assert notes["stages"][2] == "did not answer"
 
 
+def test_mixed_micro_batches_have_a_name_of_their_own() -> None:
+    events, _ = read(replace(measured(), decode_requests=np.array([1, 2, 4])))
+    computed = [e["name"] for e in spans(events, 0, 0) if e["cat"] in ("mixed", "decode")]
+    assert computed == ["mixed 0", "decode 0", "mixed 1"]
+
+
 def test_the_simulated_batch_lies_beside_the_run() -> None:
     events, _ = read(measured(), measured(), measured())
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
