@@ -19,6 +19,11 @@ Transport = Literal["auto", "ray", "gloo"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "ray", "gloo")
 
 FinishReason = Literal["stop", "length", "error"]
+BatchKind = Literal["prefill", "decode", "mixed"]
+"""The work in a micro-batch: prompts or parts of them, decode steps, or both."""
+
+BATCH_KINDS: tuple[BatchKind, ...] = ("prefill", "decode", "mixed")
+
 TokenIds = npt.NDArray[np.int64]
 
 
@@ -74,9 +79,9 @@ class Move:
 class Admission:
     """A request that takes a slot, as stages must know it.
 
-    `room` is its range of the KV cache, which is cleared for it. `generated` as in `Request`. `prompt_tokens`: the distinct tokens of its prompt where a penalty
-    counts them, else empty. They are sent once; the stage that samples keeps them, and the tokens
-    that it has chosen.
+    `room` is its range of the KV cache, which is cleared for it. `generated` as in `Request`.
+    `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
+    are sent once; the stage that samples keeps them, and the tokens that it has chosen.
     """
 
     slot: int
@@ -109,24 +114,50 @@ class MicroBatch:
 
     `slots`, `starts`, `counts`, `begins`: `[requests]`; the hidden states that travel with it are
     the requests' new tokens one after the other, `[sum(counts), hidden_size]`. `begins` are the
-    first token slots of the requests' ranges in the KV cache. `admitted` lists the requests that
-    begin with this micro-batch. `moves` are made before it, in their order. `samples` `[requests]`
-    tells whose next token is sampled (None: everyone's): a part of a prompt that is not the last
-    one has none yet.
+    first token slots of the requests' ranges in the KV cache: the token at position p of a request
+    has the token slot begin + p. `admitted` lists the requests that begin with this micro-batch.
+    `moves` are made before it, in their order, and before the rooms of `admitted` are cleared.
+    `samples` `[requests]` tells whose next token is sampled (None: everyone's): a part of a prompt
+    that is not the last one has none yet.
     """
 
     slots: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
     admitted: tuple[Admission, ...] = ()
-    begins: TokenIds | None = None
     moves: tuple[Move, ...] = ()
     samples: npt.NDArray[np.bool_] | None = None
 
     @cached_property
+    def decode_rows(self) -> npt.NDArray[np.bool_]:
+        """Whose one new token attends to earlier ones, `[requests]`; to a stage, a single last
+        token of a prompt in parts is such a step too.
+        """
+        rows: npt.NDArray[np.bool_] = (self.counts == 1) & (self.starts > 0)
+        return rows
+
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every request adds exactly one token to what its slot holds."""
-        return bool((self.counts == 1).all() and (self.starts > 0).all())
+        return bool(self.decode_rows.all())
+
+    @cached_property
+    def kind(self) -> BatchKind:
+        """The work in it."""
+        if self.is_decode:
+            return "decode"
+        return "mixed" if self.decode_rows.any() else "prefill"
+
+    @property
+    def decode_tokens(self) -> int:
+        """Number of its decode rows; its other new tokens are those of prompts."""
+        return int(self.decode_rows.sum())
+
+    @cached_property
+    def lengths(self) -> TokenIds:
+        """Tokens of every request with the new ones, `[requests]`."""
+        return self.starts + self.counts
 
     @property
     def positions(self) -> TokenIds:
@@ -140,35 +171,47 @@ class MicroBatch:
     def passes(self, tokens_at_once: int) -> list[MicroBatch]:
         """Parts of at most `tokens_at_once` new tokens, but at least one request each.
 
-        They have the requests in order, and no admissions.
+        They have the requests in order, no admissions and no moves.
         """
         parts: list[MicroBatch] = []
         first = tokens = 0
         for row, count in enumerate(self.counts.tolist()):
             if tokens and tokens + count > tokens_at_once:
-                parts.append(self._rows(slice(first, row)))
+                parts.append(self.of_rows(slice(first, row)))
                 first, tokens = row, 0
             tokens += count
-        return [*parts, self._rows(slice(first, None))]
+        return [*parts, self.of_rows(slice(first, None))]
 
-    def _rows(self, rows: slice) -> MicroBatch:
-        return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows])
+    def of_rows(self, rows: slice | TokenIds) -> MicroBatch:
+        """Some of its requests, without admissions, moves and what is sampled."""
+        return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows], self.begins[rows])
+
+    @cached_property
+    def sampled_rows(self) -> TokenIds:
+        """The requests whose next token is sampled, by their place in it, `[sampled]`."""
+        everyone: TokenIds = np.arange(len(self.slots))
+        return everyone if self.samples is None else everyone[self.samples]
 
     @property
     def last_token_rows(self) -> TokenIds:
-        """Row of each request's last new token in the flattened batch, `[requests]`."""
-        return np.cumsum(self.counts) - 1
+        """Row of the last new token of each sampled request in the flattened batch, `[sampled]`."""
+        rows: TokenIds = (np.cumsum(self.counts) - 1)[self.sampled_rows]
+        return rows
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The last stage's answer: `token_ids` `[requests]`, and why a request ended, if it did.
+    """The last stage's answer: `token_ids` `[sampled]`, and why a request ended, if it did.
 
+    Both are in the order of the micro-batch's `sampled_rows`, and empty where nothing was sampled.
     The reason "error" means that its logits were not finite; the token has no meaning then.
     """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]
+
+
+NOTHING_SAMPLED = Sampled(np.zeros(0, dtype=np.int64), ())
 
 
 @dataclass(frozen=True)
@@ -186,10 +229,11 @@ class Finished:
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """The work of a stage in one phase; the last three fields count full micro-batches only.
+    """The work of a stage in micro-batches of one kind; `sampled` of their `requests` gave a token.
 
-    Full ones have at least nine tenths of the planned size; `full_sizes` is the sum of their shares
-    of it, so that `full_s / full_sizes` is the seconds of a planned micro-batch.
+    `full_micro_batches` have at least nine tenths of the planned size; `full_sizes` is the sum of
+    their shares of it, so that `full_s / full_sizes` is the seconds of a planned micro-batch. No
+    size is planned for mixed ones.
     """
 
     micro_batches: int = 0
@@ -199,6 +243,7 @@ class PhaseWork:
     full_micro_batches: int = 0
     full_s: float = 0.0
     full_sizes: float = 0.0
+    sampled: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,8 +262,10 @@ class QueueDepth:
 class StageStats:
     """The figures of a stage so far.
 
-    `busy_s` includes the micro-batch that is being computed, up to now; `prefill` and `decode`
-    count those that are done. Only the first stage has a `queue`.
+    `busy_s` includes the micro-batch that is being computed, up to now; the other figures count
+    those that are done: `prefill`, `decode` and `mixed` the micro-batches of each kind, `*_tokens`
+    all tokens of prompts and of decode steps, also those of mixed micro-batches. Only the first
+    stage has a `queue`.
     """
 
     busy_s: float
@@ -230,3 +277,9 @@ class StageStats:
     prefill: PhaseWork = PhaseWork()
     decode: PhaseWork = PhaseWork()
     queue: QueueDepth | None = None
+    mixed: PhaseWork = PhaseWork()
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that its micro-batches gave."""
+        return self.prefill.sampled + self.decode.sampled + self.mixed.sampled

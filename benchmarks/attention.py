@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place
-from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.attention.kv_cache import Stored, quantized
 from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from benchmarks.machine import processor_name
 
-CPU = torch.device("cpu")
 SHAPES = {
     "170M LLaMA, 32 x 160": (32, 16, 16, 64, 160),
     "the same, 4 key heads": (32, 16, 4, 64, 160),
@@ -49,8 +48,8 @@ def ways(
     kv_heads = keys.shape[1]
     scale = head_dim**-0.5
     slots = np.arange(requests)
-    where = SlotRows.of(
-        MicroBatch(slots, np.full(requests, tokens - 1), np.ones(requests, dtype=np.int64)), CPU
+    batch = MicroBatch(
+        slots, np.full(requests, tokens - 1), np.ones_like(slots), slots * keys.shape[2]
     )
 
     def flash() -> Tensor:
@@ -67,12 +66,13 @@ def ways(
         shares = (grouped @ keys[:, :, :tokens].transpose(2, 3)).softmax(-1)
         return (shares @ values[:, :, :tokens]).reshape(query.shape)
 
-    question = DecodeQuery(query, where, Scoring(scale))
-    codes = [Stored(*quantized(stored)) for stored in (keys, values)]
+    question = DecodeQuery(query, batch, Scoring(scale))
+    held = [Stored(stored.transpose(0, 1).flatten(1, 2)) for stored in (keys, values)]
+    codes = [Stored(*quantized(stored.numbers)) for stored in held]
     return {
         "flash kernel": flash,
         "batched products": products,
-        "compiled": lambda: attend_in_place(question, Stored(keys), Stored(values)),
+        "compiled": lambda: attend_in_place(question, *held),
         "compiled, 8 bit": lambda: attend_in_place(question, *codes),
     }
 

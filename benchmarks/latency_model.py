@@ -300,8 +300,9 @@ def _memory_row(path: Path, config: PretrainedConfig, draw: random.Random) -> tu
     planned = held = 0
     for index, (start, end) in enumerate(pairwise(bounds)):
         spec = StageSpec(
-            index, len(bounds) - 1, range(start, end), bits[start:end], dtype, slots, tokens
-        )
+            index, len(bounds) - 1, range(start, end), bits[start:end], dtype, slots, tokens,
+            slots * tokens,
+        )  # fmt: skip
         stats = Stage(spec, path, CPU, local_processor(CPU)).stats()
         held += stats.weight_bytes + stats.kv_cache_bytes
         planned += sum(layer_weight_bytes(shape, b, device, dtype) for b in spec.bitwidths)

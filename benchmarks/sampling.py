@@ -35,14 +35,15 @@ def main() -> None:
     logits = torch.randn(REQUESTS, VOCABULARY).bfloat16()
     tokens = tuple(range(PROMPT_TOKENS))
     slots = np.arange(REQUESTS)
-    step = MicroBatch(slots, slots + PROMPT_TOKENS, np.ones_like(slots))
+    step = MicroBatch(slots, slots + PROMPT_TOKENS, np.ones_like(slots), slots)
     samplers = {kind: Sampler(()) for kind in KINDS}
     for kind, sampling in KINDS.items():
         admitted = tuple(
             Admission(i, str(i), 10**6, s, (), tokens if s is PENALISED else ())
             for i, s in enumerate(sampling)
         )
-        samplers[kind].sample(MicroBatch(slots, slots * 0, slots * 0 + 1, admitted), logits)
+        first = MicroBatch(slots, slots * 0, slots * 0 + 1, slots, admitted)
+        samplers[kind].sample(first, logits)
     seconds: dict[str, list[float]] = {kind: [] for kind in ("largest logits alone", *KINDS)}
     for _ in range(TURNS):
         began = time.perf_counter()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention.kv_cache import SCALE_DTYPE, HeldArrays, SlotRows, Stored
+from actors.attention.kv_cache import SCALE_DTYPE, HeldArrays, Stored
 from actors.attention.masks import Scoring
 from actors.messages import MicroBatch
 from quant.numba_loops import compiled_loop, has_numba, torch_threads, widening
@@ -28,20 +28,22 @@ _LEAST_EXPONENT = -87.0
 
 @dataclass(frozen=True)
 class DecodeQuery:
-    """One new token a request, which attends to the tokens of its slot up to itself.
+    """One new token a request of `batch`, which attends to the request's tokens up to itself.
 
     `query`: `[requests, heads, head_dim]`.
     """
 
     query: Tensor
-    where: SlotRows
+    batch: MicroBatch
     scoring: Scoring
 
 
 class _TokenRanges(NamedTuple):
-    """The slot of each request and its half-open range of tokens that count, `[requests]` each."""
+    """The first token slot of each request, and its half-open range of tokens that count,
+    `[requests]` each.
+    """
 
-    slots: Any
+    begins: Any
     starts: Any
     ends: Any
 
@@ -57,22 +59,22 @@ def can_attend(stored: Tensor) -> bool:
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the loop for a cache of `dtype` before the first token; int8: for codes."""
-    shape = (2, 1, 2, 1)  # numba takes absent scales of one number for an array of another layout
+    shape = (2, 2, 1)  # numba takes absent scales of one number for an array of another layout
     stored = Stored.empty(shape, dtype, torch.device("cpu"))
     if can_attend(stored.numbers):
         one = np.ones(1, dtype=np.int64)
-        batch = MicroBatch(np.zeros_like(one), np.zeros_like(one), one)
-        where = SlotRows.of(batch, stored.numbers.device)
-        attend_in_place(DecodeQuery(torch.zeros(1, 1, 1), where, Scoring(1.0)), stored, stored)
+        zero = np.zeros_like(one)
+        batch = MicroBatch(zero, zero, one, zero)
+        attend_in_place(DecodeQuery(torch.zeros(1, 2, 1), batch, Scoring(1.0)), stored, stored)
 
 
 def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
-    """Attention of each request over its slot of `keys` and `values`; returns `[requests, heads,
+    """Attention of each request over its range of `keys` and `values`; returns `[requests, heads,
     head_dim]` in the query's type.
 
     Codes are not restored: a key's scale multiplies its score, a value's scale its share.
     """
-    scoring, lengths = query.scoring, query.where.lengths.numpy()
+    scoring, lengths = query.scoring, query.batch.lengths
     starts = np.zeros_like(lengths) if scoring.window is None else lengths - scoring.window
     heads = query.query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes.float()
@@ -83,8 +85,8 @@ def attend_in_place(query: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
             (query.query.float() * scoring.scale).contiguous().numpy(),
             keys.arrays,
             values.arrays,
-            _TokenRanges(query.where.slots.numpy(), np.maximum(starts, 0), lengths),
-            slopes.numpy(),
+            _TokenRanges(np.ascontiguousarray(query.batch.begins), np.maximum(starts, 0), lengths),
+            slopes.contiguous().numpy(),  # for another layout the loop would be compiled again
             out,
         )
     return torch.from_numpy(out).to(query.query.dtype)
@@ -107,20 +109,21 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
     ) -> None:
         keys, key_scales = held_keys
         values, value_scales = held_values
-        slots, starts, ends = ranges
+        begins, starts, ends = ranges
         requests, heads, head_dim = query.shape
-        kv_heads = keys.shape[1]
+        kv_heads = keys.shape[0]
         group = heads // kv_heads
         for task in numba.prange(requests * kv_heads):
             # Requests within heads: threads then share long requests evenly.
             kv_head, request = task // requests, task % requests
             first, last = starts[request], ends[request]
-            slot = slots[request]
+            begin = begins[request]
             own_queries = query[request, kv_head * group : (kv_head + 1) * group]
             scores = np.empty((group, last - first), np.float32)
             sums = np.zeros((group, head_dim), np.float32)
             for token in range(first, last):
-                key, scale = keys[slot, kv_head, token], scale_of(key_scales[slot, kv_head], token)
+                key = keys[kv_head, begin + token]
+                scale = scale_of(key_scales[kv_head], begin + token)
                 for member in range(group):
                     asked = own_queries[member]
                     product = np.float32(0)
@@ -134,8 +137,8 @@ def _kernel(dtype: torch.dtype, parallel: bool) -> Callable[..., None]:
                 for i in range(last - first):
                     row[i] = power(row[i] - largest)
             for token in range(first, last):
-                value = values[slot, kv_head, token]
-                scale = scale_of(value_scales[slot, kv_head], token)
+                value = values[kv_head, begin + token]
+                scale = scale_of(value_scales[kv_head], begin + token)
                 for member in range(group):
                     share, weighted = scores[member, token - first] * scale, sums[member]
                     for i in range(head_dim):

@@ -1,10 +1,14 @@
-"""Keys and values of a stage's layers, one fixed slot per request, allocated once and written in
-place.
+"""Keys and values of a stage's layers in token slots, of which each request holds a range; they are
+allocated once and written in place.
+
+Ranges rather than blocks with a table (ORCA section 4.2 reserves them too): every attention kernel
+from GPUs of compute capability 6.0 on, PyTorch's and the loop of a CPU read a range where it lies.
+Where the holes between ranges are too small for a request, ranges are moved together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.messages import MicroBatch
+from actors.attention.addresses import Addresses
+from actors.messages import MicroBatch, Move, TokenRange
 from quant.scheme import FULL_BITS
 
 SCALE_DTYPE = torch.bfloat16
@@ -37,9 +42,9 @@ class HeldArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """Keys or values of one layer: `numbers` `[slots, kv_heads, max_tokens, head_dim]`.
+    """Keys or values of one layer: `numbers` `[kv_heads, tokens, head_dim]`.
 
-    At 8 bits they are int8 codes, to be multiplied by `scales` `[slots, kv_heads, max_tokens]`.
+    At 8 bits they are int8 codes, to be multiplied by `scales` `[kv_heads, tokens]`.
     """
 
     numbers: Tensor
@@ -67,11 +72,19 @@ class Stored:
             return HeldArrays(numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1]))
         return HeldArrays(numbers, _as_array(self.scales))
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Set `slots` to zero; codes are finite, so that a scale of zero is enough."""
-        (self.numbers if self.scales is None else self.scales)[list(slots)] = 0
+    def clear(self, room: TokenRange) -> None:
+        """Set token slots to zero; codes are finite, so that a scale of zero is enough."""
+        (self.numbers if self.scales is None else self.scales)[:, room.begin : room.end] = 0
 
-    def write(self, where: SlotRows, new: Tensor) -> None:
+    def move(self, move: Move) -> None:
+        """Copy tokens to other token slots, as if all were read before the first is written."""
+        for held in (self.numbers, self.scales):
+            if held is not None:
+                tokens = held[:, move.begin : move.begin + move.tokens]
+                overlap = abs(move.to - move.begin) < move.tokens
+                held[:, move.to : move.to + move.tokens] = tokens.clone() if overlap else tokens
+
+    def write(self, where: Addresses, new: Tensor) -> None:
         """Store `new` `[sum(counts), kv_heads, head_dim]`, as codes where there are scales."""
         if self.scales is None:
             where.write(self.numbers, new)
@@ -81,7 +94,7 @@ class Stored:
         where.write(self.scales, scales)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
-        """The part that `pick` takes of a tensor `[slots, kv_heads, max_tokens, ...]`.
+        """The part that `pick` takes of a tensor `[kv_heads, tokens, ...]`.
 
         Codes are restored in `dtype`; plain numbers are a view if `pick` returns one.
         """
@@ -112,10 +125,9 @@ def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Room for `slots` requests of up to `max_tokens` tokens each, in every layer."""
+    """Room for so many `tokens` of all requests together, in every layer."""
 
-    slots: int
-    max_tokens: int
+    tokens: int
     kv_heads: int
     head_dim: int
 
@@ -135,7 +147,7 @@ class CacheForm:
 
 
 class KVCache:
-    """Keys and values of the stage's `layers`, one slot a request.
+    """Keys and values of the stage's `layers` in token slots.
 
     Attention reads all of them from here, also within a prompt: what a token sees of another does
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
@@ -143,23 +155,45 @@ class KVCache:
     """
 
     def __init__(self, layers: range, shape: CacheShape, form: CacheForm) -> None:
-        sizes = (shape.slots, shape.kv_heads, shape.max_tokens, shape.head_dim)
+        sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
         self.held_dtype = form.held_dtype
+        self._device = form.device
         self._keys = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
         self._values = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
+        self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(each.nbytes for each in (*self._keys.values(), *self._values.values()))
+        return sum(each.nbytes for each in self._all())
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Forget earlier requests in `slots`, whose values may not have been finite."""
-        for stored in (*self._keys.values(), *self._values.values()):
-            stored.clear(slots)
+    def clear(self, rooms: Sequence[TokenRange]) -> None:
+        """Forget what was in `rooms`, as it may not have been finite; each is a request's own from
+        now on.
+        """
+        for joined in _joined(rooms):
+            for stored in self._all():
+                stored.clear(joined)
+        for room in rooms:
+            if room.size:
+                self._own_ends[room.begin] = room.end
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Make `moves` in their order; each may overlap itself.
+
+        What follows a request's tokens in its new place is not cleared: only they are its own.
+        """
+        for move in moves:
+            for stored in self._all():
+                stored.move(move)
+            self._own_ends[move.to] = move.to + move.tokens
+
+    def addresses(self, batch: MicroBatch) -> Addresses:
+        """Where the tokens of `batch` lie."""
+        return Addresses.of(batch, self._device, self._own_ends)
 
     def append(
-        self, layer: int, where: SlotRows, key: Tensor, value: Tensor
+        self, layer: int, where: Addresses, key: Tensor, value: Tensor
     ) -> tuple[Stored, Stored]:
         """Write the batch's new keys and values; return the layer's whole keys and values.
 
@@ -170,62 +204,17 @@ class KVCache:
         values.write(where, value)
         return keys, values
 
+    def _all(self) -> Iterator[Stored]:
+        yield from self._keys.values()
+        yield from self._values.values()
 
-@dataclass(frozen=True)
-class SlotRows:
-    """A micro-batch's addresses in the cache as tensors on the stage's device, made once per pass.
 
-    `slot_of_token`, `position_of_token`: `[sum(counts)]`; `slots`, `lengths`: `[requests]`, where
-    lengths include the new tokens. `contiguous`: the slots where they lie in a row. `block`: slots
-    and positions of the new tokens where, besides, all requests add the same positions.
-    """
-
-    slot_of_token: Tensor
-    position_of_token: Tensor
-    slots: Tensor
-    lengths: Tensor
-    max_length: int
-    equal_lengths: bool
-    contiguous: slice | None
-    block: tuple[slice, slice] | None
-
-    @classmethod
-    def of(cls, batch: MicroBatch, device: torch.device) -> SlotRows:
-        """Addresses of `batch` on `device`."""
-        lengths = batch.starts + batch.counts
-        first, count = int(batch.slots[0]), len(batch.slots)
-        in_a_row = bool((batch.slots == range(first, first + count)).all())
-        contiguous = slice(first, first + count) if in_a_row else None
-        equal_lengths = bool((lengths == lengths[0]).all())
-        alike = equal_lengths and bool((batch.starts == batch.starts[0]).all())
-        slots = torch.as_tensor(batch.slots, device=device)
-        return cls(
-            slot_of_token=slots.repeat_interleave(torch.as_tensor(batch.counts, device=device)),
-            position_of_token=torch.as_tensor(batch.positions, device=device),
-            slots=slots,
-            lengths=torch.as_tensor(lengths, device=device),
-            max_length=int(lengths.max()),
-            equal_lengths=equal_lengths,
-            contiguous=contiguous,
-            block=(contiguous, slice(int(batch.starts[0]), int(lengths[0])))
-            if contiguous and alike
-            else None,
-        )
-
-    def write(self, stored: Tensor, new: Tensor) -> None:
-        """Put `new` `[sum(counts), kv_heads, ...]` where the new tokens belong in `stored` `[slots,
-        kv_heads, max_tokens, ...]`.
-        """
-        if self.block is None:
-            stored[self.slot_of_token, :, self.position_of_token] = new
-            return
-        slots, positions = self.block  # a tenth of the time of single addresses
-        shape = (slots.stop - slots.start, positions.stop - positions.start, *new.shape[1:])
-        stored[slots, :, positions] = new.view(shape).transpose(1, 2)
-
-    def gather(self, stored: Tensor) -> Tensor:
-        """The batch's slots of `stored` up to the longest request: a view when the slots lie in a
-        row.
-        """
-        rows = stored[self.contiguous] if self.contiguous else stored.index_select(0, self.slots)
-        return rows[:, :, : self.max_length]
+def _joined(rooms: Sequence[TokenRange]) -> list[TokenRange]:
+    """The same token slots in as few ranges as possible, each of them a kernel on a GPU."""
+    joined: list[TokenRange] = []
+    for room in sorted(rooms, key=lambda room: room.begin):
+        if joined and joined[-1].end == room.begin:
+            joined[-1] = TokenRange(joined[-1].begin, joined[-1].size + room.size)
+        else:
+            joined.append(room)
+    return joined

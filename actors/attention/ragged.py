@@ -1,42 +1,103 @@
-"""Attention of a flattened micro-batch over per-request KV slots (ORCA's selective batching,
-section 4.2).
+"""Attention of a flattened micro-batch over per-request ranges of the KV cache (ORCA's selective
+batching, section 4.2).
 
 Every operation but attention treats the new tokens of all requests as one long row. Attention takes
-them apart again: equal-length prefills and pure decodes run as one dense call, anything else
-request by request.
+them apart again: decode steps run as one dense call, prompts as one for each length, and parts of
+prompts request by request.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from actors.attention.addresses import Addresses
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend
 from actors.attention.cpu_prefill import attend_fresh, prefers_blocks
-from actors.attention.kv_cache import KVCache, SlotRows, Stored
+from actors.attention.kv_cache import KVCache, Stored
 from actors.attention.masks import Scoring
-from actors.messages import MicroBatch
+from actors.messages import MicroBatch, TokenIds
 
 RAGGED_ATTENTION = "llmpq_ragged"
 
 
 @dataclass(frozen=True)
+class Part:
+    """Requests of one kind of a micro-batch, with the rows of their `tokens` in it.
+
+    `decode`: one new token each; `prompts`: equal numbers of tokens without earlier ones;
+    `chunks`: anything else.
+    """
+
+    kind: Literal["decode", "prompts", "chunks"]
+    tokens: slice | Tensor
+    where: Addresses
+
+    def by_request(self, new: Tensor) -> Tensor:
+        """Rows of prompts out of `new` `[sum(counts), heads, head_dim]` as `[requests, heads,
+        tokens, head_dim]`.
+        """
+        requests: Tensor = new[self.tokens].unflatten(0, (len(self.where.batch.slots), -1))
+        return requests.transpose(1, 2)
+
+
+@dataclass(frozen=True)
 class RaggedContext:
-    """The cache and the addresses that a pass through the stage's layers needs."""
+    """The cache, the addresses and the parts of a micro-batch that a pass through the stage's
+    layers needs.
+    """
 
     cache: KVCache
-    batch: MicroBatch
-    where: SlotRows
+    where: Addresses
+    parts: tuple[Part, ...]
 
-    @property
-    def fresh_equal_prefill(self) -> bool:
-        """Whether all requests bring the same number of tokens and have no past."""
-        return self.where.equal_lengths and not self.batch.starts.any()
+    @classmethod
+    def of(cls, cache: KVCache, batch: MicroBatch) -> RaggedContext:
+        """The context of a pass of `batch`."""
+        where = cache.addresses(batch)
+        if batch.is_decode:
+            return cls(cache, where, (Part("decode", slice(None), where),))
+        if (batch.counts == batch.counts[0]).all() and not batch.starts.any():
+            return cls(cache, where, (Part("prompts", slice(None), where),))
+        return cls(cache, where, _parts(cache, batch))
+
+
+def _parts(cache: KVCache, batch: MicroBatch) -> tuple[Part, ...]:
+    """Decode steps, the prompts of each length, and parts of prompts, as far as there are some."""
+    is_prompt = batch.starts == 0
+    groups: list[tuple[Literal["decode", "prompts", "chunks"], TokenIds]] = [
+        ("decode", np.flatnonzero(batch.decode_rows)),
+        *(
+            ("prompts", np.flatnonzero(is_prompt & (batch.counts == length)))
+            for length in np.unique(batch.counts[is_prompt])
+        ),
+        ("chunks", np.flatnonzero(~is_prompt & ~batch.decode_rows)),
+    ]
+    firsts = np.cumsum(batch.counts) - batch.counts
+    parts = []
+    for kind, rows in groups:
+        if len(rows):
+            part = batch.of_rows(rows)
+            where = cache.addresses(part)
+            parts.append(Part(kind, _token_rows(firsts[rows], part.counts, where.device), where))
+    return tuple(parts)
+
+
+def _token_rows(firsts: TokenIds, counts: TokenIds, device: torch.device) -> slice | Tensor:
+    """Rows of requests of which each has `counts` tokens from `firsts` on: a slice where these
+    follow each other.
+    """
+    ends = firsts + counts
+    if (firsts[1:] == ends[:-1]).all():
+        return slice(int(firsts[0]), int(ends[-1]))
+    each = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
+    return torch.as_tensor(np.concatenate(each), device=device)
 
 
 @dataclass(frozen=True)
@@ -56,21 +117,33 @@ def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring)
 
     Returns `[tokens, heads, head_dim]`.
     """
-    query = new.query
     keys, values = context.cache.append(layer, context.where, new.key, new.value)
-    scoring = scoring.within(context.where.max_length)
-    if context.batch.is_decode:
+    if len(context.parts) == 1:
+        return _attend(context.parts[0], new, keys, values, scoring)
+    out = torch.empty_like(new.query)
+    for part in context.parts:
+        out[part.tokens] = _attend(part, new, keys, values, scoring)
+    return out
+
+
+def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: Scoring) -> Tensor:
+    """Attention of `part`, `[tokens of the part, heads, head_dim]`; all keys are stored."""
+    where = part.where
+    scoring = scoring.within(where.longest)
+    if part.kind == "decode":
+        query = new.query[part.tokens]
         if can_attend(keys.numbers):
-            return attend_in_place(DecodeQuery(query, context.where, scoring), keys, values)
-        return _decode(context, query, keys, values, scoring)
-    if context.fresh_equal_prefill and scoring.is_plain:
-        gather = context.where.gather
-        if keys.scales is None:  # as they come: slots that lie apart would have to be copied
-            key, value = _by_request(context, new.key), _by_request(context, new.value)
-        else:
-            key, value = keys.read(gather, query.dtype), values.read(gather, query.dtype)
-        return _dense_prefill(context, query, key, value, scoring.scale)
-    return _each_request(context, query, keys, values, scoring)
+            return attend_in_place(DecodeQuery(query, where.batch, scoring), keys, values)
+        return _decode(where, query, keys, values, scoring)
+    if part.kind == "chunks" or not scoring.is_plain:
+        return _each_request(where.batch, new.query[part.tokens], keys, values, scoring)
+    query = part.by_request(new.query)
+    if keys.scales is None:  # as they come: ranges that lie apart would have to be copied
+        key, value = part.by_request(new.key), part.by_request(new.value)
+    else:
+        key, value = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)
+    out = _attention(query, key, value, is_causal=True, scale=scoring.scale)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _attention(
@@ -107,34 +180,17 @@ def _attention(
     )
 
 
-def _dense_prefill(
-    context: RaggedContext, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
-    """Attend within prompts of one length by a single causal call.
-
-    `key`, `value`: those of the batch, `[requests, kv_heads, tokens, head_dim]`.
-    """
-    out = _attention(_by_request(context, query), key, value, is_causal=True, scale=scale)
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _by_request(context: RaggedContext, x: Tensor) -> Tensor:
-    """`[requests * tokens, heads, head_dim]` as `[requests, heads, tokens, head_dim]`."""
-    return x.view(len(context.batch.slots), -1, *x.shape[1:]).transpose(1, 2)
-
-
 def _decode(
-    context: RaggedContext, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
+    where: Addresses, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
 ) -> Tensor:
-    """Attend from one new token a request by a single call over the slots, shorter ones masked."""
-    where = context.where
+    """Attend from one new token a request by a single call over the ranges, shorter ones masked."""
     mask = None
     if not (where.equal_lengths and scoring.is_plain):
-        mask = scoring.mask(where.position_of_token[:, None], where.max_length, query.dtype)
+        mask = scoring.mask(where.positions[:, None], where.longest, query.dtype)
     out = _attention(
         query[:, :, None],
-        keys.read(where.gather, query.dtype),
-        values.read(where.gather, query.dtype),
+        keys.read(where.read, query.dtype),
+        values.read(where.read, query.dtype),
         attn_mask=mask,
         scale=scoring.scale,
     )
@@ -142,21 +198,23 @@ def _decode(
 
 
 def _each_request(
-    context: RaggedContext, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
+    batch: MicroBatch, query: Tensor, keys: Stored, values: Stored, scoring: Scoring
 ) -> Tensor:
-    """Attend in any mix of prefills, chunks and decodes, by one call a request."""
-    batch, out = context.batch, torch.empty_like(query)
+    """Attend in prompts and parts of prompts of any lengths, by one call a request."""
+    out = torch.empty_like(query)
     row = 0
-    for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
-        end = int(start + count)
-        causal = bool(start == 0) and scoring.is_plain
+    for begin, start, count in zip(
+        *(each.tolist() for each in (batch.begins, batch.starts, batch.counts)), strict=True
+    ):
+        end = start + count
+        causal = start == 0 and scoring.is_plain
         mask = None
         if not causal:
-            positions = torch.arange(int(start), end, device=query.device)
+            positions = torch.arange(start, end, device=query.device)
             mask = scoring.mask(positions[None], end, query.dtype)
 
-        def own(stored: Tensor, slot: int = slot, end: int = end) -> Tensor:
-            return stored[slot : slot + 1, :, :end]
+        def own(stored: Tensor, begin: int = begin, end: int = end) -> Tensor:
+            return stored[None, :, begin : begin + end]
 
         attended = _attention(
             query[row : row + count].transpose(0, 1)[None],
@@ -167,7 +225,7 @@ def _each_request(
             scale=scoring.scale,
         )
         out[row : row + count] = attended[0].transpose(0, 1)
-        row += int(count)
+        row += count
     return out
 
 

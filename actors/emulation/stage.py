@@ -66,11 +66,11 @@ class EmulatedStage:
         self._overrun_s += max(0.0, computed_s - modelled_s)
         if self._overrun_s <= OVERRUN_SHARE * self._modelled_s:
             return
-        kind = "decode" if batch.is_decode else "prefill"
         scale = self._times.scale
         raise DeviceError(
-            f"stage {self._stage.spec.index} computed a {kind} micro-batch of {len(batch.slots)} "
-            f"requests (first slot {int(batch.slots[0])}, {int(batch.counts.sum())} tokens) in "
+            f"stage {self._stage.spec.index} computed a {batch.kind} micro-batch of "
+            f"{len(batch.slots)} requests (first slot {int(batch.slots[0])}, "
+            f"{int(batch.counts.sum())} tokens) in "
             f"{computed_s * 1e3:.2f} ms, but its emulated device takes {modelled_s * 1e3:.2f} ms "
             f"at time scale {scale:g}; emulate with a time_scale of at least "
             f"{1.2 * scale * computed_s / modelled_s:.2g}, a smaller stand_in, or less else at the "
@@ -81,21 +81,22 @@ class EmulatedStage:
 def warm_up(stage: Stage, times: ModelledTimes) -> None:
     """Compute the largest micro-batches of `times`, so that nothing is compiled or allocated later.
 
-    Every slot is cleared when a request takes it, so that nothing is left of this.
+    The room of a request is cleared when it is admitted, so that nothing is left of this.
     """
     spec = stage.spec
-    most = min(times.decode[-1].requests, spec.slots)
-    size = min(times.prefill[-1].requests, spec.slots)
+    most = min(times.decode[-1].requests, spec.slots, max(1, spec.kv_tokens // spec.max_tokens))
+    size = min(times.prefill[-1].requests, most)
     prompt = max(1, spec.max_tokens - 2)
     for first in range(0, most, size):
-        slots = np.arange(first, min(first + size, spec.slots))
+        slots = np.arange(first, min(first + size, most))
         admitted = tuple(
             Admission(int(slot), "warm-up", 2, Sampling(ignore_eos=True)) for slot in slots
         )
         zeros, counts = np.zeros_like(slots), np.full_like(slots, prompt)
-        _compute(stage, MicroBatch(slots, zeros, counts, admitted))
+        _compute(stage, MicroBatch(slots, zeros, counts, slots * spec.max_tokens, admitted))
     slots = np.arange(most)
-    _compute(stage, MicroBatch(slots, np.full_like(slots, prompt), np.ones_like(slots)))
+    starts, begins = np.full_like(slots, prompt), slots * spec.max_tokens
+    _compute(stage, MicroBatch(slots, starts, np.ones_like(slots), begins))
 
 
 def _compute(stage: Stage, batch: MicroBatch) -> None:

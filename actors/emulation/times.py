@@ -18,12 +18,12 @@ class ScaledTimes:
 
     def compute_s(self, batch: MicroBatch) -> float:
         """Seconds in which the stage computes `batch`."""
-        lengths = batch.starts if batch.is_decode else batch.counts
-        return self.scale * self.times.compute_s(batch.is_decode, lengths)
+        return self.scale * self.times.pass_s(batch.starts, batch.counts)
 
     def transfer_s(self, batch: MicroBatch) -> float:
         """Seconds in which the stage's result of `batch` travels to the next stage."""
-        return self.scale * self.times.transfer_s(int(batch.counts.sum()), len(batch.slots))
+        tokens, answers = int(batch.counts.sum()), len(batch.sampled_rows)
+        return self.scale * self.times.transfer_s(tokens, answers)
 
 
 def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:

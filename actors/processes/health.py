@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.messages import MicroBatch
-from planner.phases import Phase
+from actors.messages import BatchKind, MicroBatch
 from quant.common.errors import LlmpqError
 
 _SHORT_OF_MEMORY = ("can't allocate", "out of memory", "bad allocation", "std::bad_alloc")
@@ -38,7 +37,7 @@ class BatchFailure:
     """
 
     kind: FailureKind
-    phase: Phase
+    batch_kind: BatchKind
     slots: tuple[int, ...]
     text: str
     asked_bytes: int = 0
@@ -127,7 +126,7 @@ def _failure(batch: MicroBatch, error: BaseException, device: torch.device | Non
     asked = _ASKED.search(text)
     return BatchFailure(
         kind,
-        phase="decode" if batch.is_decode else "prefill",
+        batch_kind=batch.kind,
         slots=tuple(batch.slots.tolist()),
         text=f"{type(error).__name__}: {text}",
         asked_bytes=int(float(asked[1]) * _UNITS[asked[2]]) if asked else 0,

@@ -13,7 +13,15 @@ from ray.actor import ActorHandle
 from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
-from actors.messages import Chunk, Finished, MicroBatch, QueueDepth, Sampled, StageStats
+from actors.messages import (
+    BATCH_KINDS,
+    Chunk,
+    Finished,
+    MicroBatch,
+    QueueDepth,
+    Sampled,
+    StageStats,
+)
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
@@ -24,7 +32,8 @@ from actors.stage.stage import Stage
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher
 from actors.transport.gloo_links import Links
-from actors.transport.message_format import Codec, Limits, PlainCodec
+from actors.transport.message_format import Codec, PlainCodec
+from actors.transport.message_limits import Limits
 from actors.transport.pipelines import (
     GlooPipeline,
     RayMessage,
@@ -122,9 +131,8 @@ class StageActor(BoardKeeper):
         """
         mine = self._spec.is_first  # a call to itself would wait for this one
         board = self.board(rendezvous.secret) if mine else RemoteBoard(first, rendezvous)
-        self._codec = self._make_codec(
-            sizes.limits(self._spec.max_tokens, self._loaded().max_columns)
-        )
+        spec, columns = self._spec, self._loaded().max_columns
+        self._codec = self._make_codec(sizes.limits(spec.max_tokens, spec.kv_tokens, columns))
         self._links = Links(rendezvous, self._spec.index, board)
 
     def serve(self) -> None:
@@ -176,15 +184,17 @@ class StageActor(BoardKeeper):
 
     def _figures(self) -> StageStats:
         leader = self._leader
-        prefill, decode = self._meter.work("prefill"), self._meter.work("decode")
+        works = {kind: self._meter.work(kind) for kind in BATCH_KINDS}
+        tokens = self._meter.tokens()
         return replace(
             self._loaded().stats(),
             busy_s=self._meter.busy_s(),
-            prefill_tokens=prefill.tokens,
-            decode_tokens=decode.tokens,
-            micro_batches=prefill.micro_batches + decode.micro_batches,
-            prefill=prefill,
-            decode=decode,
+            prefill_tokens=tokens["prefill"],
+            decode_tokens=tokens["decode"],
+            micro_batches=sum(work.micro_batches for work in works.values()),
+            prefill=works["prefill"],
+            decode=works["decode"],
+            mixed=works["mixed"],
             queue=None if leader is None else leader.queue,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache
 from actors.messages import MicroBatch
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.stage import kv_shape, make_cache, run_in_passes
@@ -126,16 +126,16 @@ class TimedLayers:
             stack[index] = self._layers[index] if index < copies else PassThrough(tupled)
 
     def _filled_cache(self, workload: LayerWorkload, copies: int) -> KVCache:
-        """A cache with random keys and values of earlier tokens, in slots as long as needed."""
+        """A cache with random keys and values of earlier tokens, in ranges as long as needed."""
         form, requests, length = self._form, workload.batch_size, workload.length
         past = length if workload.phase == "decode" else 0
-        room, held = max(past + 1, length), CacheForm(form.dtype, form.device)
-        cache = make_cache(self._model.config, range(copies), requests, room, held)
+        room, held = _room(workload), CacheForm(form.dtype, form.device)
+        cache = make_cache(self._model.config, range(copies), requests * room, held)
         made = torch.randn(past, *kv_shape(self._model.config), generator=self._generator)
         made = made.to(form.device, form.dtype)
         for slot in range(requests if past else 0):
-            before = MicroBatch(np.array([slot]), np.array([0]), np.array([past]))
-            where = SlotRows.of(before, form.device)
+            slots, starts, counts, begins = np.array([[slot], [0], [past], [slot * room]])
+            where = cache.addresses(MicroBatch(slots, starts, counts, begins))
             for layer in range(copies):
                 cache.append(layer, where, made, made)
         return cache
@@ -148,4 +148,10 @@ def _micro_batch(workload: LayerWorkload) -> MicroBatch:
         slots=np.arange(requests),
         starts=np.full(requests, 0 if is_prefill else workload.length),
         counts=np.full(requests, workload.length if is_prefill else 1),
+        begins=np.arange(requests) * _room(workload),
     )
+
+
+def _room(workload: LayerWorkload) -> int:
+    """Token slots of each request."""
+    return workload.length + (workload.phase == "decode")

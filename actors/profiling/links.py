@@ -108,7 +108,8 @@ class End(BoardKeeper):
         self, way: Way, trip: Callable[[MicroBatch, Tensor], None], turns: int
     ) -> list[MeasuredHop]:
         """Time payloads in turns, so that a slow moment of the machine falls on all of them."""
-        batch = MicroBatch(np.arange(_ROWS), np.full(_ROWS, 9), np.ones(_ROWS, dtype=np.int64))
+        slots = np.arange(_ROWS)
+        batch = MicroBatch(slots, np.full(_ROWS, 9), np.ones_like(slots), slots * 10)
         hops: list[list[float]] = [[] for _ in PAYLOADS_BYTES]
         hidden = [
             torch.randn(_ROWS, size // 2 // _ROWS).half().to(self._device)

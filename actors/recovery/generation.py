@@ -201,10 +201,10 @@ class Generation:
         name, size = self._pipeline.stages[stage].name, len(failure.slots)
         ids = frozenset(in_flight[slot] for slot in failure.slots if slot in in_flight) or None
         if failure.kind != "memory":
-            text = f"{name} failed at a {failure.phase} of {size} requests: {failure.text}"
+            text = f"{name} failed at a {failure.batch_kind} of {size} requests: {failure.text}"
             return Fault("failed", stage, text, ids)
         text = (
-            f"{name} ran out of memory at a {failure.phase} of {size} requests: it held "
+            f"{name} ran out of memory at a {failure.batch_kind} of {size} requests: it held "
             f"{failure.held_bytes} bytes and asked for {failure.asked_bytes or 'more'}"
         )
         if size == 1:
@@ -216,8 +216,13 @@ class Generation:
 
 
 def halved(sizes: QueueSizes, failure: BatchFailure) -> QueueSizes:
-    """Return `sizes` with half of the failed micro-batch for its phase."""
+    """Return `sizes` with half of the failed micro-batch for the phases that it had."""
     half = max(1, len(failure.slots) // 2)
-    if failure.phase == "prefill":
-        return replace(sizes, prefill_micro_batch=min(half, sizes.prefill_micro_batch))
-    return replace(sizes, decode_micro_batch=min(half, sizes.decode_micro_batch))
+    prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
+    if failure.batch_kind == "mixed":  # its share of each is not known
+        return replace(
+            sizes, prefill_micro_batch=max(1, prefill // 2), decode_micro_batch=max(1, decode // 2)
+        )
+    if failure.batch_kind == "prefill":
+        return replace(sizes, prefill_micro_batch=min(half, prefill))
+    return replace(sizes, decode_micro_batch=min(half, decode))

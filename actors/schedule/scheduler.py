@@ -7,32 +7,37 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
-from actors.transport.message_format import Limits
+from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
 
 
 @dataclass(frozen=True)
 class QueueSizes:
-    """KV slots, the planned requests of a micro-batch of each phase, and the scheduling policy by
-    its name in `actors.schedule.table`.
+    """Slots of requests, the planned requests of a micro-batch of each phase, the tokens of the
+    longest request (`slot_tokens`), and the scheduling policy by its name in
+    `actors.schedule.table`.
     """
 
     slots: int
     prefill_micro_batch: int
     decode_micro_batch: int
+    slot_tokens: int
     policy: str = "static"
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
         """The sizes that `plan` asks for."""
         sizes = plan.micro_batches
-        return cls(plan.workload.global_batch, sizes.prefill, sizes.decode)
+        workload = plan.workload
+        return cls(workload.global_batch, sizes.prefill, sizes.decode, workload.total_length)
 
-    def limits(self, max_tokens: int, columns: int) -> Limits:
-        """The most that messages may hold where a slot has room for `max_tokens`."""
-        rows = max(self.prefill_micro_batch * max_tokens, self.decode_micro_batch)
-        requests = max(self.prefill_micro_batch, self.decode_micro_batch)
-        return Limits(requests, rows, columns, self.slots, max_tokens)
+    def limits(self, max_tokens: int, kv_tokens: int, columns: int) -> Limits:
+        """The most that messages may hold, a micro-batch of each phase in one, where a request has
+        at most `max_tokens` and the KV cache `kv_tokens`.
+        """
+        rows = self.prefill_micro_batch * max_tokens + self.decode_micro_batch
+        requests = self.prefill_micro_batch + self.decode_micro_batch
+        return Limits(requests, rows, columns, self.slots, max_tokens, kv_tokens)
 
 
 class Scheduler(Protocol):

@@ -1,7 +1,7 @@
 """The policy `static`: a queue of any length over the planned KV slots and micro-batches.
 
 Prefill has micro-batches of one size and decode of another (LLM-PQ section 4.3); as every request
-keeps its KV slot, regrouping between the phases moves nothing.
+keeps its range of the KV cache, regrouping between the phases moves nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from actors.messages import (
     Request,
     Sampled,
     TokenIds,
+    TokenRange,
 )
 from actors.schedule.scheduler import QueueSizes
 from planner.schedule.static import refill_from
@@ -44,7 +45,8 @@ class _Group:
 
 
 class StaticScheduler:
-    """A scheduler that keeps requests in a queue until one of the KV slots is free.
+    """A scheduler that keeps requests in a queue until one of the KV slots is free: each slot has a
+    range of the KV cache for the longest request.
 
     Each run of `decode_micro_batch` slots is a decode group, so that a full group is one block of
     the KV cache. The first requests fill all slots: prefills first, then every group steps as soon
@@ -57,6 +59,7 @@ class StaticScheduler:
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         slots = sizes.slots
+        self._slot_tokens = sizes.slot_tokens
         self._prefill_micro_batch = sizes.prefill_micro_batch
         self._decode_micro_batch = sizes.decode_micro_batch
         self._refill_from = refill_from(slots, sizes.prefill_micro_batch, stages)
@@ -150,7 +153,8 @@ class StaticScheduler:
             group.free -= 1
             group.prefilling += 1
         admitted = tuple(
-            Admission.of(slot, request) for slot, request in zip(slots, requests, strict=True)
+            Admission.of(slot, request, TokenRange(slot * self._slot_tokens, self._slot_tokens))
+            for slot, request in zip(slots, requests, strict=True)
         )
         texts = [np.array(r.prompt_ids + r.generated, dtype=np.int64) for r in requests]
         counts = np.array([len(text) for text in texts], dtype=np.int64)
@@ -160,7 +164,8 @@ class StaticScheduler:
         self._prompt[slot_array] = counts - self._given[slot_array]
         for slot, request in zip(slots, requests, strict=True):
             self._tokens[slot, : len(request.generated)] = request.generated
-        return MicroBatch(slot_array, np.zeros_like(slot_array), counts, admitted), tokens
+        starts, begins = np.zeros_like(slot_array), slot_array * self._slot_tokens
+        return MicroBatch(slot_array, starts, counts, begins, admitted), tokens
 
     def _decode(self, group: _Group) -> tuple[MicroBatch, TokenIds]:
         self._ready.remove(group)
@@ -169,7 +174,7 @@ class StaticScheduler:
         given = self._given[slots]
         tokens: TokenIds = self._tokens[slots, given - 1]
         starts = self._prompt[slots] + given - 1
-        return MicroBatch(slots, starts, np.ones_like(starts)), tokens
+        return MicroBatch(slots, starts, np.ones_like(starts), slots * self._slot_tokens), tokens
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns the requests that ended with it."""

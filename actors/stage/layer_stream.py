@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.attention.kv_cache import CacheForm, KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
@@ -85,6 +85,7 @@ class LayerStream:
             dtype=dtype_name(compute.dtype),
             slots=0,
             max_tokens=0,
+            kv_tokens=0,
         )
         model = empty_model(self.config)
         keep_stage(model, layers, spec.is_first, spec.is_last, spec.has_head)
@@ -143,9 +144,9 @@ class LayerStream:
     def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
         """Half-open ranges of sequences and the outputs of the layer's module, on the host."""
         length = layer.hidden.shape[1]
-        slots = min(self.sequences_at_once(length), len(layer.hidden))
+        sequences = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        cache = make_cache(self.config, own, slots, length, layer.form)
+        cache = make_cache(self.config, own, sequences * length, layer.form)
         self._stack[layer.index] = layer.module
         try:
             for rows in self._rows(layer.hidden):
@@ -174,11 +175,11 @@ class LayerStream:
             slots=np.arange(count),
             starts=np.zeros(count, dtype=np.int64),
             counts=np.full(count, length, dtype=np.int64),
+            begins=np.arange(count) * length,
         )
         if cache is None:  # no layer will ask for keys
-            cache = make_cache(self.config, range(0), 0, 0, CacheForm(self.compute.dtype, device))
-        context = RaggedContext(cache, batch, SlotRows.of(batch, device))
-        hidden = run_decoder(model, context, inputs.flatten(0, 1).to(device))
+            cache = make_cache(self.config, range(0), 0, CacheForm(self.compute.dtype, device))
+        hidden = run_decoder(model, RaggedContext.of(cache, batch), inputs.flatten(0, 1).to(device))
         return hidden.view(count, length, -1)
 
     def _check(self, token_ids: Tensor) -> None:

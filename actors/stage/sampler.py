@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PretrainedConfig
 
-from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
+from actors.messages import (
+    NOTHING_SAMPLED,
+    Admission,
+    FinishReason,
+    MicroBatch,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.stage.generation_config import eos_token_ids
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 
@@ -82,23 +90,28 @@ class Sampler:
         return cls(eos_token_ids(folder, getattr(config, "eos_token_id", None)), folder=folder)
 
     def sample(self, batch: MicroBatch, logits: Tensor) -> Sampled:
-        """One token for each request of `batch`; `logits`: `[requests, vocabulary]`."""
+        """One token for each sampled request of `batch`; `logits`: `[sampled, vocabulary]`, of
+        which nothing is read where there are none.
+        """
         for admission in batch.admitted:
             self._running[admission.slot] = _Running.of(admission)
-        running = [self._running[int(slot)] for slot in batch.slots]
+        slots = batch.slots[batch.sampled_rows].tolist()
+        if not slots:
+            return NOTHING_SAMPLED
+        running = [self._running[slot] for slot in slots]
         finite = logits.amax(-1).isfinite()  # the largest of a row with NaN is NaN
         if not finite.all():
             logits = logits.masked_fill(~finite[:, None], 0.0)
         tokens = next_tokens(logits, running)
         reasons = []
         for slot, request, token, is_finite in zip(
-            batch.slots, running, tokens, finite.tolist(), strict=True
+            slots, running, tokens, finite.tolist(), strict=True
         ):
             request.give(int(token))
             reason = self._finish_reason(request) if is_finite else "error"
             reasons.append(reason)
             if reason is not None:
-                del self._running[int(slot)]
+                del self._running[slot]
         return Sampled(tokens, tuple(reasons))
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:

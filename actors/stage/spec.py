@@ -1,4 +1,4 @@
-"""The specification of one pipeline stage: its layers and bits, its KV slots, its memory limit."""
+"""The specification of one pipeline stage: its layers and bits, its KV cache, its memory limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class StageSpec:
     """One stage of a plan, as its actor needs it.
 
     `bitwidths`: one per layer of `layers`; `backends`: kernel backend per bitwidth (missing: the
-    processor's preferred one); `slots` x `max_tokens`: capacity of the KV cache;
+    processor's preferred one); `slots`: most requests at a time; `max_tokens`: tokens of the
+    longest request; `kv_tokens`: token slots of the KV cache, for all requests together;
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
@@ -28,6 +29,7 @@ class StageSpec:
     dtype: str
     slots: int
     max_tokens: int
+    kv_tokens: int
     backends: Mapping[int, str] = field(default_factory=dict)
     memory_limit_bytes: int = 0
     device_name: str = "CPU"
@@ -63,6 +65,7 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         dtype=stage.dtype,
         slots=plan.workload.global_batch,
         max_tokens=plan.workload.total_length,
+        kv_tokens=plan.workload.global_batch * plan.workload.total_length,
         backends=dict(stage.backends),
         memory_limit_bytes=stage.memory_limit_bytes,
         device_name=stage.device,

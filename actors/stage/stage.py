@@ -1,4 +1,4 @@
-"""One pipeline stage on one device: its shard of the model, its KV slots and, on the last stage,
+"""One pipeline stage on one device: its shard of the model, its KV cache and, on the last stage,
 the sampler.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu_decode import warm_up
-from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, SlotRows
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch, Sampled, StageStats
 from actors.stage.partial_model import (
@@ -57,7 +57,7 @@ class Stage:
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
         form = CacheForm(self.dtype, device, spec.kv_bits)
-        self._cache = make_cache(config, spec.layers, spec.slots, spec.max_tokens, form)
+        self._cache = make_cache(config, spec.layers, spec.kv_tokens, form)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
@@ -92,13 +92,13 @@ class Stage:
         """Compute one micro-batch.
 
         `inputs`: token ids `[tokens]` on the first stage, hidden states `[tokens, hidden_size]` on
-        the others. Returns hidden states of the same shape; on the last stage those of each
-        request's last token `[requests, head_width]`, or the sampled tokens where the LM head
-        lives there too.
+        the others. Returns hidden states of the same shape; on the last stage those of the last
+        token of each sampled request `[sampled, head_width]`, or the sampled tokens where the LM
+        head lives there too.
         """
         began = time.perf_counter()
-        if batch.admitted:
-            self._cache.clear([admission.slot for admission in batch.admitted])
+        self._cache.move(batch.moves)
+        self._cache.clear([admission.room for admission in batch.admitted])
         hidden = self._forward(batch, inputs.to(self.device, non_blocking=True))
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
@@ -114,8 +114,8 @@ class Stage:
     def finish(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         """Compute LM head and sampling on the first stage.
 
-        `last_hidden`: final hidden states of each request's last token `[requests, head_width]`,
-        from the last stage.
+        `last_hidden`: final hidden states of the last token of each sampled request `[sampled,
+        head_width]`, from the last stage.
         """
         began = time.perf_counter()
         sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
@@ -125,7 +125,8 @@ class Stage:
     def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
         if self._sampler is None:
             raise ValueError(f"stage {self.spec.index} has no LM head")
-        return self._sampler.sample(batch, self._model.get_output_embeddings()(last_hidden))
+        head = self._model.get_output_embeddings()
+        return self._sampler.sample(batch, head(last_hidden) if len(last_hidden) else last_hidden)
 
     def _forward(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
         """Hidden states after the stage's layers, on the last stage after the final norm:
@@ -138,11 +139,8 @@ class Stage:
     def _count(self, batch: MicroBatch, seconds: float) -> None:
         self._busy_s += seconds
         self._micro_batches += 1
-        tokens = int(batch.counts.sum())
-        if batch.is_decode:
-            self._decode_tokens += tokens
-        else:
-            self._prefill_tokens += tokens
+        self._decode_tokens += batch.decode_tokens
+        self._prefill_tokens += int(batch.counts.sum()) - batch.decode_tokens
 
     def stats(self) -> StageStats:
         """Work done and bytes held so far."""
@@ -160,12 +158,11 @@ def run_in_passes(
     model: PreTrainedModel, cache: KVCache, batch: MicroBatch, inputs: Tensor
 ) -> Tensor:
     """`run_decoder` over a whole micro-batch, on a CPU in parts of `CPU_TOKENS_AT_ONCE`."""
-    device = inputs.device
 
     def one(part: MicroBatch, tokens: Tensor) -> Tensor:
-        return run_decoder(model, RaggedContext(cache, part, SlotRows.of(part, device)), tokens)
+        return run_decoder(model, RaggedContext.of(cache, part), tokens)
 
-    if device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
+    if inputs.device.type != "cpu" or len(inputs) <= CPU_TOKENS_AT_ONCE:
         return one(batch, inputs)
     passes = batch.passes(CPU_TOKENS_AT_ONCE)
     tokens = inputs.split([int(part.counts.sum()) for part in passes])
@@ -183,17 +180,15 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
         arguments["past_key_values"] = ContextAsCache(context)
     else:
         arguments["ragged"] = context
-        arguments["position_ids"] = context.where.position_of_token[None]
+        arguments["position_ids"] = context.where.positions[None]
     arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs[None]
     hidden: Tensor = model.get_decoder()(**arguments).last_hidden_state[0]
     return hidden
 
 
-def make_cache(
-    config: PretrainedConfig, layers: range, slots: int, max_tokens: int, form: CacheForm
-) -> KVCache:
-    """An empty KV cache for some decoder layers of the model of `config`."""
-    return KVCache(layers, CacheShape(slots, max_tokens, *kv_shape(config)), form)
+def make_cache(config: PretrainedConfig, layers: range, tokens: int, form: CacheForm) -> KVCache:
+    """An empty KV cache of so many token slots for some decoder layers of the model of `config`."""
+    return KVCache(layers, CacheShape(tokens, *kv_shape(config)), form)
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from actors.messages import MicroBatch, PhaseWork
-from planner.phases import PHASES, Phase
+from actors.messages import BATCH_KINDS, BatchKind, MicroBatch, PhaseWork
+from planner.phases import Phase
 
 FULL_SHARE = 0.9
 """Micro-batches of at least this share of the planned size are compared with the plan: their time
@@ -31,7 +31,7 @@ SPAN = np.dtype(
         ("requests", "i4"),
         ("tokens", "i4"),
         ("context", "i4"),  # tokens in the longest request's slot before
-        ("is_decode", "?"),
+        ("decode_requests", "i4"),
     ]
 )
 """One micro-batch on one stage: computed from `began_s` to `ended_s`, passed on until `sent_s`."""
@@ -69,12 +69,13 @@ class SpanLog:
         self._rows = np.zeros(limit, dtype=SPAN)  # memory is only taken as it is written
         self._count = 0
 
-    def add(self, batch: MicroBatch, is_decode: bool, began_s: float, ended_s: float) -> None:
+    def add(self, batch: MicroBatch, began_s: float, ended_s: float) -> None:
         """Note a micro-batch that was computed."""
         if self._count < len(self._rows):
             counts = batch.counts
             tokens, context = int(counts.sum()), int(batch.starts.max(initial=0))
-            row = (began_s, ended_s, ended_s, len(counts), tokens, context, is_decode)
+            decodes = batch.decode_tokens
+            row = (began_s, ended_s, ended_s, len(counts), tokens, context, decodes)
             self._rows[self._count] = row
         self._count += 1
 
@@ -91,13 +92,14 @@ class SpanLog:
 
 @dataclass(frozen=True)
 class _State:
-    """Work done so far, and phase and start of the micro-batch that is `running`. It is replaced as
-    a whole, so that readers see all of a micro-batch or nothing.
+    """Work done so far by kind of micro-batch, the decode tokens in it, and kind and start of the
+    micro-batch that is `running`. It is replaced as a whole, so that readers see all of a
+    micro-batch or nothing.
     """
 
-    prefill: PhaseWork = PhaseWork()  # noqa: RUF009  (frozen)
-    decode: PhaseWork = PhaseWork()  # noqa: RUF009  (frozen)
-    running: tuple[Phase, float] | None = None
+    work: Mapping[BatchKind, PhaseWork]
+    decode_tokens: int = 0
+    running: tuple[BatchKind, float] | None = None
 
 
 class StageMeter:
@@ -108,28 +110,26 @@ class StageMeter:
     ) -> None:
         self.options = options
         self._clock = clock
-        self._state = _State()
+        self._state = _State(dict.fromkeys(BATCH_KINDS, PhaseWork()))
         self._head_s = 0.0
         self._log = SpanLog() if options.trace else None
-        self._unseen: deque[tuple[Phase, float]] = deque(maxlen=UNSEEN_SECONDS)
+        self._unseen: deque[tuple[BatchKind, float]] = deque(maxlen=UNSEEN_SECONDS)
 
     @contextmanager
     def computing(self, batch: MicroBatch) -> Iterator[None]:
         """Time the computation of `batch` inside this context; one that fails is not counted."""
-        is_decode = batch.is_decode
-        phase: Phase = "decode" if is_decode else "prefill"
-        began_s = self._clock()
+        kind, began_s = batch.kind, self._clock()
         before = self._state
-        self._state = replace(before, running=(phase, began_s))
+        self._state = replace(before, running=(kind, began_s))
         done = before
         try:
             yield
             ended_s = self._clock()
-            work = self._after(phase, batch, ended_s - began_s)
-            done = replace(before, decode=work) if is_decode else replace(before, prefill=work)
+            work = self._after(kind, batch, ended_s - began_s)
+            done = _State({**before.work, kind: work}, before.decode_tokens + batch.decode_tokens)
             if self._log is not None:
-                self._log.add(batch, is_decode, began_s, ended_s)
-            self._unseen.append((phase, ended_s - began_s))
+                self._log.add(batch, began_s, ended_s)
+            self._unseen.append((kind, ended_s - began_s))
         finally:
             self._state = done
 
@@ -145,9 +145,9 @@ class StageMeter:
         if self._log is not None:
             self._log.sent(self._clock())
 
-    def _after(self, phase: Phase, batch: MicroBatch, seconds: float) -> PhaseWork:
-        before, requests, tokens = self.work(phase), len(batch.counts), int(batch.counts.sum())
-        size = self._share(phase, requests, tokens)
+    def _after(self, kind: BatchKind, batch: MicroBatch, seconds: float) -> PhaseWork:
+        before, requests, tokens = self.work(kind), len(batch.counts), int(batch.counts.sum())
+        size = self._share(kind, requests, tokens)
         is_full = size >= FULL_SHARE
         return PhaseWork(
             micro_batches=before.micro_batches + 1,
@@ -157,40 +157,47 @@ class StageMeter:
             full_micro_batches=before.full_micro_batches + is_full,
             full_s=before.full_s + seconds * is_full,
             full_sizes=before.full_sizes + size * is_full,
+            sampled=before.sampled + len(batch.sampled_rows),
         )
 
-    def _share(self, phase: Phase, requests: int, tokens: int) -> float:
-        """Return the size as a share of the planned micro-batch; 0 where that is not known."""
+    def _share(self, kind: BatchKind, requests: int, tokens: int) -> float:
+        """Return the size as a share of the planned micro-batch; 0 where none is planned."""
         options = self.options
+        if kind == "mixed":
+            return 0.0
         done, planned = (
             (requests, options.decode_requests)
-            if phase == "decode"
+            if kind == "decode"
             else (tokens, options.prefill_tokens)
         )
         return done / planned if planned else 0.0
 
-    def work(self, phase: Phase) -> PhaseWork:
-        """Return the work of `phase` that is done."""
-        return _of(self._state, phase)
+    def work(self, kind: BatchKind) -> PhaseWork:
+        """Return the work in micro-batches of `kind` that is done."""
+        return self._state.work[kind]
 
-    def busy_s(self, phase: Phase | None = None) -> float:
-        """Return the seconds of computing, with the micro-batch that is under way; LM head and
-        sampling on the first stage count where no `phase` is given.
+    def tokens(self) -> dict[Phase, int]:
+        """Return the tokens of prompts and of decode steps that are done, in whatever kind of
+        micro-batch.
         """
         state = self._state
-        done = sum(_of(state, each).seconds for each in PHASES if phase in (None, each))
-        if state.running is not None and phase in (None, state.running[0]):
-            done += max(0.0, self._clock() - state.running[1])
-        return done + (self._head_s if phase is None else 0.0)
+        every = sum(work.tokens for work in state.work.values())
+        return {"prefill": every - state.decode_tokens, "decode": state.decode_tokens}
 
-    def new_seconds(self) -> list[tuple[Phase, float]]:
-        """Return phase and seconds of each micro-batch since the last call."""
+    def busy_s(self, kind: BatchKind | None = None) -> float:
+        """Return the seconds of computing, with the micro-batch that is under way; LM head and
+        sampling on the first stage count where no `kind` is given.
+        """
+        state = self._state
+        done = sum(work.seconds for each, work in state.work.items() if kind in (None, each))
+        if state.running is not None and kind in (None, state.running[0]):
+            done += max(0.0, self._clock() - state.running[1])
+        return done + (self._head_s if kind is None else 0.0)
+
+    def new_seconds(self) -> list[tuple[BatchKind, float]]:
+        """Return kind and seconds of each micro-batch since the last call."""
         return [self._unseen.popleft() for _ in range(len(self._unseen))]
 
     def spans(self, stage: int) -> Spans | None:
         """Return the times of micro-batches, where they are kept."""
         return None if self._log is None else self._log.spans(stage)
-
-
-def _of(state: _State, phase: Phase) -> PhaseWork:
-    return state.decode if phase == "decode" else state.prefill

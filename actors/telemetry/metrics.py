@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from actors.messages import StageStats
+from actors.messages import BATCH_KINDS, StageStats
 from actors.telemetry.meter import StageMeter
-from planner.phases import PHASES
 
 INTERVAL_S = 0.5
 
@@ -22,7 +21,9 @@ _PHASE = (*_STAGE, "phase")
 
 @dataclass(frozen=True)
 class _Instruments:
-    """All metrics of a stage, with `phase` as a further tag where work differs by phase."""
+    """All metrics of a stage, with `phase` as a further tag where work differs by phase; that of a
+    micro-batch with prompts and decode steps is "mixed", that of its tokens is theirs.
+    """
 
     tokens: Counter
     sampled: Counter
@@ -90,15 +91,16 @@ class MetricsPublisher:
     def publish(self) -> None:
         """Hand over the figures as they are now."""
         made, meter = self._instruments, self._meter
-        for phase in PHASES:
-            work = meter.work(phase)
-            self._count(made.tokens, "tokens", phase, work.tokens)
-            self._count(made.micro_batches, "micro-batches", phase, work.micro_batches)
-            self._count(made.busy, "busy", phase, meter.busy_s(phase))
+        for phase, tokens in meter.tokens().items():
+            self._count(made.tokens, "tokens", phase, tokens)
+        for kind in BATCH_KINDS:
+            work = meter.work(kind)
+            self._count(made.micro_batches, "micro-batches", kind, work.micro_batches)
+            self._count(made.busy, "busy", kind, meter.busy_s(kind))
             if self._samples:
-                self._count(made.sampled, "sampled", phase, work.requests)
-        for phase, seconds in meter.new_seconds():
-            made.seconds.observe(seconds, {"phase": phase})
+                self._count(made.sampled, "sampled", kind, work.sampled)
+        for kind, seconds in meter.new_seconds():
+            made.seconds.observe(seconds, {"phase": kind})
         stats = self._stats()
         made.held.set(stats.weight_bytes, {"kind": "weights"})
         made.held.set(stats.kv_cache_bytes, {"kind": "kv_cache"})

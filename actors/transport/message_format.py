@@ -10,41 +10,37 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from dataclasses import asdict, astuple, dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from actors.messages import Admission, FinishReason, MicroBatch, Sampled, Sampling, TokenIds
-from quant.common.errors import LlmpqError, StageLostError
+from actors.messages import (
+    Admission,
+    FinishReason,
+    MicroBatch,
+    Move,
+    Sampled,
+    Sampling,
+    TokenIds,
+    TokenRange,
+)
+from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
+from quant.common.errors import LlmpqError
 
-_PREFIX = struct.Struct("<QQQQQQQ")
-"""Bytes of the whole message, kind, requests, bytes of JSON, dtype, rows, columns."""
+_PREFIX = struct.Struct("<QQQQQQQQ")
+"""Bytes of the whole message, kind, requests, moves, bytes of JSON, dtype, rows, columns."""
 
 _BATCH, _SAMPLED = 0, 1
+_SAMPLED_ARRAYS = 2  # tokens, reasons
+_BATCH_ARRAYS = 5  # slots, starts, counts, begins, samples
+_MOVE_NUMBERS = 3
 _ALIGNMENT = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MOST = 2**62
+_NO_MOVES: TokenIds = np.zeros((0, _MOVE_NUMBERS), dtype=np.int64)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
-
-ADMISSION_BYTES = 16 * 2**20
-"""Most bytes of JSON for each request: ids, stop strings, and 256,000 tokens and biases take less.
-"""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
-    of hidden states, and the KV `slots` that the stages have, of `max_tokens` each.
-    """
-
-    requests: int
-    rows: int
-    columns: int
-    slots: int
-    max_tokens: int
 
 
 class _Prefix(NamedTuple):
@@ -53,6 +49,7 @@ class _Prefix(NamedTuple):
     message_bytes: int
     kind: int
     requests: int
+    moves: int
     text_bytes: int
     dtype: int
     rows: int
@@ -60,7 +57,9 @@ class _Prefix(NamedTuple):
 
     @property
     def array_bytes(self) -> int:
-        return 8 * (2 if self.kind == _SAMPLED else 3) * self.requests
+        if self.kind == _SAMPLED:
+            return 8 * _SAMPLED_ARRAYS * self.requests
+        return 8 * (_BATCH_ARRAYS * self.requests + _MOVE_NUMBERS * self.moves)
 
     @property
     def tensor_begin(self) -> int:
@@ -74,15 +73,17 @@ class _Prefix(NamedTuple):
 
 def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     """A message `[bytes]` of uint8 on the host: `batch` with hidden states `[tokens, hidden_size]`,
-    or just its sampled tokens.
+    or just its sampled tokens. `samples` that are all set come out as None.
     """
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
-        return _message(_SAMPLED, (result.token_ids, codes), b"", None)
+        return _message(_SAMPLED, (result.token_ids, codes), _NO_MOVES, b"", None)
     admitted = json.dumps([asdict(admission) for admission in batch.admitted]).encode()
-    arrays = (batch.slots, batch.starts, batch.counts)
+    samples = np.ones_like(batch.slots) if batch.samples is None else batch.samples.astype(np.int64)
+    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples)
+    moves = np.array([astuple(move) for move in batch.moves], dtype=np.int64)
     text = admitted if batch.admitted else b""
-    return _message(_BATCH, arrays, text, result)
+    return _message(_BATCH, arrays, moves.reshape(-1, _MOVE_NUMBERS), text, result)
 
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
@@ -96,19 +97,20 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
     """The content of an encoded `message`; the tensor is a view of it.
 
     Raises `StageLostError` for what no stage sends: sizes that disagree or go beyond `limits`,
-    slots and positions that do not exist, admissions that are malformed.
+    slots, positions and ranges that do not exist or that two requests share, admissions that are
+    malformed.
     """
     data = message.numpy()
     prefix = _prefix(message, limits)
     if len(data) < prefix.message_bytes:
-        _refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
+        refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
     end = _PREFIX.size + prefix.array_bytes
-    arrays = data[_PREFIX.size : end].view(np.int64).reshape(-1, prefix.requests).copy()
+    numbers = data[_PREFIX.size : end].view(np.int64).copy()
     if prefix.kind == _SAMPLED:
-        return _sampled(arrays)
+        return _sampled(numbers.reshape(_SAMPLED_ARRAYS, prefix.requests))
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
-    batch = MicroBatch(arrays[0], arrays[1], arrays[2], admitted)
-    _check_batch(batch, prefix.rows, limits)
+    batch = _batch(numbers, prefix.requests, admitted)
+    check_batch(batch, prefix.rows, limits)
     hidden = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
     return batch, hidden.reshape(prefix.rows, prefix.columns)
 
@@ -145,59 +147,56 @@ class PlainCodec:
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
     if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
-        _refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
-    if prefix.kind == _SAMPLED and prefix.text_bytes + prefix.rows + prefix.columns:
-        _refuse("brings more than the tokens that it says")
-    if not prefix.requests or prefix.message_bytes != prefix.planned_bytes:
-        _refuse(f"says {prefix.message_bytes} bytes, of which {prefix.planned_bytes} have a place")
+        refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
+    beside = prefix.moves + prefix.text_bytes + prefix.rows + prefix.columns
+    if prefix.kind == _SAMPLED and beside:
+        refuse("brings more than the tokens that it says")
+    if not (prefix.requests or prefix.kind == _SAMPLED):
+        refuse("is a micro-batch of no requests")
+    if prefix.message_bytes != prefix.planned_bytes:
+        refuse(f"says {prefix.message_bytes} bytes, of which {prefix.planned_bytes} have a place")
     if limits is not None:
         for what, most in (
             ("requests", limits.requests),
+            ("moves", limits.kv_tokens),
             ("rows", limits.rows),
             ("columns", limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
         ):
             if getattr(prefix, what) > most:
-                _refuse(f"says {getattr(prefix, what)} {what}, at most {most} were planned")
+                refuse(f"says {getattr(prefix, what)} {what}, at most {most} were planned")
     return prefix
 
 
 def _sampled(arrays: TokenIds) -> Sampled:
     token_ids, codes = arrays
     if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
-        _refuse("has tokens or reasons that there are not")
+        refuse("has tokens or reasons that there are not")
     return Sampled(token_ids, tuple(_REASONS[code] for code in codes))
 
 
-def _check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
-    """Check `batch` against what the stages hold; hidden states have a row for each token, or for
-    each request.
-    """
-    slots, starts, counts = batch.slots, batch.starts, batch.counts
-    tokens = limits.max_tokens if limits is not None else _MOST
-    most_slots = limits.slots if limits is not None else _MOST
-    inside = (starts >= 0) & (starts <= tokens) & (counts >= 1) & (counts <= tokens)
-    if not (inside & (starts <= tokens - counts)).all():
-        _refuse(f"has positions outside the {tokens} of a slot")
-    if (slots < 0).any() or (slots >= most_slots).any() or len(np.unique(slots)) < len(slots):
-        _refuse(f"has slots that are none of {most_slots}, or one twice")
-    if rows not in (len(slots), int(counts.sum())):
-        _refuse(f"has {rows} rows for {int(counts.sum())} tokens")
-    if any(admission.slot >= most_slots for admission in batch.admitted):
-        _refuse(f"admits requests to slots that are none of {most_slots}")
-    if len(batch.admitted) > len(slots):
-        _refuse(f"admits {len(batch.admitted)} requests and has {len(slots)}")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise StageLostError(
-        f"a message of another stage {what}; either the nodes have different versions of llmpq, or "
-        "a stranger can reach the ports of the links: choose --transport ray then"
+def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
+    """The micro-batch of the arrays and moves that follow the prefix."""
+    arrays = numbers[: _BATCH_ARRAYS * requests].reshape(_BATCH_ARRAYS, requests)
+    moves = numbers[_BATCH_ARRAYS * requests :].reshape(-1, _MOVE_NUMBERS)
+    slots, starts, counts, begins, samples = arrays
+    if ((samples != 0) & (samples != 1)).any():
+        refuse("does not say whether requests are sampled")
+    return MicroBatch(
+        slots,
+        starts,
+        counts,
+        begins,
+        admitted,
+        tuple(Move(*move) for move in moves.tolist()),
+        None if samples.all() else samples.astype(np.bool_),
     )
 
 
-def _message(kind: int, arrays: Sequence[TokenIds], text: bytes, tensor: Tensor | None) -> Tensor:
-    flat = np.concatenate(arrays).view(np.uint8)
+def _message(
+    kind: int, arrays: Sequence[TokenIds], moves: TokenIds, text: bytes, tensor: Tensor | None
+) -> Tensor:
+    flat = np.concatenate([*arrays, moves.ravel()]).view(np.uint8)
     end = _PREFIX.size + flat.size + len(text)
     begin = _aligned(end)
     tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
@@ -205,7 +204,7 @@ def _message(kind: int, arrays: Sequence[TokenIds], text: bytes, tensor: Tensor 
     message = host_memory(begin + tensor.nbytes)
     data = message.numpy()
     dtype = _DTYPES.index(tensor.dtype)
-    prefix = (len(data), kind, len(arrays[0]), len(text), dtype, rows, columns)
+    prefix = (len(data), kind, len(arrays[0]), len(moves), len(text), dtype, rows, columns)
     _PREFIX.pack_into(data.data, 0, *prefix)
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)
@@ -237,16 +236,17 @@ def _admitted(text: bytes) -> tuple[Admission, ...]:
         RecursionError,
         LlmpqError,
     ) as error:
-        _refuse(f"admits requests that are none ({type(error).__name__})")
+        refuse(f"admits requests that are none ({type(error).__name__})")
 
 
 def _from_json(values: dict[str, Any]) -> Admission:
     sampling = values.pop("sampling")
     sampling["stop"] = tuple(sampling["stop"])
     values |= {name: tuple(values[name]) for name in ("generated", "prompt_tokens")}
-    admission = Admission(sampling=Sampling(**sampling), **values)
+    room = TokenRange(**values.pop("room"))
+    admission = Admission(sampling=Sampling(**sampling), room=room, **values)
     numbers = admission.generated + admission.prompt_tokens
-    numbers += (admission.slot, admission.max_new_tokens)
+    numbers += (admission.slot, admission.max_new_tokens, room.begin, room.size)
     if type(admission.custom_id) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
         raise ValueError("a field of another type")
     return admission

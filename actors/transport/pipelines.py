@@ -102,10 +102,9 @@ def _sampled(
 ) -> Sampled:
     """The tokens of `asked` from the last stage's `answer`, which may be hidden states."""
     rows = len(answer.token_ids if isinstance(answer, Sampled) else answer[1])
-    if rows != len(asked.slots):
-        raise StageLostError(
-            f"the last stage answered for {rows} requests, asked were {len(asked.slots)}"
-        )
+    wanted = len(asked.sampled_rows)
+    if rows != wanted:
+        raise StageLostError(f"the last stage answered for {rows} requests, asked were {wanted}")
     return answer if isinstance(answer, Sampled) else first.finish(asked, answer[1])
 
 

@@ -109,6 +109,26 @@ class ModelledTimes:
         share = (requests - low.requests) / (high.requests - low.requests)
         return (1 - share) * low.mean_s(lengths) + share * high.mean_s(lengths)
 
+    def pass_s(self, starts: Lengths, counts: Lengths) -> float:
+        """Seconds of a micro-batch whose requests add `counts` tokens to `starts` earlier ones.
+
+        Decode steps and prompts of one micro-batch take the seconds of both, less those of the
+        least decode step: weights are read and kernels started once. That is exact where time is a
+        constant and a sum over requests, and never less than either alone. A part of a prompt takes
+        what the prompt up to its end takes longer than that up to its start, and the constant.
+        """
+        decodes = (counts == 1) & (starts > 0)
+        decode_s = self.compute_s(True, starts[decodes]) if decodes.any() else 0.0
+        if decodes.all():
+            return decode_s
+        earlier, ends = starts[~decodes], (starts + counts)[~decodes]
+        prefill_s = self.compute_s(False, ends)
+        if earlier.any():
+            constant_s = self.compute_s(False, np.zeros_like(earlier))
+            prefill_s += constant_s - self.compute_s(False, earlier)
+        both_s = prefill_s + decode_s - (self.decode[0].seconds[0] if decodes.any() else 0.0)
+        return max(prefill_s, decode_s, both_s)
+
     def transfer_s(self, tokens: int, requests: int) -> float:
         """Seconds of the result of `requests` with `tokens` tokens to the next stage."""
         per_part = tokens * self.link_s_per_token + requests * self.link_s_per_request

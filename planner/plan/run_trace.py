@@ -5,11 +5,12 @@ own beside it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.optimiser.problem import BoolArray, FloatArray, IntArray
+from planner.optimiser.problem import FloatArray, IntArray
 from planner.plan.simulate import APPROXIMATION, is_approximate, simulate_plan, time_scale
 from planner.plan.spec import PlanSpec
 from planner.simulation.trace import MICROSECONDS, named_tracks, simulated_events, write_text
@@ -26,14 +27,15 @@ class MeasuredStage:
     """The micro-batches that a stage computed, in order `[M]`; all seconds are of one clock.
 
     A micro-batch was computed from `began_s` to `ended_s` and passed on until `sent_s`. `dropped`
-    micro-batches came after the last one. `clock_error_s`: how far this stage may be shifted.
+    micro-batches came after the last one. `decode_requests` of the `requests` made a decode step.
+    `clock_error_s`: how far this stage may be shifted.
     """
 
     began_s: FloatArray
     ended_s: FloatArray
     sent_s: FloatArray
-    is_decode: BoolArray
     requests: IntArray
+    decode_requests: IntArray
     tokens: IntArray
     context_length: IntArray
     dropped: int
@@ -100,22 +102,22 @@ def _notes(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> dict[str, 
 def _events(index: int, stage: MeasuredStage, zero_s: float) -> Iterator[dict[str, object]]:
     """The spans of each micro-batch: computing, and waiting and sending where they can be seen."""
     free_s = zero_s
-    numbers = {False: 0, True: 0}
-    columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.is_decode, stage.requests)
+    numbers: Counter[str] = Counter()
+    columns = (stage.began_s, stage.ended_s, stage.sent_s, stage.decode_requests, stage.requests)
     rows = (*columns, stage.tokens, stage.context_length)
-    for began_s, ended_s, sent_s, is_decode, *sizes in zip(
+    for began_s, ended_s, sent_s, decodes, *sizes in zip(
         *(column.tolist() for column in rows), strict=True
     ):
-        phase = "decode" if is_decode else "prefill"
+        kind = ("decode" if decodes == sizes[0] else "mixed") if decodes else "prefill"
         details = dict(zip(("requests", "tokens", "context_length"), sizes, strict=True))
         details |= {"wait_ms": (began_s - free_s) * 1e3, "send_ms": (sent_s - ended_s) * 1e3}
         if began_s - free_s >= SHOWN_S:
             yield _span(index, "wait", "wait", free_s - zero_s, began_s - zero_s)
-        name = f"{phase} {numbers[is_decode]}"
-        yield _span(index, name, phase, began_s - zero_s, ended_s - zero_s) | {"args": details}
+        name = f"{kind} {numbers[kind]}"
+        yield _span(index, name, kind, began_s - zero_s, ended_s - zero_s) | {"args": details}
         if sent_s - ended_s >= SHOWN_S:
             yield _span(index, "send", "send", ended_s - zero_s, sent_s - zero_s)
-        numbers[is_decode] += 1
+        numbers[kind] += 1
         free_s = sent_s
 
 

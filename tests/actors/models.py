@@ -109,6 +109,7 @@ def stages_of(
                 dtype=dtype,
                 slots=slots,
                 max_tokens=max_tokens,
+                kv_tokens=slots * max_tokens,
                 head_on_first=head_on_first,
                 kv_bits=kv_bits,
             ),
@@ -143,7 +144,9 @@ def generate(
         Request(str(i), *row) for i, row in enumerate(zip(prompts, counts, each, strict=True))
     ]
     results: dict[str, list[int]] = {}
-    scheduler = StaticScheduler(QueueSizes(stages[0].spec.slots, prefill, decode), len(stages))
+    spec = stages[0].spec
+    sizes = QueueSizes(spec.slots, prefill, decode, spec.max_tokens)
+    scheduler = StaticScheduler(sizes, len(stages))
     scheduler.add(requests, last=True)
     for finished in drive(scheduler, LocalPipeline(stages)):
         results |= {f.custom_id: list(f.token_ids) for f in finished}

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.attention.kv_cache import SlotRows
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.spec import StageSpec
@@ -47,7 +46,8 @@ class DecodeStep:
         # A benchmark of what the stage does not offer: its parts are taken as they are.
         self._model, self._cache, self._device = stage._model, stage._cache, stage.device
         slots = np.arange(requests)
-        self._batch = MicroBatch(slots, np.full(requests, length), np.ones_like(slots))
+        begins = slots * stage.spec.max_tokens
+        self._batch = MicroBatch(slots, np.full(requests, length), np.ones_like(slots), begins)
         self._ids = torch.full((requests,), _FIRST_TOKEN, device=self._device)
         self._kept = self._context()
 
@@ -60,7 +60,7 @@ class DecodeStep:
         return self._logits(self._kept)
 
     def _context(self) -> RaggedContext:
-        return RaggedContext(self._cache, self._batch, SlotRows.of(self._batch, self._device))
+        return RaggedContext.of(self._cache, self._batch)
 
     def _logits(self, context: RaggedContext) -> Tensor:
         hidden = run_decoder(self._model, context, self._ids)
@@ -84,7 +84,7 @@ def run(findings: Findings, place: Place, argument: str) -> None:
     sizes = place.size(((1, 128), (8, 512), (32, 512), (32, 1024)), ((1, 16), (2, 40)))
     most = max(requests for requests, _ in sizes), max(length for _, length in sizes) + 1
     layers = range(opt_config(place).num_hidden_layers)
-    spec = StageSpec(0, 1, layers, (bits,) * len(layers), dtype, *most, backends)
+    spec = StageSpec(0, 1, layers, (bits,) * len(layers), dtype, *most, most[0] * most[1], backends)
     stage = Stage(spec, folder, device, local_processor(device))
     recorder = Recorder(findings, device)
     with torch.inference_mode():

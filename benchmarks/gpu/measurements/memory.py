@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.messages import Admission, MicroBatch, Sampling
+from actors.messages import Admission, MicroBatch, Sampling, TokenRange
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from benchmarks.gpu.findings import Findings
@@ -83,7 +83,7 @@ def run(findings: Findings, place: Place, _: str) -> None:
         planned = _planned(folder, device, dtype, bits, backends, sizes)
         spec = StageSpec(
             0, 1, range(layers), tuple(bits), dtype, workload.global_batch,
-            workload.total_length, backends,
+            workload.total_length, workload.global_batch * workload.total_length, backends,
         )  # fmt: skip
         measured = _measured(spec, folder, place, sizes, before)
         release(place.device)
@@ -171,21 +171,26 @@ def _prefill_all(stage: Stage, sizes: _Sizes) -> None:
 
 def _prefill(stage: Stage, sizes: _Sizes, slots: np.ndarray) -> None:
     counts = np.full(len(slots), sizes.workload.prompt_length)
-    batch = MicroBatch(slots, np.zeros_like(slots), counts, _admissions(slots, sizes))
+    begins = slots * sizes.workload.total_length
+    batch = MicroBatch(slots, np.zeros_like(slots), counts, begins, _admissions(slots, sizes))
     stage.step(batch, torch.full((int(counts.sum()),), 3))
 
 
 def _decode_last(stage: Stage, sizes: _Sizes) -> None:
     """The last token of every request, which attends to all the others."""
     slots = np.arange(sizes.workload.global_batch)
-    starts = np.full(len(slots), sizes.workload.total_length - 1)
-    stage.step(MicroBatch(slots, starts, np.ones_like(slots)), torch.full((len(slots),), 3))
+    length = sizes.workload.total_length
+    starts = np.full(len(slots), length - 1)
+    batch = MicroBatch(slots, starts, np.ones_like(slots), slots * length)
+    stage.step(batch, torch.full((len(slots),), 3))
 
 
 def _admissions(slots: np.ndarray, sizes: _Sizes) -> tuple[Admission, ...]:
     sampling = Sampling(temperature=1.0, top_k=50, ignore_eos=True)
+    new_tokens, length = sizes.workload.new_tokens, sizes.workload.total_length
     return tuple(
-        Admission(int(slot), f"r{slot}", sizes.workload.new_tokens, sampling) for slot in slots
+        Admission(slot, f"r{slot}", new_tokens, sampling, room=TokenRange(slot * length, length))
+        for slot in slots.tolist()
     )
 
 

@@ -52,11 +52,18 @@ def both(
     """New tokens of every prompt by `generate` and by two stages, both on the device."""
     folder, device = place.folder / f"tiny-{name}", place.device
     model = save_tiny(folder, config).to(device)
-    prompts = random_prompts(LENGTHS)
+    prompts, longest = random_prompts(LENGTHS), max(LENGTHS) + NEW_TOKENS
     stages = [
         Stage(
             StageSpec(
-                j, 2, span, (16,) * len(span), "float32", len(prompts), max(LENGTHS) + NEW_TOKENS
+                j,
+                2,
+                span,
+                (16,) * len(span),
+                "float32",
+                len(prompts),
+                longest,
+                len(prompts) * longest,
             ),
             folder,
             device,

@@ -162,8 +162,8 @@ class RunMeter:
 
 
 def generated(stage: StageStats | None) -> int:
-    """Tokens that a stage's micro-batches gave: one for each of their requests."""
-    return 0 if stage is None else stage.prefill.requests + stage.decode.requests
+    """Tokens that a stage's micro-batches gave."""
+    return 0 if stage is None else stage.sampled_tokens
 
 
 def _increase(now: float, before: float) -> float:

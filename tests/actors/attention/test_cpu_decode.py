@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from actors.attention import cpu_decode
 from actors.attention.cpu_decode import DecodeQuery, attend_in_place, can_attend, warm_up
-from actors.attention.kv_cache import SlotRows, Stored, quantized
+from actors.attention.kv_cache import Stored, quantized
 from actors.attention.masks import Scoring
-from actors.messages import MicroBatch
 from quant import numba_loops
+from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, save_tiny, stages_of
 
-CPU = torch.device("cpu")
 SCALE = 0.21
+ROOM = 80
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Twice the spacing of the type at the values' size, and float32 summation."""
 
@@ -29,27 +29,32 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 def asked(
     query: Tensor, lengths: list[int], window: int | None, slopes: Tensor | None
 ) -> DecodeQuery:
-    """Requests in slots from the last one down, the newest token of each already stored."""
+    """Requests in ranges from the last one down, the newest token of each already stored."""
     slots = np.arange(len(lengths))[::-1].copy()
     starts = np.array(lengths) - 1
-    batch = MicroBatch(slots, starts, np.ones_like(starts))
-    return DecodeQuery(query, SlotRows.of(batch, CPU), Scoring(SCALE, window, slopes))
+    batch = batch_in_ranges(slots, starts, np.ones_like(starts), slot_tokens=ROOM)
+    return DecodeQuery(query, batch, Scoring(SCALE, window, slopes))
+
+
+def in_store(requests: Tensor) -> Tensor:
+    """Keys of requests `[requests, kv_heads, ROOM, head_dim]` as they lie in the cache."""
+    return requests.transpose(0, 1).flatten(1, 2).contiguous()
 
 
 def in_double(question: DecodeQuery, keys: Tensor, values: Tensor) -> Tensor:
     """PyTorch's product with an explicit mask, in float64."""
-    where, scoring = question.where, question.scoring
-    positions = torch.arange(keys.shape[2])
-    visible = positions < where.lengths[:, None]
+    batch, scoring = question.batch, question.scoring
+    positions, lengths = torch.arange(keys.shape[2]), torch.from_numpy(batch.lengths)[:, None]
+    visible = positions < lengths
     if scoring.window is not None:
-        visible &= positions >= where.lengths[:, None] - scoring.window
+        visible &= positions >= lengths - scoring.window
     heads = question.query.shape[1]
     slopes = torch.zeros(heads) if scoring.alibi_slopes is None else scoring.alibi_slopes
     bias = (slopes[:, None] * positions).double().expand(len(visible), -1, -1)
     out = functional.scaled_dot_product_attention(
         question.query.double()[:, :, None],
-        keys[where.slots].double(),
-        values[where.slots].double(),
+        keys[batch.slots].double(),
+        values[batch.slots].double(),
         attn_mask=bias.masked_fill(~visible[:, None], -torch.inf)[:, :, None],
         scale=SCALE,
         enable_gqa=True,
@@ -73,31 +78,32 @@ def test_against_float64(
     alibi: bool,
 ) -> None:
     torch.manual_seed(0)
-    shape = (len(lengths), kv_heads, 80, head_dim)
+    shape = (len(lengths), kv_heads, ROOM, head_dim)
     keys, values = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     query = torch.randn(len(lengths), heads, head_dim).to(dtype)
     question = asked(query, lengths, window, torch.rand(heads) if alibi else None)
-    stored = [Stored(numbers) for numbers in (keys, values)]
+    held = [Stored(in_store(numbers)) for numbers in (keys, values)]
     if kv_bits == 8:
-        stored = [Stored(*quantized(numbers)) for numbers in (keys, values)]
-    out = attend_in_place(question, *stored)
+        held = [Stored(*quantized(each.numbers)) for each in held]
+    out = attend_in_place(question, *held)
     assert out.dtype == dtype
-    exact = in_double(question, *(each.read(lambda t: t, torch.float64) for each in stored))
+    whole = [each.read(lambda t: t, torch.float64).unflatten(1, (-1, ROOM)) for each in held]
+    exact = in_double(question, *(each.transpose(0, 1) for each in whole))
     torch.testing.assert_close(out.double(), exact, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
 
 
 def test_scores_far_apart_leave_one_token() -> None:
     """Powers of e that no float32 holds become nothing, not NaN."""
-    keys = torch.zeros(1, 1, 3, 8)
-    keys[0, 0, 1] = 1e4
-    values = torch.arange(24.0).view(1, 1, 3, 8)
+    keys = torch.zeros(1, 3, 8)
+    keys[0, 1] = 1e4
+    values = torch.arange(24.0).view(1, 3, 8)
     out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), Stored(keys), Stored(values))
-    torch.testing.assert_close(out[0, 0], values[0, 0, 1])
+    torch.testing.assert_close(out[0, 0], values[0, 1])
 
 
 def test_what_lies_beyond_a_request_is_not_read() -> None:
-    stored = torch.full((1, 1, 4, 8), torch.nan)
-    stored[:, :, :2] = 1.0
+    stored = torch.full((1, 4, 8), torch.nan)
+    stored[:, :2] = 1.0
     out = attend_in_place(
         asked(torch.ones(1, 1, 8), [2], None, None), Stored(stored), Stored(stored)
     )
@@ -108,8 +114,8 @@ def test_what_lies_beyond_a_request_is_not_read() -> None:
 @pytest.mark.parametrize("kv_bits", [16, 8])
 def test_values_that_are_not_finite_are_seen(bad: float, kv_bits: int) -> None:
     """An overflow must reach the sampler, which reports it."""
-    numbers = torch.ones(1, 1, 4, 8)
-    numbers[0, 0, 1, 1 if kv_bits == 8 else slice(None)] = bad
+    numbers = torch.ones(1, 4, 8)
+    numbers[0, 1, 1 if kv_bits == 8 else slice(None)] = bad
     stored = Stored(*quantized(numbers)) if kv_bits == 8 else Stored(numbers)
     out = attend_in_place(asked(torch.ones(1, 1, 8), [3], None, None), stored, stored)
     assert not out.isfinite().any()
@@ -129,10 +135,10 @@ def test_without_numba_one_message_says_so(
     numba_loops.has_numba.cache_clear()
 
 
-@pytest.mark.parametrize("kv_bits", [8, 16])
-def test_the_first_token_finds_its_loop_compiled(kv_bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kv_bits"), [("llama", 8), ("llama", 16), ("bloom", 16)])
+def test_the_first_token_finds_its_loop_compiled(name: str, kv_bits: int, tmp_path: Path) -> None:
     cpu_decode._kernel.cache_clear()  # of other tests
-    save_tiny(tmp_path, CONFIGS["llama"])
+    save_tiny(tmp_path, CONFIGS[name])
     stages = stages_of(tmp_path, (0, 3, 5), slots=4, max_tokens=32, kv_bits=kv_bits)
     with install_recorder("numba:compile") as compiled:
         generate(stages, random_prompts((5, 3)), new_tokens=4, prefill=2, decode=2)

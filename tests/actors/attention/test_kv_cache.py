@@ -16,13 +16,12 @@ from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
     KVCache,
-    SlotRows,
     Stored,
     quantized,
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import MicroBatch
+from actors.messages import MicroBatch, Move, TokenRange
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage, make_cache, run_decoder
 from planner.cluster.spec import ClusterSpec
@@ -31,6 +30,7 @@ from planner.options import PlanOptions
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.scheme import Processor
+from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, LAYERS, generate, random_prompts, save_tiny, stages_of
 from tests.paths import EXAMPLES
 
@@ -76,14 +76,50 @@ def test_numbers_that_are_not_finite_spoil_their_own_row_alone(
 
 
 def test_a_cleared_slot_holds_nothing_of_what_was_not_finite() -> None:
-    cache = KVCache(range(1), CacheShape(2, 4, 2, 8), IN_CODES)
-    batch = MicroBatch(np.array([0, 1]), np.zeros(2, np.int64), np.full(2, 3))
+    cache = KVCache(range(1), CacheShape(8, 2, 8), IN_CODES)
+    batch = batch_in_ranges([0, 1], [0, 0], [3, 3], slot_tokens=4)
     key = torch.full((6, 2, 8), torch.nan)
-    keys, values = cache.append(0, SlotRows.of(batch, CPU), key, torch.ones_like(key))
-    cache.clear([0])
-    assert keys.read(everything, torch.float32)[0].eq(0).all()
-    assert values.read(everything, torch.float32)[0].eq(0).all()
-    assert keys.read(everything, torch.float32)[1, :, :3].isnan().all()
+    keys, values = cache.append(0, cache.addresses(batch), key, torch.ones_like(key))
+    cache.clear([TokenRange(0, 4)])
+    assert keys.read(everything, torch.float32)[:, :4].eq(0).all()
+    assert values.read(everything, torch.float32)[:, :4].eq(0).all()
+    assert keys.read(everything, torch.float32)[:, 4:7].isnan().all()
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(
+    "moves", [[(0, 9, 5)], [(4, 2, 6)], [(2, 4, 6)], [(4, 0, 3), (0, 4, 8)], [(3, 3, 2)]]
+)
+def test_moves_take_keys_and_values_of_every_layer(
+    moves: list[tuple[int, int, int]], kv_bits: int
+) -> None:
+    """In order, and as if all tokens were read first, whichever way they overlap."""
+    torch.manual_seed(0)
+    cache = KVCache(range(2), CacheShape(16, 2, 8), CacheForm(torch.float32, CPU, kv_bits))
+    batch = batch_in_ranges([0], [0], [16])
+    held = [
+        each
+        for layer in range(2)
+        for each in cache.append(layer, cache.addresses(batch), *torch.randn(2, 16, 2, 8))
+    ]
+    before = [each.read(everything, torch.float32).clone() for each in held]
+    cache.move([Move(*each) for each in moves])
+    for stored, expected in zip(held, before, strict=True):
+        for begin, to, tokens in moves:
+            expected[:, to : to + tokens] = expected[:, begin : begin + tokens].clone()
+        assert torch.equal(stored.read(everything, torch.float32), expected)
+
+
+def test_rooms_side_by_side_are_cleared_together_and_known_apart() -> None:
+    cache = KVCache(range(1), CacheShape(16, 1, 8), CacheForm(torch.float32, CPU))
+    keys, _ = cache.append(
+        0, cache.addresses(batch_in_ranges([0], [0], [16])), *torch.ones(2, 16, 1, 8)
+    )
+    cache.clear([TokenRange(12, 2), TokenRange(0, 4), TokenRange(4, 3), TokenRange(9, 0)])
+    kept = [slot for slot, token in enumerate(keys.numbers[0]) if token.any()]
+    assert kept == [7, 8, 9, 10, 11, 14, 15]
+    where = cache.addresses(MicroBatch(*np.array([[0, 1], [3, 2], [1, 1], [0, 4]])))
+    assert where.in_place is None, "the shorter one has no room for a fourth token"
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -99,11 +135,12 @@ def test_errors_of_attention_are_those_of_its_steps(
     requests, heads, kv_heads, width, length, scale = 6, 4, 2, 64, 90, 0.125
     key, value = torch.randn(2, requests, length, kv_heads, width)
     query = torch.randn(requests, heads, width)
-    cache = KVCache(range(1), CacheShape(requests, length, kv_heads, width), IN_CODES)
+    cache = KVCache(range(1), CacheShape(requests * length, kv_heads, width), IN_CODES)
 
     def batch(start: int, count: int) -> RaggedContext:
-        made = MicroBatch(np.arange(requests), np.full(requests, start), np.full(requests, count))
-        return RaggedContext(cache, made, SlotRows.of(made, CPU))
+        starts, counts = np.full(requests, start), np.full(requests, count)
+        made = batch_in_ranges(np.arange(requests), starts, counts, slot_tokens=length)
+        return RaggedContext.of(cache, made)
 
     before = batch(0, length - 1)
     cache.append(0, before.where, *(x[:, :-1].flatten(0, 1) for x in (key, value)))
@@ -159,11 +196,11 @@ def log_probabilities(stage: Stage, prompts: Sequence[Tensor], kv_bits: int) -> 
     """Of every next token of the prompts, `[tokens, vocabulary]`, in one pass."""
     model = stage._model
     form = CacheForm(stage.dtype, CPU, kv_bits)
-    cache = make_cache(model.config, stage.spec.layers, len(prompts), 128, form)
+    cache = make_cache(model.config, stage.spec.layers, len(prompts) * 128, form)
     counts = np.array([len(prompt) for prompt in prompts])
-    batch = MicroBatch(np.arange(len(prompts)), np.zeros_like(counts), counts)
-    context = RaggedContext(cache, batch, SlotRows.of(batch, CPU))
-    hidden = run_decoder(model, context, torch.cat(list(prompts)))
+    slots = np.arange(len(prompts))
+    batch = batch_in_ranges(slots, np.zeros_like(counts), counts, slot_tokens=128)
+    hidden = run_decoder(model, RaggedContext.of(cache, batch), torch.cat(list(prompts)))
     scores: Tensor = model.get_output_embeddings()(hidden)
     return scores.double().log_softmax(-1)
 

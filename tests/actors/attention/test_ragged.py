@@ -4,33 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from actors.attention import ragged
+from actors.attention.addresses import Addresses
+from actors.attention.cpu_decode import DecodeQuery
 from actors.attention.kv_cache import (
     CacheForm,
     CacheShape,
     KVCache,
-    SlotRows,
     Stored,
     quantized,
 )
 from actors.attention.masks import Scoring
 from actors.attention.ragged import NewTokens, RaggedContext, attend
-from actors.messages import MicroBatch
+from actors.messages import TokenRange
+from tests.actors.batches import batch_in_ranges
 
 HEADS, KV_HEADS, DIM, SLOTS, LENGTH = 6, 2, 8, 5, 24
-SHAPE = CacheShape(SLOTS, LENGTH, KV_HEADS, DIM)
+SHAPE = CacheShape(SLOTS * LENGTH, KV_HEADS, DIM)
 CPU = torch.device("cpu")
 
 
 def context(
     cache: KVCache, slots: list[int], starts: list[int], counts: list[int]
 ) -> RaggedContext:
-    batch = MicroBatch(np.array(slots), np.array(starts), np.array(counts))
-    return RaggedContext(cache, batch, SlotRows.of(batch, CPU))
+    return RaggedContext.of(cache, batch_in_ranges(slots, starts, counts, slot_tokens=LENGTH))
 
 
 def written_out(
@@ -112,7 +113,7 @@ def test_chunks_decodes_and_joins_equal_whole_requests(
 
 def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
     torch.manual_seed(1)
-    cache = KVCache(range(1), replace(SHAPE, slots=1), CacheForm(torch.float32, CPU))
+    cache = KVCache(range(1), replace(SHAPE, tokens=LENGTH), CacheForm(torch.float32, CPU))
     for length in (20, 6):
         query = torch.randn(length, HEADS, DIM)
         key, value = torch.randn(2, length, KV_HEADS, DIM)
@@ -122,17 +123,109 @@ def test_nothing_of_an_earlier_request_in_the_slot_is_seen() -> None:
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_slots_in_a_row_are_read_without_a_copy() -> None:
+def in_storage_of(stored: Tensor, read: Tensor) -> bool:
+    return read.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+@pytest.mark.parametrize(
+    ("slots", "starts", "cleared", "in_place"),
+    [
+        ([1, 2, 3], [2, 2, 2], [], True),
+        ([1, 2, 3], [2, 7, 4], [1, 2, 3], True),
+        ([1, 2, 3], [2, 7, 4], [1, 2], False),  # what follows the tokens of 3 is not known
+        ([0, 2, 4], [5, 5, 5], [], True),
+        ([0, 2, 4], [5, 1, 5], [0, 2, 4], True),
+        ([0, 1, 4], [5, 5, 5], [], False),
+        ([3, 1], [5, 5], [], False),
+        ([4], [5], [], True),
+    ],
+)
+def test_ranges_that_are_equally_far_apart_are_read_without_a_copy(
+    slots: list[int], starts: list[int], cleared: list[int], in_place: bool, kv_bits: int
+) -> None:
+    """Shorter requests among them only where their rooms are known to reach as far."""
+    torch.manual_seed(0)
+    cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU, kv_bits))
+    cache.clear([TokenRange(slot * LENGTH, LENGTH) for slot in cleared])
+    new = torch.randn(len(slots), KV_HEADS, DIM)
+    where = context(cache, slots, starts, [1] * len(slots)).where
+    stored, _ = cache.append(0, where, new, new)
+    stored.numbers.copy_(torch.arange(stored.numbers.numel()).view(stored.numbers.shape))
+    read = where.read(stored.numbers)
+    assert in_storage_of(stored.numbers, read) is in_place
+    assert read.shape == (len(slots), KV_HEADS, max(starts) + 1, DIM)
+    for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        own = stored.numbers[:, slot * LENGTH : slot * LENGTH + start + 1]
+        assert torch.equal(read[row, :, : start + 1], own)
+    if stored.scales is not None:
+        assert where.read(stored.scales).shape == read.shape[:-1]
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts", "counts", "blocks"),
+    [
+        ([1, 2, 3], [2, 2, 2], [1, 1, 1], 1),
+        ([1, 3], [0, 0], [4, 4], 1),
+        ([1, 2, 4], [0, 0, 0], [4, 4, 4], 3),
+        ([3, 1], [0, 0], [4, 4], 2),
+        ([1, 2, 3, 0], [7, 6, 0, 3], [1, 1, 5, 1], 2),
+        ([1, 2, 4, 3], [7, 9, 0, 3], [1, 1, 5, 4], 3),
+    ],
+)
+def test_new_tokens_are_written_in_blocks_where_they_can_be(
+    slots: list[int], starts: list[int], counts: list[int], blocks: int
+) -> None:
     cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU))
-    stored, _ = cache.append(
-        0,
-        context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where,
-        torch.ones(3, KV_HEADS, DIM),
-        torch.ones(3, KV_HEADS, DIM),
-    )
-    in_a_row = context(cache, [1, 2, 3], [2, 2, 2], [1, 1, 1]).where.gather(stored.numbers)
-    apart = context(cache, [1, 3], [2, 2], [1, 1]).where.gather(stored.numbers)
-    assert in_a_row.untyped_storage().data_ptr() == stored.numbers.untyped_storage().data_ptr()
-    assert apart.untyped_storage().data_ptr() != stored.numbers.untyped_storage().data_ptr()
-    assert in_a_row.shape == (3, KV_HEADS, 3, DIM)
-    assert cache.nbytes == 2 * SLOTS * KV_HEADS * LENGTH * DIM * 4
+    where = context(cache, slots, starts, counts).where
+    new = 1 + torch.arange(sum(counts) * KV_HEADS * DIM).view(-1, KV_HEADS, DIM).float()
+    stored, _ = cache.append(0, where, new, new)
+    expected = torch.zeros(KV_HEADS, SLOTS * LENGTH, DIM)
+    rows = zip(slots, starts, new.split(counts), strict=True)
+    for slot, start, tokens in rows:
+        begin = slot * LENGTH + start
+        expected[:, begin : begin + len(tokens)] = tokens.transpose(0, 1)
+    assert torch.equal(stored.numbers, expected)
+    assert len(where.blocks) == blocks
+    elsewhere = Addresses.of(where.batch, torch.device("meta")).blocks
+    assert len(elsewhere) == (1 if blocks == 1 else 0), "a GPU is told of everything at once"
+
+
+def test_a_micro_batch_is_taken_apart_by_kind() -> None:
+    cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU))
+
+    def parts(starts: list[int], counts: list[int]) -> list[tuple[str, list[int]]]:
+        made = context(cache, list(range(len(starts))), starts, counts)
+        return [(part.kind, part.where.batch.slots.tolist()) for part in made.parts]
+
+    assert parts([3, 1], [1, 1]) == [("decode", [0, 1])]
+    assert parts([0, 0], [4, 4]) == [("prompts", [0, 1])]
+    assert parts([0, 0, 0], [4, 2, 4]) == [("prompts", [1]), ("prompts", [0, 2])]
+    assert parts([0, 3, 2, 0, 9], [4, 1, 3, 4, 1]) == [
+        ("decode", [1, 4]),
+        ("prompts", [0, 3]),
+        ("chunks", [2]),
+    ]
+
+
+def test_decode_steps_and_prompts_of_a_mixed_batch_take_one_call_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[tuple[str, int]] = []
+
+    def attended(question: DecodeQuery, keys: Stored, values: Stored) -> Tensor:
+        called.append(("decode", len(question.query)))
+        return question.query
+
+    def dense(query: Tensor, *_: object, **__: object) -> Tensor:
+        called.append(("dense", len(query)))
+        return query
+
+    monkeypatch.setattr(ragged, "attend_in_place", attended)
+    monkeypatch.setattr(ragged, "_attention", dense)
+    cache = KVCache(range(1), SHAPE, CacheForm(torch.float32, CPU))
+    made = context(cache, [0, 1, 2, 3, 4], [3, 0, 5, 0, 2], [1, 4, 1, 4, 3])
+    query, key = torch.randn(13, HEADS, DIM), torch.randn(13, KV_HEADS, DIM)
+    out = attend(made, 0, NewTokens(query, key, key), Scoring(0.3))
+    assert called == [("decode", 2), ("dense", 2), ("dense", 1)]
+    assert torch.equal(out, query), "rows go back to where they came from"

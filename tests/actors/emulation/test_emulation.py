@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from planner.search.search import find_plan
 from planner.simulation.simulation import PassSeconds, simulate
 from planner.workload import Workload
 from quant.common.errors import DeviceError, SpecError
+from tests.actors.batches import batch_in_ranges
 from tests.actors.models import CONFIGS, generate, random_prompts, reference, save_tiny, stages_of
 
 SCALE = 0.5
@@ -74,7 +75,7 @@ def times_of(prefill: float, decode: float, link: float) -> ModelledTimes:
 def batch_of(each: Pass) -> MicroBatch:
     slots = np.arange(each.requests)
     counts = np.full(each.requests, each.tokens)
-    return MicroBatch(slots, np.full(each.requests, each.context_length), counts)
+    return batch_in_ranges(slots, np.full(each.requests, each.context_length), counts)
 
 
 @dataclass
@@ -171,6 +172,53 @@ def one_stage(scale: float, computes_s: float, index: int = 0) -> Emulated:
 ONE_STEP = batch_of(Pass("decode", 0, 1, 1, 1, 1, 0))
 
 
+def stage_times(tokens_s: float, pairs_s: float) -> ModelledTimes:
+    """A pass takes 0.25 s, a token and a pair of query and key so much more."""
+    lengths = tuple(range(1, 41))
+
+    def curves(seconds: Callable[[int], float]) -> tuple[LengthCurve, ...]:
+        return tuple(
+            LengthCurve(v, lengths, tuple(0.25 + v * seconds(n) for n in lengths))
+            for v in (1, 2, 3)
+        )
+
+    return ModelledTimes(
+        curves(lambda n: n * tokens_s + n * n / 2 * pairs_s),
+        curves(lambda n: tokens_s + n * pairs_s),
+    )
+
+
+def seconds_of_rows(times: ModelledTimes, rows: list[tuple[int, int]]) -> float:
+    """Of requests with (earlier, new) tokens."""
+    return times.pass_s(*np.array(rows).T)
+
+
+def test_a_mixed_micro_batch_takes_its_constant_once() -> None:
+    times = stage_times(1e-3, 1e-4)
+    decode_s, prefill_s = 1e-3 + 20 * 1e-4, 8e-3 + 32 * 1e-4
+    assert seconds_of_rows(times, [(20, 1)]) == pytest.approx(0.25 + decode_s)
+    assert seconds_of_rows(times, [(0, 8)]) == pytest.approx(0.25 + prefill_s)
+    mixed_s = seconds_of_rows(times, [(20, 1), (0, 8), (20, 1)])
+    assert mixed_s == pytest.approx(0.25 + 2 * decode_s + prefill_s, abs=2e-3)
+    parts_s = sum(seconds_of_rows(times, [(start, 4)]) for start in range(0, 32, 4))
+    whole_s = seconds_of_rows(times, [(0, 32)])
+    assert parts_s == pytest.approx(whole_s + 7 * 0.25, abs=8 * 2e-3), "what the parts attend to"
+
+
+def test_a_mixed_micro_batch_is_never_faster_than_a_part_of_it() -> None:
+    """Also where a plan has the times of full micro-batches only."""
+    times = ModelledTimes.constant(prefill_s=0.25, decode_s=0.5)
+    assert seconds_of_rows(times, [(20, 1), (0, 8)]) == 0.5
+
+
+def test_links_carry_answers_of_what_is_sampled() -> None:
+    times = ScaledTimes(replace(times_of(1, 1, 0.0), link_s_per_request=1.0), 1.0)
+    batch = batch_in_ranges([0, 1, 2], [0, 4, 4], [4, 3, 1])
+    for samples, answers in (((True, False, True), 2), ((False,) * 3, 0)):
+        some = replace(batch, samples=np.array(samples))
+        assert times.transfer_s(some) == pytest.approx(0.01 + answers)
+
+
 def test_overhead_between_micro_batches_shows() -> None:
     stage = one_stage(1.0, computes_s=0.03)
     began = stage.clock.now
@@ -245,7 +293,7 @@ def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
     assert emulated_times(replace(emulated_plan, time_scale=0.0), stage) is None
     older = emulated_times(emulated_plan, replace(stage, modelled=None))
     assert older is not None
-    decode = MicroBatch(np.arange(2), np.array([9, 9]), np.ones(2, dtype=np.int64))
+    decode = batch_in_ranges([0, 1], [9, 9], [1, 1])
     assert older.compute_s(decode) == 0.25 * stage.decode_s
 
 

@@ -21,7 +21,7 @@ BOUNDS = ((0, 2), (2, LAYERS))
 
 def start(folder: Path, cache: CacheSettings, dtype: str) -> list[Stage]:
     specs = [
-        StageSpec(j, 2, range(*span), BITWIDTHS[slice(*span)], dtype, slots=3, max_tokens=30)
+        StageSpec(j, 2, range(*span), BITWIDTHS[slice(*span)], dtype, 3, 30, kv_tokens=90)
         for j, span in enumerate(BOUNDS)
     ]
     return [Stage(spec, folder, CPU, local_processor(CPU), cache) for spec in specs]

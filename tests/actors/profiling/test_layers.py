@@ -60,8 +60,8 @@ def test_what_stands_before_is_filled() -> None:
     prepared = timed(CONFIGS["llama"]).prepare(DECODE)
     cache = prepared.cache
     for stored in (each.numbers for each in (*cache._keys.values(), *cache._values.values())):
-        assert stored.shape[0] == 3
-        assert bool((stored[:, :, :20] != 0).any(dim=-1).all())
+        requests = stored.unflatten(1, (3, -1))
+        assert bool((requests[:, :, :20] != 0).any(dim=-1).all())
     assert cache.nbytes == pytest.approx(timed(CONFIGS["llama"]).kv_bytes(DECODE), rel=0.1)
 
 

@@ -242,7 +242,7 @@ class Cluster:
     def __init__(
         self,
         recovery: Recovery,
-        sizes: QueueSizes = QueueSizes(8, 4, 4),  # noqa: B008  (frozen)
+        sizes: QueueSizes = QueueSizes(8, 4, 4, 64),  # noqa: B008  (frozen)
         transport: str = "gloo",
         count: int = 3,
     ) -> None:

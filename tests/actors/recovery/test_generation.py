@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from actors.messages import Finished, Request
-from actors.recovery.generation import Generation
+from actors.messages import BatchKind, Finished, Request
+from actors.processes.health import BatchFailure
+from actors.recovery.generation import Generation, halved
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
@@ -42,7 +43,7 @@ def test_what_had_finished_before_the_fault_is_not_computed_again() -> None:
 
 
 def test_short_memory_halves_micro_batches_until_they_fit() -> None:
-    cluster = started(sizes=QueueSizes(16, 8, 12))
+    cluster = started(sizes=QueueSizes(16, 8, 12, 64))
 
     def compute(custom_ids: tuple[str, ...]) -> None:
         if len(custom_ids) > 3:
@@ -52,12 +53,23 @@ def test_short_memory_halves_micro_batches_until_they_fit() -> None:
     with pytest.warns(UserWarning, match=r"stage 1 .* out of memory .* 4096 bytes .* 64; .*halved"):
         cluster.check_all(requests(COUNT))
     assert cluster.kinds() == [("memory", 1)] * 2
-    assert cluster.pipeline.sizes == QueueSizes(16, 8, 3), "twelve, six, three"
+    assert cluster.pipeline.sizes == QueueSizes(16, 8, 3, 64), "twelve, six, three"
     assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"), [("prefill", 2, 12), ("decode", 8, 2), ("mixed", 4, 6)]
+)
+def test_what_is_halved_is_what_the_micro_batch_had(
+    kind: BatchKind, prefill: int, decode: int
+) -> None:
+    failure = BatchFailure("memory", kind, (1, 5, 6, 7), "")
+    sizes = halved(QueueSizes(16, 8, 12, 64), failure)
+    assert sizes == QueueSizes(16, prefill, decode, 64)
+
+
 def test_a_request_for_which_there_is_no_memory_alone_is_an_error() -> None:
-    cluster = started(sizes=QueueSizes(8, 2, 2))
+    cluster = started(sizes=QueueSizes(8, 2, 2, 64))
 
     def compute(custom_ids: tuple[str, ...]) -> None:
         if "7" in custom_ids:

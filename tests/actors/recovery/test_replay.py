@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import Admission, Finished, MicroBatch, Request, Sampling
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampling, TokenRange
 from actors.processes.health import Health
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.scheduler import QueueSizes
@@ -17,6 +17,7 @@ from actors.schedule.static import StaticScheduler
 from actors.stage.sampler import Sampler
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
+from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline, drive
 from tests.actors.models import CONFIGS, LAYERS, random_prompts, save_tiny, stages_of
 
@@ -25,7 +26,7 @@ LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 
 
 def run(stages: list[Stage], requests: list[Request]) -> dict[str, Finished]:
-    scheduler = StaticScheduler(QueueSizes(4, 2, 3), len(stages))
+    scheduler = StaticScheduler(QueueSizes(4, 2, 3, stages[0].spec.max_tokens), len(stages))
     scheduler.add(requests, last=True)
     batches = list(drive(scheduler, LocalPipeline(stages)))
     return {f.custom_id: f for batch in batches for f in batch}
@@ -52,7 +53,7 @@ def test_tokens_are_those_of_an_undisturbed_run(name: str, tmp_path: Path) -> No
 
 def test_tokens_so_far_are_told_while_requests_run() -> None:
     request = Request("a", (3, 4), 5, Sampling(), generated=(7,))
-    scheduler = StaticScheduler(QueueSizes(2, 2, 2), 1)
+    scheduler = StaticScheduler(QueueSizes(2, 2, 2, 64), 1)
     scheduler.add([request], last=True)
 
     class Nine:
@@ -85,9 +86,9 @@ class Letters:
 def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], ends: bool) -> None:
     sampler = Sampler((), tokenizer=Letters())
     sampling = Sampling(stop=("ac",))
-    admission = Admission(0, "x", 9, sampling, generated)
+    admission = Admission(0, "x", 9, sampling, generated, room=TokenRange(0, 64))
     slots = np.zeros(1, dtype=np.int64)
-    batch = MicroBatch(slots, slots, slots + 3, (admission,))
+    batch = batch_in_ranges(slots, slots, slots + 3, (admission,))
     sent = decode(encode(batch, torch.zeros(3, 2)))
     assert isinstance(sent, tuple)
     assert sent[0].admitted == (admission,)
@@ -118,11 +119,11 @@ def test_a_stop_string_may_begin_before_the_fault(generated: tuple[int, ...], en
 def test_why_a_micro_batch_failed_is_told(error: Exception, kind: str, asked: int) -> None:
     health = Health()
     slots = np.array([3, 5])
-    with pytest.raises(type(error)), health.computing(MicroBatch(slots, slots, slots * 0 + 1)):
+    with pytest.raises(type(error)), health.computing(batch_in_ranges(slots, slots, slots * 0 + 1)):
         raise error
     failure = health.take_failure()
     assert failure is not None
-    assert (failure.phase, failure.slots) == ("decode", (3, 5))
+    assert (failure.batch_kind, failure.slots) == ("decode", (3, 5))
     assert (failure.kind, failure.asked_bytes) == (kind, asked)
     assert (failure.held_bytes > 2**20) is (kind == "memory")
     assert health.take_failure() is None

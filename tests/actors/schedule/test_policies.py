@@ -8,4 +8,4 @@ from actors.schedule.table import make_scheduler
 
 
 def test_a_plans_policy_makes_the_scheduler() -> None:
-    assert isinstance(make_scheduler(QueueSizes(4, 2, 2, policy="static"), 2), StaticScheduler)
+    assert isinstance(make_scheduler(QueueSizes(4, 2, 2, 64, policy="static"), 2), StaticScheduler)

@@ -10,10 +10,20 @@ from itertools import product
 import numpy as np
 import pytest
 
-from actors.messages import Finished, FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
+from actors.messages import (
+    Finished,
+    FinishReason,
+    MicroBatch,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+    TokenRange,
+)
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
+from tests.actors.batches import SLOT_TOKENS, batch_in_ranges
 from tests.actors.local_pipeline import drive
 
 
@@ -60,8 +70,10 @@ class CountingPipeline:
     def _check(self, batch: MicroBatch, token_ids: TokenIds) -> None:
         assert len(token_ids) == batch.counts.sum()
         assert batch.slots.tolist() == sorted(set(batch.slots.tolist()))
+        assert batch.begins.tolist() == [slot * SLOT_TOKENS for slot in batch.slots.tolist()]
         for admission in batch.admitted:
             assert admission.slot not in self._holder
+            assert admission.room == TokenRange(admission.slot * SLOT_TOKENS, SLOT_TOKENS)
             self._holder[admission.slot] = admission.custom_id
             self._length[admission.slot] = self._given[admission.slot] = 0
         if not batch.admitted:
@@ -126,7 +138,9 @@ def run(
     counts: list[int], prefill: int, decode: int, stages: int = 3, slots: int | None = None
 ) -> tuple[CountingPipeline, list[Finished]]:
     pipeline = pipeline_for(counts, decode, stages=stages)
-    scheduler = StaticScheduler(QueueSizes(slots or len(counts), prefill, decode), stages)
+    scheduler = StaticScheduler(
+        QueueSizes(slots or len(counts), prefill, decode, SLOT_TOKENS), stages
+    )
     scheduler.add(requests(counts), last=True)
     finished = [f for batch in drive(scheduler, pipeline) for f in batch]
     return pipeline, finished
@@ -205,7 +219,7 @@ def test_queues_of_any_length_and_shape(seed: int) -> None:
     counts = rng.integers(1, int(rng.integers(2, 12)), size=int(rng.integers(0, 60))).tolist()
     times = rng.uniform(0.1, 3.0, size=(2, stages))
     pipeline = pipeline_for(counts, decode, Seconds(times[0].tolist(), times[1].tolist()))
-    scheduler = StaticScheduler(QueueSizes(slots, prefill, decode), stages)
+    scheduler = StaticScheduler(QueueSizes(slots, prefill, decode, SLOT_TOKENS), stages)
     finished = list(fed(scheduler, pipeline, requests(counts), int(rng.integers(1, 30))))
     assert_each_once(finished, counts)
     assert pipeline.under_way == 0
@@ -218,7 +232,11 @@ def test_chunks_do_not_change_what_is_done(chunk: int) -> None:
     counts = np.random.default_rng(0).integers(1, 9, size=64).tolist()
     whole, _ = run(counts, prefill=3, decode=4, slots=12)
     pipeline = pipeline_for(counts, 4)
-    list(fed(StaticScheduler(QueueSizes(12, 3, 4), 3), pipeline, requests(counts), chunk))
+    list(
+        fed(
+            StaticScheduler(QueueSizes(12, 3, 4, SLOT_TOKENS), 3), pipeline, requests(counts), chunk
+        )
+    )
     assert [b.slots.tolist() for b in pipeline.batches] == [b.slots.tolist() for b in whole.batches]
 
 
@@ -235,7 +253,7 @@ def test_no_stage_rests_while_requests_wait(
     count = 8 * groups * decode
     counts = [9] * count if lengths == "equal" else rng.integers(1, 20, size=count).tolist()
     pipeline = pipeline_for(counts, decode, stages=stages)
-    scheduler = StaticScheduler(QueueSizes(groups * decode, prefill, decode), stages)
+    scheduler = StaticScheduler(QueueSizes(groups * decode, prefill, decode, SLOT_TOKENS), stages)
     scheduler.add(requests(counts), last=True)
     list(drive(scheduler, pipeline))
     first, last = first_decode(pipeline), last_prefill(pipeline)
@@ -248,7 +266,7 @@ def test_the_slowest_stage_never_rests_while_requests_wait(slowest: int) -> None
     seconds = [2.0 if stage == slowest else 1.0 for stage in range(3)]
     counts = np.random.default_rng(1).integers(1, 40, size=200).tolist()
     pipeline = pipeline_for(counts, 8, Seconds(seconds, seconds))
-    scheduler = StaticScheduler(QueueSizes(24, 4, 8), 3)
+    scheduler = StaticScheduler(QueueSizes(24, 4, 8, SLOT_TOKENS), 3)
     scheduler.add(requests(counts), last=True)
     list(drive(scheduler, pipeline))
     idle_s = pipeline.idle_s(slowest, first_decode(pipeline), last_prefill(pipeline))
@@ -260,7 +278,7 @@ def seconds_of_queue(counts: Sequence[int], part: int) -> float:
     pipeline = pipeline_for(counts, 8, Seconds([4.0] * 2, [1.0] * 2))
     made = requests(counts)
     for first in range(0, len(made), part):
-        scheduler = StaticScheduler(QueueSizes(32, 8, 8), 2)
+        scheduler = StaticScheduler(QueueSizes(32, 8, 8, SLOT_TOKENS), 2)
         scheduler.add(made[first : first + part], last=True)
         list(drive(scheduler, pipeline))
     return pipeline.now_s
@@ -296,6 +314,6 @@ def test_prefills_of_newcomers_take_turns_with_the_other_groups() -> None:
 
 
 def test_positions_and_last_rows_of_a_ragged_batch() -> None:
-    batch = MicroBatch(np.array([4, 1, 2]), np.array([0, 5, 2]), np.array([3, 1, 2]))
+    batch = batch_in_ranges([4, 1, 2], [0, 5, 2], [3, 1, 2])
     assert batch.positions.tolist() == [0, 1, 2, 5, 2, 3]
     assert batch.last_token_rows.tolist() == [2, 3, 5]

@@ -15,6 +15,7 @@ from actors.messages import MicroBatch, Sampled
 from actors.stage.stage import Stage
 from actors.transport.message_format import decode, encode
 from quant.scheme import Processor
+from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (
     CONFIGS,
@@ -41,7 +42,7 @@ def mixed_stages(folder: Path, first: str, last: str, head_on_first: bool = Fals
 
 def a_prefill(prompts: list[tuple[int, ...]]) -> tuple[MicroBatch, Tensor]:
     counts = np.array([len(prompt) for prompt in prompts])
-    batch = MicroBatch(np.arange(len(prompts)), np.zeros_like(counts), counts)
+    batch = batch_in_ranges(np.arange(len(prompts)), np.zeros_like(counts), counts, slot_tokens=20)
     return batch, torch.tensor([token for prompt in prompts for token in prompt])
 
 

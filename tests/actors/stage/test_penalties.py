@@ -13,6 +13,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from actors.messages import Admission, MicroBatch, Request, Sampling
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 from actors.stage.sampler import Sampler
+from tests.actors.batches import batch_in_ranges
 
 VOCABULARY = 50
 PROMPT = (7, 3, 7, 21, 40)
@@ -112,7 +113,7 @@ def test_only_what_is_counted_is_told() -> None:
 
 def batch(admitted: list[Admission], slots: list[int]) -> MicroBatch:
     ones = np.ones(len(slots), dtype=np.int64)
-    return MicroBatch(np.array(slots, dtype=np.int64), ones, ones, tuple(admitted))
+    return batch_in_ranges(slots, ones, ones, admitted)
 
 
 def tokens_of(

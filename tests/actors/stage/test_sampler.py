@@ -18,6 +18,7 @@ from transformers import (
 from actors.messages import Admission, MicroBatch, Sampling
 from actors.stage.sampler import Sampler, choose_tokens, filtered_probabilities, uniform_draw
 from quant.common.errors import SpecError
+from tests.actors.batches import batch_in_ranges
 
 VOCABULARY = 50
 
@@ -28,7 +29,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 def batch(slots: Sequence[int], admitted: Sequence[Admission] = ()) -> MicroBatch:
     ones = np.ones(len(slots), dtype=np.int64)
-    return MicroBatch(np.array(slots, dtype=np.int64), ones, ones, tuple(admitted))
+    return batch_in_ranges(slots, ones, ones, admitted)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ cpu = torch.device("cpu")
 
 def load(folder, bitwidths):
     layers = range(len(bitwidths))
-    spec = StageSpec(0, 1, layers, bitwidths, "bfloat16", slots=2, max_tokens=128)
+    spec = StageSpec(0, 1, layers, bitwidths, "bfloat16", 2, 128, kv_tokens=256)
     return Stage(spec, folder, cpu, local_processor(cpu), cache)
 
 load(small, (3, 4, 8, 16))

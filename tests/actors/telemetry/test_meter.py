@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from actors.messages import MicroBatch
+from actors.messages import MicroBatch, PhaseWork
 from actors.telemetry.meter import SpanLog, StageMeter, TelemetryOptions
+from tests.actors.batches import batch_in_ranges
 
 
 class Clock:
@@ -21,12 +24,12 @@ class Clock:
 
 def prefill(*lengths: int) -> MicroBatch:
     counts = np.array(lengths, dtype=np.int64)
-    return MicroBatch(np.arange(len(lengths)), np.zeros_like(counts), counts)
+    return batch_in_ranges(np.arange(len(lengths)), np.zeros_like(counts), counts)
 
 
 def decode(*contexts: int) -> MicroBatch:
     starts = np.array(contexts, dtype=np.int64)
-    return MicroBatch(np.arange(len(contexts)), starts, np.ones_like(starts))
+    return batch_in_ranges(np.arange(len(contexts)), starts, np.ones_like(starts))
 
 
 def computed(meter: StageMeter, clock: Clock, batch: MicroBatch, seconds: float) -> None:
@@ -55,6 +58,25 @@ def test_work_is_counted_by_phase_and_full_micro_batches_apart() -> None:
     phases = [phase for phase, _ in meter.new_seconds()]
     assert phases == ["prefill", "prefill", "decode", "decode"]
     assert meter.new_seconds() == []
+
+
+def test_mixed_micro_batches_are_counted_apart_but_for_their_tokens() -> None:
+    """Their seconds are those of neither phase, and no size is planned for them."""
+    clock = Clock()
+    meter = StageMeter(TelemetryOptions(prefill_tokens=2, decode_requests=1, trace=True), clock)
+    mixed = batch_in_ranges([0, 1, 2, 3], [7, 0, 4, 9], [1, 5, 3, 1])
+    computed(meter, clock, replace(mixed, samples=np.array([True, True, False, True])), 2.0)
+    computed(meter, clock, decode(3, 4), 0.5)
+    assert meter.work("mixed") == PhaseWork(1, 4, 10, 2.0, sampled=3)
+    assert meter.work("prefill") == PhaseWork()
+    assert meter.work("decode").seconds == 0.5
+    assert meter.tokens() == {"prefill": 8, "decode": 4}
+    assert (meter.busy_s(), meter.busy_s("mixed")) == (2.5, 2.0)
+    assert meter.new_seconds() == [("mixed", 2.0), ("decode", 0.5)]
+    spans = meter.spans(0)
+    assert spans is not None
+    assert spans.rows["decode_requests"].tolist() == [2, 2]
+    assert spans.rows["requests"].tolist() == [4, 2]
 
 
 def test_the_micro_batch_under_way_is_busy_time() -> None:
@@ -103,8 +125,8 @@ def test_spans_hold_times_and_sizes_of_each_micro_batch() -> None:
     assert spans is not None
     assert (spans.stage, spans.dropped) == (3, 0)
     assert spans.rows.tolist() == [
-        (100.0, 101.0, 101.125, 2, 12, 0, False),
-        (103.125, 103.625, 103.625, 2, 2, 7, True),
+        (100.0, 101.0, 101.125, 2, 12, 0, 0),
+        (103.125, 103.625, 103.625, 2, 2, 7, 2),
     ]
     assert StageMeter(TelemetryOptions()).spans(0) is None
 
@@ -112,7 +134,7 @@ def test_spans_hold_times_and_sizes_of_each_micro_batch() -> None:
 def test_a_full_log_keeps_the_first_ones_and_counts_the_others() -> None:
     log = SpanLog(limit=2)
     for at_s in range(5):
-        log.add(decode(at_s), True, at_s, at_s + 0.5)
+        log.add(decode(at_s), at_s, at_s + 0.5)
         log.sent(at_s + 0.75)
     spans = log.spans(0)
     assert spans.rows["began_s"].tolist() == [0, 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
 from actors.transport.gloo_links import FRAME_BYTES, Links
 from actors.transport.message_format import decode, encode, message_bytes
 from quant.common.errors import StageLostError
@@ -23,18 +23,27 @@ def a_batch(requests: int, tokens: int, custom_id: str = "täg\n") -> MicroBatch
         slots=np.arange(requests) * 2,
         starts=np.arange(requests) % 3,
         counts=np.full(requests, tokens),
+        begins=np.arange(requests)[::-1] * 99 + 2**40,
         admitted=tuple(
-            Admission(i, f"{custom_id}{i}", 9, sampling, (4, 4), (1, 2**40))
+            Admission(
+                2 * i, f"{custom_id}{i}", 9, sampling, (4, 4), (1, 2**40),
+                TokenRange((requests - 1 - i) * 99 + 2**40, 99),
+            )
             for i in range(requests // 2)
         ),
-    )
+        moves=tuple(Move(i, 3 * i, 2**40) for i in range(requests // 3)),
+        samples=np.arange(requests) % 2 == 1,
+    )  # fmt: skip
 
 
 def assert_equal(found: MicroBatch, wanted: MicroBatch) -> None:
     assert found.slots.tolist() == wanted.slots.tolist()
     assert found.starts.tolist() == wanted.starts.tolist()
     assert found.counts.tolist() == wanted.counts.tolist()
+    assert found.begins.tolist() == wanted.begins.tolist()
+    assert found.sampled_rows.tolist() == wanted.sampled_rows.tolist()
     assert found.admitted == wanted.admitted
+    assert found.moves == wanted.moves
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

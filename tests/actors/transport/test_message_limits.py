@@ -12,25 +12,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
 from actors.sampling_options import MOST_STOPS, STOP_CHARACTERS
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import message_format
-from actors.transport.message_format import Limits, PlainCodec, decode, encode, message_bytes
+from actors.transport.message_format import PlainCodec, decode, encode, message_bytes
+from actors.transport.message_limits import Limits
 from actors.transport.pipelines import GlooPipeline, serve
 from llmpq.rows.row import MAX_ID_CHARACTERS
 from quant.common.errors import SpecError, StageLostError
+from tests.actors.batches import batch_in_ranges
 from tests.actors.linking import meet
 
-LIMITS = QueueSizes(slots=8, prefill_micro_batch=2, decode_micro_batch=4).limits(16, columns=6)
-FIELDS = {"message": 0, "kind": 1, "requests": 2, "text": 3, "dtype": 4, "rows": 5, "columns": 6}
+ROOM = 16
+LIMITS = QueueSizes(8, 2, 4, ROOM).limits(ROOM, 8 * ROOM, columns=6)
+FIELDS = {
+    name: place
+    for place, name in enumerate(
+        ("message", "kind", "requests", "moves", "text", "dtype", "rows", "columns")
+    )
+}
 HUGE = (2**31, 2**62, 2**63, 2**64 - 1)
 
 
 def a_batch() -> MicroBatch:
-    """Two requests of three tokens, one of them admitted."""
-    admitted = (Admission(5, "a", 9, Sampling()),)
-    return MicroBatch(np.array([5, 2]), np.array([0, 4]), np.array([3, 3]), admitted)
+    """Two requests of three tokens, one of them admitted, and a move."""
+    admitted = (Admission(5, "a", 9, Sampling(), room=TokenRange(5 * ROOM, ROOM)),)
+    batch = batch_in_ranges([5, 2], [0, 4], [3, 3], admitted, ROOM)
+    return replace(batch, moves=(Move(0, 2 * ROOM, 4),))
 
 
 def a_message(batch: MicroBatch | None = None, rows: int = 6, columns: int = 6) -> Tensor:
@@ -44,13 +53,15 @@ def with_field(message: Tensor, field: str, value: int) -> Tensor:
 
 
 def test_a_planned_message_is_within_the_limits() -> None:
-    assert Limits(requests=4, rows=32, columns=6, slots=8, max_tokens=16) == LIMITS
+    wanted = Limits(requests=6, rows=36, columns=6, slots=8, max_tokens=16, kv_tokens=128)
+    assert wanted == LIMITS
     message = a_message()
     assert message_bytes(message, LIMITS) == len(message)
     found = decode(message, LIMITS)
     assert not isinstance(found, Sampled)
     assert found[1].shape == (6, 6)
     assert found[0].admitted == a_batch().admitted
+    assert found[0].moves == a_batch().moves
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -68,7 +79,9 @@ def test_sizes_beyond_the_plan_take_no_memory(
         decode(message)
 
 
-@pytest.mark.parametrize(("field", "value"), [("rows", 2**40), ("columns", 2**40), ("text", 2**40)])
+@pytest.mark.parametrize(
+    ("field", "value"), [*((name, 2**40) for name in ("rows", "columns", "text")), ("moves", 129)]
+)
 def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
     field: str, value: int
 ) -> None:
@@ -92,12 +105,78 @@ def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
         ({"counts": [3, 0]}, "positions"),
         ({"counts": [3, -(2**63)]}, "positions"),
         ({"counts": [3, 4]}, "6 rows for 7 tokens"),
+        ({"begins": [80, -1]}, "outside the 128 token slots"),
+        ({"begins": [80, -(2**63)]}, "outside the 128 token slots"),
+        ({"begins": [80, 122]}, "outside the 128 token slots"),
+        ({"begins": [80, 2**63 - 1]}, "outside the 128 token slots"),
+        ({"begins": [80, 76]}, "share token slots"),
+        ({"begins": [80, 95]}, "share token slots"),  # with the room of the other
+        ({"begins": [81, 32]}, "lie from 81 up to 84 of 128"),
     ],
 )
 def test_requests_that_there_are_not(changed: dict[str, list[int]], said: str) -> None:
     arrays: Any = {name: np.array(values) for name, values in changed.items()}
     with pytest.raises(StageLostError, match=said):
         decode(a_message(replace(a_batch(), **arrays)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (TokenRange(80, 2), "2 token slots from 80 on"),
+        (TokenRange(79, 9), "9 token slots from 79 on"),
+        (TokenRange(80, 49), "up to 83 of 128"),
+    ],
+)
+def test_rooms_that_do_not_hold_their_request(room: TokenRange, said: str) -> None:
+    admitted = (replace(a_batch().admitted[0], room=room),)
+    with pytest.raises(StageLostError, match=said):
+        decode(a_message(replace(a_batch(), admitted=admitted)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        Move(-1, 0, 4),
+        Move(0, -1, 4),
+        Move(125, 0, 4),
+        Move(0, 125, 4),
+        Move(9, 0, 0),
+        Move(0, 9, -1),
+    ],
+)
+def test_moves_of_what_is_not_there(move: Move) -> None:
+    with pytest.raises(StageLostError, match=rf"moves {move.tokens} tokens from {move.begin} to"):
+        decode(a_message(replace(a_batch(), moves=(move,))), LIMITS)
+
+
+@pytest.mark.parametrize("value", [-1, 2, 2**40])
+def test_requests_of_which_it_is_not_said_whether_they_are_sampled(value: int) -> None:
+    message, samples = a_message(), message_format._PREFIX.size + 8 * 2 * 4
+    struct.pack_into("<q", message.numpy().data, samples, value)
+    with pytest.raises(StageLostError, match="whether requests are sampled"):
+        decode(message, LIMITS)
+
+
+def test_a_micro_batch_without_requests() -> None:
+    nothing = np.zeros(0, dtype=np.int64)
+    with pytest.raises(StageLostError, match="no requests"):
+        decode(a_message(MicroBatch(*[nothing] * 4), rows=0), LIMITS)
+
+
+@pytest.mark.parametrize("sampled", [[], [1], [0, 1]])
+def test_the_last_stage_sends_rows_of_what_is_sampled(sampled: list[int]) -> None:
+    """Or their tokens; both come out as they went in, also where there are none."""
+    batch = replace(a_batch(), samples=np.isin(np.arange(2), sampled))
+    found = decode(a_message(batch, rows=len(sampled)), LIMITS)
+    assert not isinstance(found, Sampled)
+    assert found[0].sampled_rows.tolist() == sampled
+    assert found[1].shape == (len(sampled), 6)
+    answer = decode(encode(batch, Sampled(np.array(sampled), (None,) * len(sampled))), LIMITS)
+    assert isinstance(answer, Sampled)
+    assert answer.token_ids.tolist() == sampled
+    with pytest.raises(StageLostError, match="3 rows for 6 tokens"):
+        decode(a_message(batch, rows=3), LIMITS)
 
 
 ADMITTED = asdict(a_batch().admitted[0])
@@ -112,10 +191,16 @@ ADMITTED = asdict(a_batch().admitted[0])
         "[{}]",
         "[" * 100_000,
         json.dumps([ADMITTED] * 3),
+        json.dumps([ADMITTED] * 2),
         *(
             json.dumps([ADMITTED | changed])
             for changed in (
                 {"slot": 8},
+                {"slot": 3},
+                {"room": None},
+                {"room": {"begin": 80.0, "size": 16}},
+                {"room": {"begin": 80, "size": -1}},
+                {"room": {"begin": 80}},
                 {"slot": -1},
                 {"slot": True},
                 {"slot": "5"},
@@ -200,8 +285,9 @@ def test_the_most_that_a_request_may_ask_for_is_within_the_limits() -> None:
     bias = {token: -99.12345678901234 for token in vocabulary}
     sampling = Sampling(repetition_penalty=1.5, stop=stop, logit_bias=bias)
     name = "\U0001f600" * MAX_ID_CHARACTERS
-    asked = Admission(0, name, 9, sampling, tuple(range(128_000)), tuple(vocabulary))
-    batch = MicroBatch(np.array([0]), np.array([0]), np.array([3]), (asked,))
+    room = TokenRange(0, ROOM)
+    asked = Admission(0, name, 9, sampling, tuple(range(128_000)), tuple(vocabulary), room)
+    batch = batch_in_ranges([0], [0], [3], [asked])
     found = decode(encode(batch, torch.ones(3, 6)), replace(LIMITS, requests=1))
     assert not isinstance(found, Sampled)
     assert found[0].admitted == (asked,)

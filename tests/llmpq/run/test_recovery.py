@@ -58,7 +58,7 @@ class Recorder:
 def undisturbed(tiny: tuple[Path, Any]) -> dict[str, tuple[int, ...]]:
     """Without Ray, in stages and micro-batches of other sizes."""
     stages = stages_of(tiny[0], (0, 2, LAYERS), 40, PROMPT_LENGTH + NEW_TOKENS)
-    scheduler = StaticScheduler(QueueSizes(40, 20, 20), len(stages))
+    scheduler = StaticScheduler(QueueSizes(40, 20, 20, stages[0].spec.max_tokens), len(stages))
     scheduler.add(list(requests(COUNT)), last=True)
     recorder = Recorder()
     recorder.take(chain.from_iterable(drive(scheduler, LocalPipeline(stages))))

@@ -144,7 +144,7 @@ def test_temporaries_cover_what_sampling_allocates(
     seen_tokens = tuple(range(300))
     admitted = [Admission(i, str(i), 9, sampling, (), seen_tokens) for i in range(requests)]
     slots = np.arange(requests)
-    batch = MicroBatch(slots, slots * 0, slots * 0 + 1, tuple(admitted))
+    batch = MicroBatch(slots, slots * 0, slots * 0 + 1, slots, tuple(admitted))
     logits = torch.randn(requests, OPT_30B.vocab_size).to(getattr(torch, dtype))
     with torch.inference_mode(), PeakBytes() as seen:
         Sampler(()).sample(batch, logits)

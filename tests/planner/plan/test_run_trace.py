@@ -25,8 +25,8 @@ def measured(dropped: int = 0, shift_s: float = 0.0) -> MeasuredStage:
         began_s=began_s,
         ended_s=began_s + 0.5,
         sent_s=began_s + np.array([0.6, 0.5, 0.5]),
-        is_decode=np.array([False, False, True]),
         requests=np.array([3, 2, 5]),
+        decode_requests=np.array([0, 0, 5]),
         tokens=np.array([30, 20, 5]),
         context_length=np.array([0, 0, 12]),
         dropped=dropped,
@@ -63,6 +63,12 @@ def test_each_micro_batch_is_a_span_and_none_overlap() -> None:
     assert notes["stages"][1]["micro_batches_dropped"] == 4
     assert notes["stages"][0]["clock_error_s"] == 0.001
     assert notes["stages"][2] == "did not answer"
+
+
+def test_mixed_micro_batches_have_a_name_of_their_own() -> None:
+    events, _ = read(replace(measured(), decode_requests=np.array([1, 2, 4])))
+    computed = [e["name"] for e in spans(events, 0, 0) if e["cat"] in ("mixed", "decode")]
+    assert computed == ["mixed 0", "decode 0", "mixed 1"]
 
 
 def test_the_simulated_batch_lies_beside_the_run() -> None:

@@ -75,7 +75,7 @@ def test_every_decision_is_that_of_the_scheduler(kind: str, seed: int) -> None:
         for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
     recorded = RecordingPipeline(stages, outputs)
-    scheduler = StaticScheduler(QueueSizes(slots, sizes.prefill, sizes.decode), stages)
+    scheduler = StaticScheduler(QueueSizes(slots, sizes.prefill, sizes.decode, 64), stages)
     scheduler.add(requests, last=True)
     for _ in drive(scheduler, recorded):
         pass

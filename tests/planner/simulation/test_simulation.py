@@ -97,7 +97,7 @@ def test_order_is_that_of_the_scheduler(
     ]
     recorded = RecordingPipeline(stages)
     recorded.last_length = workload.total_length - 1
-    scheduler = StaticScheduler(QueueSizes(len(requests), prefill, decode), stages)
+    scheduler = StaticScheduler(QueueSizes(len(requests), prefill, decode, 64), stages)
     scheduler.add(requests, last=True)
     for _ in drive(scheduler, recorded):
         pass

@@ -29,7 +29,7 @@ class Clock:
 
 
 def stats(busy_s: float, tokens: int = 0, queue: QueueDepth | None = None) -> StageStats:
-    work = PhaseWork(micro_batches=1, requests=tokens, tokens=tokens, seconds=busy_s)
+    work = PhaseWork(1, tokens, tokens, busy_s, sampled=tokens)
     return StageStats(busy_s, 0, tokens, 1, 10, 20, decode=work, queue=queue)
 
 

@@ -1,0 +1,91 @@
+"""What a message between stages may say: its sizes and addresses, held against the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+
+from actors.messages import MicroBatch, TokenIds
+from quant.common.errors import StageLostError
+
+_MOST = 2**62
+
+ADMISSION_BYTES = 16 * 2**20
+"""Most bytes of JSON for each request: ids, stop strings, and 256,000 tokens and biases take less.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
+    of hidden states, the `slots` that the stages have for requests of at most `max_tokens` each,
+    and the `kv_tokens` slots for tokens that are in the KV cache.
+    """
+
+    requests: int
+    rows: int
+    columns: int
+    slots: int
+    max_tokens: int
+    kv_tokens: int
+
+
+def refuse(what: str) -> NoReturn:
+    raise StageLostError(
+        f"a message of another stage {what}; either the nodes have different versions of llmpq, or "
+        "a stranger can reach the ports of the links: choose --transport ray then"
+    )
+
+
+def check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
+    """Raise `StageLostError` where the `batch` of a message with `rows` of hidden states is not one
+    that stages within `limits` compute; there is a row for each token, or for each sampled request.
+    """
+    limits = limits or Limits(*[_MOST] * 6)
+    _check_requests(batch, limits)
+    if rows not in (len(batch.sampled_rows), int(batch.counts.sum())):
+        refuse(f"has {rows} rows for {int(batch.counts.sum())} tokens")
+    order, ends = np.argsort(batch.begins), _own_ends(batch, limits)
+    if (batch.begins[order][1:] < ends[order][:-1]).any():
+        refuse("has two requests that share token slots")
+    for move in batch.moves:
+        most = limits.kv_tokens - move.tokens
+        if move.tokens < 1 or not (0 <= move.begin <= most and 0 <= move.to <= most):
+            refuse(
+                f"moves {move.tokens} tokens from {move.begin} to {move.to} where there are "
+                f"{limits.kv_tokens} token slots"
+            )
+
+
+def _check_requests(batch: MicroBatch, limits: Limits) -> None:
+    slots, starts, counts, tokens = batch.slots, batch.starts, batch.counts, limits.max_tokens
+    inside = (starts >= 0) & (starts <= tokens) & (counts >= 1) & (counts <= tokens)
+    if not (inside & (starts <= tokens - counts)).all():
+        refuse(f"has positions outside the {tokens} of a request")
+    if (slots < 0).any() or (slots >= limits.slots).any() or len(np.unique(slots)) < len(slots):
+        refuse(f"has slots that are none of {limits.slots}, or one twice")
+    if not ((batch.begins >= 0) & (batch.begins <= limits.kv_tokens - batch.lengths)).all():
+        refuse(f"has ranges outside the {limits.kv_tokens} token slots of the KV cache")
+
+
+def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:
+    """Where each request's token slots end, `[requests]`: those of its tokens, or of its room where
+    that is known. Raises where its tokens are not in its room.
+    """
+    ends: TokenIds = batch.begins + batch.lengths
+    rows = {slot: row for row, slot in enumerate(batch.slots.tolist())}
+    if len({admission.slot for admission in batch.admitted}) < len(batch.admitted):
+        refuse("admits two requests to one slot")
+    for admission in batch.admitted:
+        row, room = rows.get(admission.slot), admission.room
+        if row is None:
+            refuse(f"admits a request to slot {admission.slot}, of which it has no tokens")
+        if room.begin != batch.begins[row] or not ends[row] <= room.end <= limits.kv_tokens:
+            refuse(
+                f"admits a request to {room.size} token slots from {room.begin} on, but its tokens "
+                f"lie from {batch.begins[row]} up to {ends[row]} of {limits.kv_tokens}"
+            )
+        ends[row] = room.end
+    return ends

@@ -1,0 +1,200 @@
+"""Stages under a policy that does everything that policies may, against `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.messages import MicroBatch, Request, Sampled, Sampling, TokenIds, TokenRange
+from actors.stage.stage import Stage
+from actors.transport import pipelines
+from actors.transport.message_format import PlainCodec
+from actors.transport.message_limits import Limits
+from actors.transport.pipelines import GlooPipeline, RayPipeline, from_ray, relay, serve
+from quant.common.errors import StageLostError
+from tests.actors.interleaving import LARGEST_SPARE, RandomPolicy
+from tests.actors.linking import meet
+from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.models import (
+    CONFIGS,
+    LAYERS,
+    generate,
+    random_prompts,
+    reference,
+    save_tiny,
+    stages_of,
+)
+
+LENGTHS = (5, 11, 1, 8, 17, 2, 8, 3)
+NEW_TOKENS = 8
+LONGEST = max(LENGTHS) + NEW_TOKENS
+SLOTS, KV_TOKENS = 5, 5 * (LONGEST + LARGEST_SPARE)
+PROMPTS = random_prompts(LENGTHS)
+REQUESTS = [Request(str(i), prompt, NEW_TOKENS, Sampling()) for i, prompt in enumerate(PROMPTS)]
+LIMITS = Limits(SLOTS, KV_TOKENS, 64, SLOTS, LONGEST, KV_TOKENS)
+
+
+def stages_for(folder: Path, head_on_first: bool = False, kv_bits: int = 16) -> list[Stage]:
+    room = LONGEST + LARGEST_SPARE
+    return stages_of(
+        folder, (0, 2, LAYERS), SLOTS, room, head_on_first=head_on_first, kv_bits=kv_bits
+    )
+
+
+def spoil_others(stages: Sequence[Stage], ranges: Sequence[TokenRange]) -> None:
+    """Make all numbers in the cache that belong to no request NaN."""
+    others = torch.ones(KV_TOKENS, dtype=torch.bool)
+    for each in ranges:
+        others[each.begin : each.end] = False
+    for stage in stages:
+        for stored in stage._cache._all():
+            held = stored.numbers if stored.scales is None else stored.scales
+            held[:, others] = torch.nan
+
+
+class MessagePipeline(LocalPipeline):
+    """Stages with messages between them, as actors over Ray."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self._pipeline = RayPipeline(Computing(stages[0]), [Relaying(s) for s in stages[1:]], CODEC)
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
+        return self._pipeline.result(self._pipeline.submit(batch, token_ids))
+
+
+CODEC = PlainCodec(LIMITS)
+
+
+class Computing:
+    """A stage in a process of its own."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.finish, self.compute = stage.finish, stage.step
+
+    def sent(self) -> None: ...
+
+
+class Relaying:
+    """The handle of an actor whose calls end at once."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.step, self._stage = self, Computing(stage)
+
+    def remote(self, message: Any, epoch: int) -> Any:
+        at_once = message.value if isinstance(message, Reference) else message
+        return Reference(relay(self._stage, from_ray(at_once), CODEC).numpy())
+
+
+class Reference:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class PretendRay:
+    ObjectRef = Reference
+
+    @staticmethod
+    def get(reference: Reference) -> Any:
+        return reference.value
+
+
+@pytest.fixture(autouse=True)
+def pretend_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "ray", PretendRay)
+
+
+def interleaved(stages: Sequence[Stage], seed: int) -> tuple[RandomPolicy, list[list[int]]]:
+    policy = RandomPolicy(SLOTS, KV_TOKENS, seed, lambda ranges: spoil_others(stages, ranges))
+    tokens = policy.run(REQUESTS, MessagePipeline(stages).submit)
+    return policy, [tokens[request.custom_id] for request in REQUESTS]
+
+
+Tiny = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A checkpoint of each family, and what `generate` adds to the prompts."""
+
+    @cache
+    def made(name: str) -> tuple[Path, list[list[int]]]:
+        folder = tmp_path_factory.mktemp(name)
+        model = save_tiny(folder, CONFIGS[name])
+        return folder, [reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+    return made
+
+
+@pytest.fixture(params=["compiled", "by PyTorch"])
+def decode_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode attention by numba's loop, or as on a GPU."""
+    if request.param != "compiled":
+        monkeypatch.setattr("actors.attention.ragged.can_attend", lambda stored: False)
+
+
+@pytest.mark.usefixtures("decode_kernel")
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "mistral-sliding", "qwen2-sliding"])
+def test_tokens_are_those_of_generate(name: str, tiny: Tiny) -> None:
+    folder, expected = tiny(name)
+    runs = [interleaved(stages_for(folder, seed == 1), seed) for seed in range(2)]
+    assert [tokens for _, tokens in runs] == [expected] * 2
+    assert {kind for policy, _ in runs for kind in policy.kinds} == {"prefill", "decode", "mixed"}
+    assert sum(policy.unsampled for policy, _ in runs)
+    assert sum(policy.moves for policy, _ in runs)
+
+
+@pytest.mark.usefixtures("decode_kernel")
+@pytest.mark.parametrize("name", ["llama", "bloom", "mistral-sliding"])
+def test_codes_of_8_bit_do_not_depend_on_the_order(name: str, tiny: Tiny) -> None:
+    stages = stages_for(tiny(name)[0], kv_bits=8)
+    expected = generate(stages, PROMPTS, NEW_TOKENS, prefill=1, decode=5)
+    assert interleaved(stages, 0)[1] == expected
+
+
+@pytest.mark.parametrize("head_on_first", [False, True])
+def test_parts_of_prompts_go_over_links(head_on_first: bool, tiny: Tiny) -> None:
+    """A micro-batch of which nothing is sampled has an empty answer."""
+    folder, expected = tiny("llama")
+    first, second = stages_for(folder, head_on_first)
+    here, there = meet(2)
+
+    def serve_second() -> None:
+        with pytest.raises(StageLostError, match="broke the run off"):
+            serve(Computing(second), there, CODEC)
+
+    serving = Thread(target=serve_second)
+    serving.start()
+    pipeline = GlooPipeline(Computing(first), here, CODEC)
+    policy = RandomPolicy(SLOTS, KV_TOKENS, 0, lambda ranges: None)
+    tokens = policy.run(REQUESTS, lambda *each: pipeline.result(pipeline.submit(*each)))
+    here.stop()
+    serving.join()
+    assert [tokens[request.custom_id] for request in REQUESTS] == expected
+    assert policy.unsampled
+
+
+def test_tokens_of_prompts_and_of_decode_steps_are_counted_apart(tiny: Tiny) -> None:
+    stages = stages_for(tiny("llama")[0])
+    _, tokens = interleaved(stages, 0)
+    for stage in stages:
+        stats = stage.stats()
+        assert stats.prefill_tokens + stats.decode_tokens == sum(
+            len(prompt) + len(new) - 1 for prompt, new in zip(PROMPTS, tokens, strict=True)
+        )
+        steps = sum(len(new) - 1 for new in tokens)
+        assert 0 <= stats.decode_tokens - steps <= sum(LENGTHS), "and single tokens of prompts"
+
+
+def test_a_cpu_takes_a_long_mixed_batch_in_passes() -> None:
+    batch = MicroBatch(np.arange(3), np.array([5, 0, 2]), np.array([1, 6, 4]), np.arange(3) * 20)
+    parts = batch.passes(7)
+    assert [part.begins.tolist() for part in parts] == [[0, 20], [40]]
+    assert [part.kind for part in parts] == ["mixed", "prefill"]
