@@ -216,8 +216,12 @@ class Generation:
 
 
 def halved(sizes: QueueSizes, failure: BatchFailure) -> QueueSizes:
-    """Return `sizes` with half of the failed micro-batch for its phase."""
+    """Return `sizes` with half of the failed micro-batch for its phase, or for both where a
+    micro-batch mixes them.
+    """
     half = max(1, len(failure.slots) // 2)
+    if sizes.max_batch_size:
+        return replace(sizes, max_batch_size=min(half, sizes.max_batch_size))
     if failure.phase == "prefill":
         return replace(sizes, prefill_micro_batch=min(half, sizes.prefill_micro_batch))
     return replace(sizes, decode_micro_batch=min(half, sizes.decode_micro_batch))
