@@ -127,10 +127,7 @@ class OrcaScheduler:
         tokens = self._counts(ready).cumsum()
         most = self._sizes.max_batch_tokens
         selected = max(1, int(np.searchsorted(tokens, most, "right"))) if most else len(ready)
-        new: list[int] = []
-        moves: tuple[Move, ...] = ()
-        if selected >= len(ready):
-            new, moves = self._admit(len(ready), int(tokens[-1]) if len(ready) else 0)
+        new, moves = self._admit(len(ready), int(tokens[-1]) if len(ready) else 0)
         slots = np.append(ready[:selected], np.array(new, dtype=np.int64))
         return self._batch(slots, new, moves) if len(slots) else None
 
@@ -143,21 +140,21 @@ class OrcaScheduler:
         most = self._sizes.max_batch_tokens
         while self._waiting and selected + len(slots) < self._sizes.max_batch_size:
             request = self._waiting[0]
-            text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
-            count = self._first_part(len(text))
+            count = self._first_part(len(request.prompt_ids) + len(request.generated))
             if self._ranges.reserved + _most_tokens(request) > self._n_slots:
                 break
             if most and tokens and tokens + count > most:
                 break
             self._waiting.popleft()
-            slot = self._take_slot(request, text)
+            slot = self._take_slot(request)
             moves += self._ranges.reserve(slot, _most_tokens(request), self._written)
             slots.append(slot)
             tokens += count
         return slots, moves
 
-    def _take_slot(self, request: Request, text: TokenIds) -> int:
+    def _take_slot(self, request: Request) -> int:
         slot = self._free.popleft()
+        text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
         self._requests[slot] = request
         self._texts[slot] = text
         self._arrival[slot] = self._arrivals

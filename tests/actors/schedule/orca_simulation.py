@@ -1,7 +1,8 @@
 """A discrete-event simulation of Algorithm 1 of the ORCA paper, line by line.
 
 The paper leaves open what happens when `Select` finds nothing: no empty batch is run then, time
-goes on to the next arrival or return.
+goes on to the next arrival or return. Not from the paper are prompts in parts and the bound on the
+tokens of a batch; both are off unless asked for.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ class State(Enum):
 
 @dataclass
 class SimRequest:
-    """A request that comes at `arrival_s` and is finished after `iterations` of its own."""
+    """A request that comes at `arrival_s` and is finished after `outputs` tokens."""
 
     name: str
     arrival_s: float
     prompt: int
     max_tokens: int
-    iterations: int
+    outputs: int
     state: State = State.INITIATION
-    ran: int = 0
+    prefilled: int = 0
+    sampled: int = 0
     finished: bool = False
 
 
@@ -53,6 +55,7 @@ class OrcaSimulation:
     def __init__(self, n_workers: int, max_bs: int, n_slots: int, seconds: Seconds) -> None:
         self.n_workers, self.max_bs, self.n_slots = n_workers, max_bs, n_slots
         self.seconds = seconds
+        self.part_tokens = self.batch_tokens = 10**9
         self.worker_free_s = [0.0] * n_workers
         self.in_engine: deque[tuple[list[SimRequest], float]] = deque()
 
@@ -84,7 +87,7 @@ class OrcaSimulation:
                 now_s = max(now_s, at_s)
                 for req in returned:  # line 11
                     req.state = State.INCREMENT  # line 12
-                    if req.ran == req.iterations:  # line 13
+                    if req.sampled == req.outputs:  # line 13
                         n_rsrv -= req.max_tokens  # line 14
                         req.finished = True
                 n_scheduled -= 1  # line 15
@@ -101,18 +104,27 @@ class OrcaSimulation:
                 new_n_rsrv = n_rsrv + req.max_tokens  # line 24
                 if new_n_rsrv > self.n_slots:  # line 25
                     break
+                if batch and sum(map(self.tokens, [*batch, req])) > self.batch_tokens:
+                    break
                 n_rsrv = new_n_rsrv  # line 26
+            elif batch and sum(map(self.tokens, [*batch, req])) > self.batch_tokens:
+                break
             batch.append(req)  # line 27
         return batch, n_rsrv  # line 28
 
+    def tokens(self, req: SimRequest) -> int:
+        """The tokens of its next iteration: of its prompt, or the one that it has got last."""
+        return min(req.prompt - req.prefilled, self.part_tokens) or 1
+
     def enter_engine(self, batch: list[SimRequest], now_s: float) -> tuple[int, ...]:
         """Run one iteration of the batch on worker after worker; returns each request's tokens."""
-        tokens = tuple(req.prompt if req.state is State.INITIATION else 1 for req in batch)
+        tokens = tuple(map(self.tokens, batch))
         at_s = now_s
         for worker in range(self.n_workers):
             began_s = max(at_s, self.worker_free_s[worker])
             self.worker_free_s[worker] = at_s = began_s + self.seconds(worker, sum(tokens))
         self.in_engine.append((batch, at_s))
-        for req in batch:
-            req.ran += 1
+        for req, count in zip(batch, tokens, strict=True):
+            req.prefilled += count if req.prefilled < req.prompt else 0
+            req.sampled += req.prefilled == req.prompt
         return tokens

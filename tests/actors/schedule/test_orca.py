@@ -33,6 +33,8 @@ class Setting:
     outputs: list[int]
     arrivals_s: list[float]
     worker_s: list[float]
+    chunk: int = 0
+    cap: int = 0
 
     @classmethod
     def random(cls, seed: int, arrivals_s: float) -> Setting:
@@ -55,7 +57,10 @@ class Setting:
         return self.worker_s[worker] * (1 + tokens / 7)
 
     def simulation(self) -> OrcaSimulation:
-        return OrcaSimulation(self.stages, self.max_batch_size, self.kv_tokens, self.seconds)
+        engine = OrcaSimulation(self.stages, self.max_batch_size, self.kv_tokens, self.seconds)
+        engine.part_tokens = self.chunk or engine.part_tokens
+        engine.batch_tokens = self.cap or engine.batch_tokens
+        return engine
 
     def simulated(self) -> list[SimRequest]:
         return [
@@ -66,7 +71,7 @@ class Setting:
         ]
 
     def scheduler(self) -> OrcaScheduler:
-        sizes = sizes_of(self.stages, self.max_batch_size, self.kv_tokens)
+        sizes = sizes_of(self.stages, self.max_batch_size, self.kv_tokens, self.chunk, self.cap)
         return OrcaScheduler(sizes, self.stages)
 
     def pipeline(self) -> TokenPipeline:
@@ -108,6 +113,15 @@ def test_a_queue_is_served_as_algorithm_1_says(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_arrivals_are_served_as_algorithm_1_says(seed: int) -> None:
     case = Setting.random(seed, arrivals_s=float(4 ** (seed % 5)))
+    pipeline = case.pipeline()
+    case.check(pipeline, list(served(case, pipeline)))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_parts_of_prompts_and_bounded_batches_keep_the_order(seed: int) -> None:
+    rng = np.random.default_rng(seed + 2000)
+    chunk, cap = (int(n) for n in rng.integers([0, 1], [8, 24]))
+    case = replace(Setting.random(seed, float(4 ** (seed % 5))), chunk=chunk, cap=cap)
     pipeline = case.pipeline()
     case.check(pipeline, list(served(case, pipeline)))
 
@@ -209,6 +223,26 @@ def test_a_request_under_way_is_cancelled_when_it_comes_back() -> None:
     assert scheduler.in_slots == 1, "it was not under way"
     scheduler.cancel("unknown")
     assert scheduler.next_batch() is None
+
+
+def test_more_requests_are_wanted_only_where_a_batch_could_have_them() -> None:
+    scheduler = OrcaScheduler(sizes_of(1, 2, 30), 1)
+    pipeline = TokenPipeline(1, 30, dict.fromkeys("01", 3))
+    assert scheduler.wants_requests
+    requests = [request(i, 2, 3) for i in range(2)]
+    pipeline.expect(requests)
+    scheduler.add(requests, last=False)
+    assert not scheduler.wants_requests
+    following = scheduler.next_batch()
+    assert following is not None
+    assert scheduler.wants_requests
+    batch = pipeline.submit(*following)
+    scheduler.complete(batch, pipeline.result(batch))
+    assert not scheduler.wants_requests, "those that came back are a batch"
+    scheduler.cancel("0")
+    assert scheduler.wants_requests
+    scheduler.add([], last=True)
+    assert not scheduler.wants_requests
 
 
 def test_a_waiting_request_is_cancelled_at_once() -> None:
