@@ -25,7 +25,9 @@ from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
+from actors.schedule.policy_options import PolicyOptions
 from actors.schedule.scheduler import QueueSizes
+from actors.schedule.table import queue_sizes
 from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
@@ -53,7 +55,8 @@ class GroupOptions:
     `cache` is where each node keeps packed layers. `transport` takes hidden states from stage to
     stage: "gloo" (torch.distributed), "ray", or "auto", which is gloo where the stages can be
     connected by it. `telemetry`: what stages note; the sizes of its micro-batches are the plan's.
-    `recovery` says how `generate` goes on after faults, which `on_event` is told of.
+    `recovery` says how `generate` goes on after faults, which `on_event` is told of. `policy`
+    schedules the requests.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -61,6 +64,7 @@ class GroupOptions:
     telemetry: TelemetryOptions = TelemetryOptions()  # noqa: RUF009  (frozen)
     recovery: Recovery = Recovery()  # noqa: RUF009  (frozen)
     on_event: OnEvent = ignore_event
+    policy: PolicyOptions = PolicyOptions()  # noqa: RUF009  (frozen)
     timeouts: Timeouts = Timeouts()
 
 
@@ -102,9 +106,10 @@ class StageGroup:
         self._pipeline = StagePipeline(
             self.stages,
             self._answers,
-            QueueSizes.of(plan),
+            queue_sizes(plan, options.policy),
             LinkOptions(options.transport, options.timeouts.meeting_s, options.recovery.hang_s),
         )
+        self._slots = self._pipeline.sizes.slots
         self._repair = Repair(self._pipeline, options.recovery, options.on_event)
         self._ledger: RequestLedger | None = None
         self._generation: Generation | None = None
@@ -156,7 +161,7 @@ class StageGroup:
         return actor
 
     def _spec(self, stage: StagePlan) -> StageSpec:
-        spec = stage_spec(self._plan, stage)
+        spec = replace(stage_spec(self._plan, stage), slots=self._slots)
         if self._plan.stand_in is None:
             return spec
         return stand_in_spec(spec, model_shape(self._checkpoint))

@@ -219,6 +219,8 @@ def halved(sizes: QueueSizes, failure: BatchFailure) -> QueueSizes:
     """Return `sizes` with half of the failed micro-batch for the phases that it had."""
     half = max(1, len(failure.slots) // 2)
     prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
+    if sizes.max_batch_size:
+        return replace(sizes, max_batch_size=min(half, sizes.max_batch_size))
     if failure.batch_kind == "mixed":  # its share of each is not known
         return replace(
             sizes, prefill_micro_batch=max(1, prefill // 2), decode_micro_batch=max(1, decode // 2)

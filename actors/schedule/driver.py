@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from actors.messages import Finished, MicroBatch, Sampled, TokenIds
 from actors.schedule.scheduler import Scheduler
-from planner.schedule.static import UNDER_WAY_PER_STAGE
 
 
 class Pipeline(Protocol):
@@ -27,14 +26,13 @@ class Pipeline(Protocol):
 class PipelineDriver:
     """Keeps a pipeline full with the micro-batches of `scheduler`, also from one run to the next.
 
-    At most two micro-batches a stage are under way: enough to hide the hops, and a bound on the
-    hidden states that wait between the stages.
+    At most as many micro-batches are under way as the policy allows, which also bounds the hidden
+    states that wait between the stages.
     """
 
     def __init__(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._limit = UNDER_WAY_PER_STAGE * pipeline.stages
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
         self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
@@ -51,7 +49,7 @@ class PipelineDriver:
     def run(self) -> Iterator[tuple[Finished, ...]]:
         """Run until the scheduler wants more requests or all have ended; yields those that end."""
         while not self._scheduler.wants_requests:
-            room = len(self._under_way) < self._limit
+            room = len(self._under_way) < self._scheduler.most_under_way
             with self._lock:
                 following = self._scheduler.next_batch() if room else None
             if following is not None:

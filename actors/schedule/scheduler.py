@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.schedule.policy_options import PolicyName
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
 
@@ -16,17 +17,28 @@ class QueueSizes:
     """Slots of requests, the planned requests of a micro-batch of each phase, the tokens of the
     longest request (`slot_tokens`), and the scheduling policy by its name in
     `actors.schedule.table`.
+
+    The other fields are for policies whose micro-batches mix the phases; those that do not leave
+    them 0. `kv_tokens`: the token slots of the KV cache, of which requests may reserve `n_slots`
+    (0: all; holes that are left spare moves). `max_batch_size`: most requests in a micro-batch;
+    `max_batch_tokens`: most tokens of more than one (0: any number). Prompts longer than
+    `prefill_chunk_tokens` are given in parts of that many tokens (0: none are).
     """
 
     slots: int
     prefill_micro_batch: int
     decode_micro_batch: int
     slot_tokens: int
-    policy: str = "static"
+    policy: PolicyName = "static"
+    kv_tokens: int = 0
+    n_slots: int = 0
+    max_batch_size: int = 0
+    max_batch_tokens: int = 0
+    prefill_chunk_tokens: int = 0
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
-        """The sizes that `plan` asks for."""
+        """The sizes that `plan` asks for, with the policy `static`."""
         sizes = plan.micro_batches
         workload = plan.workload
         return cls(workload.global_batch, sizes.prefill, sizes.decode, workload.total_length)
@@ -37,7 +49,15 @@ class QueueSizes:
         """
         rows = self.prefill_micro_batch * max_tokens + self.decode_micro_batch
         requests = self.prefill_micro_batch + self.decode_micro_batch
+        if self.max_batch_size:
+            requests, rows = self.max_batch_size, self._most_rows(max_tokens)
         return Limits(requests, rows, columns, self.slots, max_tokens, kv_tokens)
+
+    def _most_rows(self, max_tokens: int) -> int:
+        """The most tokens in a mixed micro-batch; all of them have a token slot."""
+        longest = min(self.prefill_chunk_tokens or max_tokens, max_tokens)
+        rows = min(self.max_batch_size * longest, self.kv_tokens)
+        return min(rows, max(self.max_batch_tokens, longest)) if self.max_batch_tokens else rows
 
 
 class Scheduler(Protocol):
@@ -60,6 +80,16 @@ class Scheduler(Protocol):
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns the requests that ended with it."""
 
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request, of which nothing is told any more; one that has ended is ignored.
+
+        It leaves the queue at once, and its KV slot with its next token at the latest.
+        """
+
+    @property
+    def most_under_way(self) -> int:
+        """Most micro-batches that may be under way at a time."""
+
     @property
     def waiting(self) -> int:
         """Number of requests without a KV slot."""
@@ -69,4 +99,7 @@ class Scheduler(Protocol):
         """Number of requests that have a KV slot."""
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens."""
+        """Return, by slot, the `custom_id` of its request and the new tokens.
+
+        Requests that were cancelled are left out.
+        """

@@ -15,7 +15,6 @@ import numpy as np
 from actors.messages import (
     Admission,
     Finished,
-    FinishReason,
     MicroBatch,
     Request,
     Sampled,
@@ -23,7 +22,7 @@ from actors.messages import (
     TokenRange,
 )
 from actors.schedule.scheduler import QueueSizes
-from planner.schedule.static import refill_from
+from planner.schedule.static import UNDER_WAY_PER_STAGE, refill_from
 
 
 @dataclass(eq=False)
@@ -63,12 +62,14 @@ class StaticScheduler:
         self._prefill_micro_batch = sizes.prefill_micro_batch
         self._decode_micro_batch = sizes.decode_micro_batch
         self._refill_from = refill_from(slots, sizes.prefill_micro_batch, stages)
+        self._most_under_way = UNDER_WAY_PER_STAGE * stages
         self._refills = True  # set while newcomers are prefilled: until no slot is free
         self._waiting: deque[Request] = deque()
         self._closed = False
         self._free = deque(range(slots))
         self._unused = slots  # free slots, in front of the others, that no request has had yet
         self._requests: dict[int, Request] = {}
+        self._cancelled: set[int] = set()  # slots of requests that leave with their next token
         self._tokens = np.zeros((slots, 1), dtype=np.int64)
         self._given = np.zeros(slots, dtype=np.int64)  # tokens of each slot's request so far
         self._decodes = np.zeros(slots, dtype=np.bool_)  # slots whose request is prefilled
@@ -90,6 +91,16 @@ class StaticScheduler:
         if missing > 0:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
 
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request: it leaves the queue now, or its slot with its next token."""
+        self._waiting = deque(r for r in self._waiting if r.custom_id != custom_id)
+        self._cancelled |= {s for s, r in self._requests.items() if r.custom_id == custom_id}
+
+    @property
+    def most_under_way(self) -> int:
+        """Most micro-batches that may be under way at a time."""
+        return self._most_under_way
+
     @property
     def waiting(self) -> int:
         """Number of requests without a slot."""
@@ -101,10 +112,13 @@ class StaticScheduler:
         return len(self._requests)
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
-        """Return, by slot, the `custom_id` of its request and the new tokens."""
+        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
+        requests.
+        """
         return {
             slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
             for slot, request in self._requests.items()
+            if slot not in self._cancelled
         }
 
     @property
@@ -183,16 +197,18 @@ class StaticScheduler:
         self._given[slots] += 1
         self._decodes[slots] = True
         touched = self._take_back(batch)
-        finished = tuple(
-            self._finish(slot, reason)
-            for slot, reason in zip(slots.tolist(), sampled.finish_reasons, strict=True)
-            if reason is not None
-        )
+        finished: list[Finished] = []
+        for slot, reason in zip(slots.tolist(), sampled.finish_reasons, strict=True):
+            if slot in self._cancelled:
+                self._leave(slot)
+            elif reason is not None:
+                token_ids = tuple(self._tokens[slot, : self._given[slot]].tolist())
+                finished.append(Finished(self._leave(slot).custom_id, token_ids, reason))
         for group in touched:
             if group.decoding and not group.under_way and group not in self._ready:
                 self._ready.append(group)
             group.fills |= not group.decoding
-        return finished
+        return tuple(finished)
 
     def _take_back(self, batch: MicroBatch) -> list[_Group]:
         """Note that `batch` is no longer under way; returns its decode groups in slot order."""
@@ -207,16 +223,16 @@ class StaticScheduler:
             group.decoding += count
         return groups
 
-    def _finish(self, slot: int, reason: FinishReason) -> Finished:
-        request = self._requests.pop(slot)
-        token_ids = tuple(self._tokens[slot, : self._given[slot]].tolist())
+    def _leave(self, slot: int) -> Request:
+        """Free `slot`; returns its request."""
+        self._cancelled.discard(slot)
         group = self._group_of(slot)
         group.decoding -= 1
         group.free += 1
         self._decodes[slot] = False
         self._free.append(slot)
         self._refills |= len(self._free) >= self._refill_from
-        return Finished(request.custom_id, token_ids, reason)
+        return self._requests.pop(slot)
 
     def _group_of(self, slot: int) -> _Group:
         return self._groups[slot // self._decode_micro_batch]

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+from actors.schedule.orca import OrcaScheduler, orca_sizes
+from actors.schedule.policy_options import PolicyName, PolicyOptions
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
+from planner.plan.spec import PlanSpec
 
-POLICIES: Mapping[str, Callable[[QueueSizes, int], Scheduler]] = {"static": StaticScheduler}
-"""Makes the scheduler of each policy for a queue of these sizes and a number of stages."""
+
+class Policy(NamedTuple):
+    """A policy: `scheduler` makes one for a queue of these sizes and a number of stages; `sizes`
+    are those that it wants for a plan and its options.
+    """
+
+    scheduler: Callable[[QueueSizes, int], Scheduler]
+    sizes: Callable[[PlanSpec, PolicyOptions], QueueSizes]
+
+
+POLICIES: Mapping[PolicyName, Policy] = {
+    "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
+    "orca": Policy(OrcaScheduler, orca_sizes),
+}
 
 
 def make_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
     """A scheduler with an empty queue, for a pipeline of `stages`."""
-    return POLICIES[sizes.policy](sizes, stages)
+    return POLICIES[sizes.policy].scheduler(sizes, stages)
+
+
+def queue_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
+    """The sizes of the queue for `plan` under a policy."""
+    return POLICIES[options.name].sizes(plan, options)

@@ -55,7 +55,7 @@ class StageSpec:
 
 
 def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
-    """The specification of `stage` for its actor."""
+    """The specification of `stage` for its actor, whose slots are those of the policy `static`."""
     on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
     return StageSpec(
         index=stage.index,

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from actors.messages import TRANSPORTS
+from actors.schedule.policy_options import POLICY_NAMES
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
@@ -118,6 +119,24 @@ def _add_stages(parser: Parser) -> None:
         choices=TRANSPORTS,
         default="auto",
         help="links between stages: gloo, Ray's objects, or gloo where it connects (auto)",
+    )
+    add(
+        "--policy",
+        choices=POLICY_NAMES,
+        default="static",
+        help="scheduling: the plan's micro-batches, or first come, first served at every "
+        "iteration (static)",
+    )
+    add(
+        "--max_batch_size",
+        type=int,
+        help="most requests in a micro-batch of orca (the plan's decode micro-batch)",
+    )
+    add(
+        "--prefill_chunk_tokens",
+        type=int,
+        default=0,
+        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all (0)",
     )
 
 

@@ -197,6 +197,7 @@ class Run:
             telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
             recovery=options.recovery,
             on_event=self._notify,
+            policy=options.scheduling,
         )
         return StageGroup(self.plan, self._checkpoint, group_options)
 

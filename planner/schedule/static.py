@@ -18,7 +18,8 @@ from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.workload import Workload
 
-UNDER_WAY_PER_STAGE = 2  # micro-batches that actors.schedule.driver lets be under way, per stage
+UNDER_WAY_PER_STAGE = 2
+"""Micro-batches of the policy that may be under way, per stage: enough to hide the hops."""
 
 REFILL_SHARE = 4
 """In a pipeline newcomers are prefilled once a quarter of the slots is free, until no slot is.

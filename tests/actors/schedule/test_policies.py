@@ -2,10 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from actors.processes.health import BatchFailure
+from actors.recovery.generation import halved
+from actors.schedule.orca import OrcaScheduler
+from actors.schedule.policy_options import POLICY_NAMES, PolicyOptions
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
-from actors.schedule.table import make_scheduler
+from actors.schedule.table import POLICIES, make_scheduler, queue_sizes
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
+from planner.search.search import find_plan
+from planner.workload import Workload
+from quant.common.errors import SpecError
 
 
-def test_a_plans_policy_makes_the_scheduler() -> None:
-    assert isinstance(make_scheduler(QueueSizes(4, 2, 2, 64, policy="static"), 2), StaticScheduler)
+@pytest.fixture(scope="module")
+def plan() -> PlanSpec:
+    cluster = ClusterSpec.from_counts(["T4"], [2])
+    options = PlanOptions(bits=(4, 16), keep_all_devices=True, group=4)
+    workload = Workload(5, 128, 10, slot_tokens=132)
+    return find_plan(cluster, model_shape("opt-6.7b"), "opt-6.7b", workload, options)
+
+
+def test_a_plans_policy_makes_the_scheduler(plan: PlanSpec) -> None:
+    static = make_scheduler(queue_sizes(plan, PolicyOptions()), 2)
+    assert isinstance(static, StaticScheduler)
+    assert static.most_under_way == 4
+    orca = make_scheduler(queue_sizes(plan, PolicyOptions("orca")), 2)
+    assert isinstance(orca, OrcaScheduler)
+    assert orca.most_under_way == 2
+
+
+def test_orca_has_the_tokens_and_the_micro_batch_of_the_plan(plan: PlanSpec) -> None:
+    decode = plan.micro_batches.decode
+    sizes = queue_sizes(plan, PolicyOptions("orca"))
+    assert (sizes.kv_tokens, sizes.max_batch_size) == (5 * 132, decode)
+    assert (sizes.slots, sizes.policy) == (2 * decode, "orca")
+    assert queue_sizes(plan, PolicyOptions()) == QueueSizes(
+        5, plan.micro_batches.prefill, decode, 132
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "fifo"}, "policy is 'fifo'; it must be one of static, orca"),
+        ({"name": "orca", "max_batch_size": 0}, "max_batch_size is 0; .* from 1"),
+        ({"name": "orca", "prefill_chunk_tokens": -1}, "prefill_chunk_tokens is -1; .* from 0"),
+        ({"max_batch_size": 4}, "max_batch_size has no effect with policy static"),
+    ],
+)
+def test_what_no_policy_has_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        PolicyOptions(**options)
+
+
+def test_every_policy_has_a_name_to_choose() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES
+
+
+def test_short_memory_halves_batches_that_mix_the_phases() -> None:
+    sizes = QueueSizes(24, 2, 12, 64, "orca", kv_tokens=99, max_batch_size=12)
+    failure = BatchFailure("memory", "mixed", tuple(range(7)), "out of memory")
+    smaller = halved(sizes, failure)
+    assert smaller == QueueSizes(24, 2, 12, 64, "orca", kv_tokens=99, max_batch_size=3)
+    assert isinstance(make_scheduler(smaller, 2), OrcaScheduler)

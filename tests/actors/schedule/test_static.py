@@ -226,6 +226,67 @@ def test_queues_of_any_length_and_shape(seed: int) -> None:
     assert max((len(b.slots) for b in pipeline.batches if b.admitted), default=0) <= prefill
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_cancelled_requests_leave_and_the_others_get_their_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots, stages = int(rng.integers(1, 14)), int(rng.integers(1, 5))
+    prefill, decode = (int(n) for n in rng.integers(1, slots + 1, size=2))
+    counts = rng.integers(1, 12, size=40).tolist()
+    scheduler = StaticScheduler(QueueSizes(slots, prefill, decode, SLOT_TOKENS), stages)
+    scheduler.add(requests(counts), last=True)
+    pipeline = CancellingPipeline(counts, decode, stages, scheduler, rng)
+    finished = [each.custom_id for batch in drive(scheduler, pipeline) for each in batch]
+    assert pipeline.cancelled
+    assert len(finished) == len(set(finished))
+    assert pipeline.cancelled.isdisjoint(finished)
+    assert set(finished) | pipeline.cancelled == {f"r{i}" for i in range(40)}
+    assert (scheduler.waiting, scheduler.in_slots, scheduler.slot_tokens()) == (0, 0, {})
+
+
+class CancellingPipeline:
+    """Ends requests after their number of tokens, and cancels some between its answers."""
+
+    def __init__(
+        self,
+        counts: list[int],
+        decode: int,
+        stages: int,
+        scheduler: StaticScheduler,
+        rng: np.random.Generator,
+    ) -> None:
+        self.stages, self.cancelled = stages, set[str]()
+        self._scheduler, self._rng, self._counts = scheduler, rng, counts
+        self._holder: dict[int, int] = {}
+        self._given: Counter[int] = Counter()
+        self._ended: set[str] = set()
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
+        assert len(token_ids) == batch.counts.sum()
+        for admission in batch.admitted:
+            assert admission.custom_id not in self.cancelled
+            self._holder[admission.slot] = int(admission.custom_id[1:])
+            self._given[admission.slot] = 0
+        self._cancel()
+        return batch
+
+    def _cancel(self) -> None:
+        name = f"r{self._rng.integers(len(self._counts))}"
+        if name not in self._ended and self._rng.random() < 0.3:
+            self._scheduler.cancel(name)
+            self.cancelled.add(name)
+            assert name not in {each for each, _ in self._scheduler.slot_tokens().values()}
+
+    def result(self, handle: MicroBatch) -> Sampled:
+        reasons: list[FinishReason | None] = []
+        for slot in handle.slots.tolist():
+            self._given[slot] += 1
+            ends = self._given[slot] == self._counts[self._holder[slot]]
+            reasons.append("length" if ends else None)
+            if ends:
+                self._ended.add(f"r{self._holder[slot]}")
+        return Sampled(np.zeros(len(reasons), dtype=np.int64), tuple(reasons))
+
+
 @pytest.mark.parametrize("chunk", [12, 17, 64])
 def test_chunks_do_not_change_what_is_done(chunk: int) -> None:
     """As long as a chunk fills the slots."""

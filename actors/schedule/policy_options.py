@@ -1,0 +1,46 @@
+"""The scheduling policy of a run, and what can be chosen about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quant.common.errors import SpecError
+
+PolicyName = Literal["static", "orca"]
+"""A name in `actors.schedule.table`."""
+
+POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca")
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """The policy by its `name`, and for `orca` the most requests in a micro-batch (None: as many as
+    the plan's decode micro-batch has) and the tokens of a prompt that one micro-batch takes at
+    most (0: a prompt is never parted).
+
+    Raises `SpecError` for a policy that does not exist, a number out of range, and for options that
+    the policy does not have.
+    """
+
+    name: PolicyName = "static"
+    max_batch_size: int | None = None
+    prefill_chunk_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the name, the numbers, and whether the policy has them."""
+        if self.name not in POLICY_NAMES:
+            raise SpecError(f"policy is {self.name!r}; it must be one of {', '.join(POLICY_NAMES)}")
+        for option, value, least, unset in (
+            ("max_batch_size", self.max_batch_size, 1, None),
+            ("prefill_chunk_tokens", self.prefill_chunk_tokens, 0, 0),
+        ):
+            if value == unset:
+                continue
+            if type(value) is not int or value < least:
+                raise SpecError(f"{option} is {value!r}; it must be a whole number from {least}")
+            if self.name != "orca":
+                raise SpecError(
+                    f"{option} has no effect with policy {self.name}; leave it out, or choose "
+                    "policy orca"
+                )
