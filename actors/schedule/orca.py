@@ -134,6 +134,8 @@ class OrcaScheduler:
     def _admit(self, selected: int, tokens: int) -> tuple[list[int], tuple[Move, ...]]:
         """Reserve token slots for the first requests of the queue that join a micro-batch of so
         many requests and tokens (lines 23 to 26); returns their slots and the moves for them.
+
+        Where the ready ones alone go beyond the bound of tokens, every newcomer does.
         """
         slots: list[int] = []
         moves: tuple[Move, ...] = ()

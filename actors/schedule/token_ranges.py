@@ -51,6 +51,11 @@ class TokenRanges:
     A range is put into the smallest hole that has room (best fit). Where there are enough free
     slots but no such hole, the neighbouring ranges with the fewest tokens are pushed together: so
     a reservation succeeds whenever enough slots are free, wherever they are.
+
+    With first come, first served in 131,072 slots and lengths of two public traces (Splitwise code
+    and conversation) no hole fits at 29 and 41% of reservations; first fit is no better (30 and
+    41%). Then 5 and 12 tokens move for each token of a request, as hardly a slot is free: with 2%
+    of the slots kept back 2 and 2, with 5% less than 1.
     """
 
     def __init__(self, n_slots: int, holders: int) -> None:
@@ -161,8 +166,8 @@ class TokenRanges:
 
 
 def _moved(begin: int, to: int, tokens: int) -> tuple[Move, ...]:
-    """The move of a range's tokens; none where nothing is written or the place is the same."""
-    return (Move(begin, to, tokens),) if tokens and begin != to else ()
+    """The move of a range's tokens; none where nothing is written."""
+    return (Move(begin, to, tokens),) if tokens else ()
 
 
 def _best_fit(gaps: Numbers, size: int) -> int | None:

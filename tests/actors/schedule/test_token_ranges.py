@@ -178,13 +178,16 @@ def test_no_window_of_neighbours_has_fewer_tokens(seed: int) -> None:
         )
 
     size = int(rng.integers(1, sum(gaps) + 1))
+    sizes = {holder: room.size for holder, room in enumerate(rooms)}
     store = placed(n_slots, rooms, written)
-    assert store.make(store.ranges.reserve(7, size, store.written)) <= cheapest(size, None)
+    assert store.make(store.ranges.reserve(7, size, store.written)) == cheapest(size, None)
+    store.check(sizes | {7: size})
     for holder, room in enumerate(rooms):
         store = placed(n_slots, rooms, written)
         moved = store.make(store.ranges.grow(holder, room.size + size, store.written))
         elsewhere = written[holder] if max(gaps) >= room.size + size else moved
         assert moved == min(elsewhere, cheapest(size, holder))
+        store.check(sizes | {holder: room.size + size})
 
 
 def test_what_has_no_room_is_refused() -> None:
