@@ -288,8 +288,8 @@ def test_a_request_longer_than_the_cache_is_refused() -> None:
 
 def test_messages_have_at_most_the_tokens_that_have_a_slot() -> None:
     sizes = sizes_of(2, 8, 100)
-    assert sizes.limits(30, columns=4).rows == 100
-    assert sizes.limits(5, columns=4).rows == 40
-    assert replace(sizes, max_batch_tokens=20).limits(30, columns=4).rows == 30
-    assert replace(sizes, prefill_chunk_tokens=10).limits(30, columns=4).rows == 80
-    assert sizes.limits(30, columns=4).requests == 8
+    assert sizes.limits(30, 100, columns=4).rows == 100
+    assert sizes.limits(5, 100, columns=4).rows == 40
+    assert replace(sizes, max_batch_tokens=20).limits(30, 100, columns=4).rows == 30
+    assert replace(sizes, prefill_chunk_tokens=10).limits(30, 100, columns=4).rows == 80
+    assert sizes.limits(30, 100, columns=4).requests == 8
