@@ -1,1 +1,1 @@
-"""Attention of a micro-batch of ragged requests over their KV slots, on GPUs and on CPUs."""
+"""Attention of a micro-batch of ragged requests over ranges of the KV cache, on GPUs and CPUs."""

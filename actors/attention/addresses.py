@@ -122,9 +122,11 @@ class Addresses:
         Beyond a request's end they repeat its last token: what others hold need not be finite, and
         would spoil the sum although its share is nothing.
         """
-        ends = (self.batch.lengths - 1)[:, None]
-        index = self.batch.begins[:, None] + np.minimum(np.arange(self.longest), ends)
-        return torch.as_tensor(index, device=self.device)
+        pairs = np.stack([self.batch.begins, self.batch.lengths - 1])
+        begins, ends = torch.from_numpy(pairs).to(self.device)[:, :, None]
+        positions = torch.arange(self.longest, device=self.device).minimum(ends)
+        index: Tensor = begins + positions
+        return index
 
     def write(self, stored: Tensor, new: Tensor) -> None:
         """Put `new` `[sum(counts), kv_heads, ...]` where the new tokens belong in `stored`

@@ -138,7 +138,7 @@ def _attend(part: Part, new: NewTokens, keys: Stored, values: Stored, scoring: S
     if part.kind == "chunks" or not scoring.is_plain:
         return _each_request(where.batch, new.query[part.tokens], keys, values, scoring)
     query = part.by_request(new.query)
-    if keys.scales is None:  # as they come: ranges that lie apart would have to be copied
+    if keys.scales is None and where.in_place is None:  # as they come, rather than by a copy
         key, value = part.by_request(new.key), part.by_request(new.value)
     else:
         key, value = keys.read(where.read, query.dtype), values.read(where.read, query.dtype)

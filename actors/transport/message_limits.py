@@ -75,6 +75,8 @@ def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:
     that is known. Raises where its tokens are not in its room.
     """
     ends: TokenIds = batch.begins + batch.lengths
+    if not batch.admitted:
+        return ends
     rows = {slot: row for row, slot in enumerate(batch.slots.tolist())}
     if len({admission.slot for admission in batch.admitted}) < len(batch.admitted):
         refuse("admits two requests to one slot")
