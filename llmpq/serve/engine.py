@@ -1,4 +1,4 @@
-"""What generates tokens for the server: its requests, its tokens, and what it can tell of itself."""
+"""What generates tokens for the server: its requests, its tokens, what it tells of itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from actors.messages import FinishReason
 from actors.sampling_options import Sampling
 from llmpq.rows.row import Row
 
 EngineStatus = Literal["loading", "ready", "draining", "failed"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ class ServeOptions:
             if not 0 < getattr(self, name) < float("inf"):
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give seconds above 0")
         if self.port > _MOST_PORT:
-            raise SpecError(f"port is {self.port}; give one up to {_MOST_PORT}, or 0 for a free one")
+            raise SpecError(
+                f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any"
+            )
         if self.api_key is not None:
             _check_key(self.api_key)
         elif not _is_of_this_machine(self.host):
@@ -88,9 +90,7 @@ def _is_of_this_machine(host: str) -> bool:
         return False
 
 
-def find_api_key(
-    file: Path | None = None, variables: Mapping[str, str] = os.environ
-) -> str | None:
+def find_api_key(file: Path | None = None, variables: Mapping[str, str] = os.environ) -> str | None:
     """The key in `file`, else that of the environment; None where neither is.
 
     Raises `SpecError` for a file that cannot be read or is empty; warns where others can read it.

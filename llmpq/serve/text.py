@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-Decode = Callable[[Sequence[int]], Awaitable[str]]
+from llmpq.serve.wire.pieces import INCOMPLETE
 
-INCOMPLETE = "\ufffd"
-"""Decoders put this in place of bytes that are no whole character, perhaps only for now."""
+Decode = Callable[[Sequence[int]], Awaitable[str]]
 
 MOST_PARTS = 4
 """Tokens that one character can take: UTF-8 has at most four bytes."""

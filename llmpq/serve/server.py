@@ -1,0 +1,90 @@
+"""The server around the application: it ends slow connections, and itself in an orderly way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from types import FrameType
+from typing import cast
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from llmpq.serve.access import Gate
+from llmpq.serve.app import application
+from llmpq.serve.service import Service
+from llmpq.serve.wire.streaming import ABORT
+
+CLOSING_S = 5
+"""Seconds for connections to close once the answers have ended or been given up."""
+
+HEADER_BYTES = 64 << 10
+"""Most bytes of a request's headers."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class AbortableProtocol(H11Protocol):
+    """HTTP/1.1 whose connection state has what ends the connection at once.
+
+    Closing would wait until the client has read what was sent.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note how this connection ends."""
+        self.app_state = {**self.app_state, ABORT: transport.abort}
+        super().connection_made(transport)
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT.
+
+    Then it refuses new requests (503) and lets the answers that have begun finish, for `drain_s` at
+    most; a second signal ends it at once.
+    """
+
+    def __init__(self, service: Service) -> None:
+        options = service.options
+        super().__init__(
+            uvicorn.Config(
+                application(service),
+                host=options.host,
+                port=options.port,
+                http=AbortableProtocol,
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=options.connection_limit,
+                timeout_graceful_shutdown=CLOSING_S,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+            )
+        )
+        self._gate: Gate = service.gate
+        self._drain_s = options.drain_s
+        self._ends_s: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end at the first signal, end at the second."""
+        if self._gate.is_closed:
+            super().handle_exit(sig, frame)
+            return
+        self._gate.close()
+        self._ends_s = time.monotonic() + self._drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell uvicorn, ten times a second, whether to end."""
+        if self._ends_s is not None:
+            is_late = time.monotonic() >= self._ends_s
+            if is_late and self._gate.answers:
+                _LOG.warning("%d answers are given up after the time to finish", self._gate.answers)
+            self.should_exit |= is_late or not self._gate.answers
+        return await super().on_tick(counter)
+
+    @property
+    def bound_port(self) -> int:
+        """The port that it listens on, once it has started."""
+        (socket,) = self.servers[0].sockets[:1]
+        return cast(int, socket.getsockname()[1])
