@@ -30,10 +30,11 @@ class Detokenizer:
         """The text that is certain with one more token, perhaps none."""
         self._window.append(token_id)
         text = await self._decode(self._window)
-        if text == self._shown_text:  # a special token
-            self._window.pop()
-            return ""
         waiting = len(self._window) - self._shown_tokens
+        if text == self._shown_text:  # a special token, or a first space that is left out
+            if self._shown_tokens or waiting > MOST_PARTS:
+                self._window.pop()
+            return ""
         if text.endswith(INCOMPLETE) and waiting <= MOST_PARTS:
             return ""
         piece = text[len(self._shown_text) :]
