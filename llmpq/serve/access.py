@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ _NOT_READY: dict[EngineStatus, str] = {
 class Gate:
     """Lets requests in while there is room for the answers that they ask for.
 
-    `answers`: those that are being worked on. After `close` nothing new is let in.
+    `answers`: those that are being worked on. After `close` nothing new is let in, and after
+    `give_up` they end.
     """
 
     def __init__(self, engine: Engine, options: ServeOptions) -> None:
@@ -29,10 +31,16 @@ class Gate:
         self._options = options
         self.answers = 0
         self.is_closed = False
+        self.given_up = asyncio.Event()
 
     def close(self) -> None:
         """Let nothing in from now on."""
         self.is_closed = True
+
+    def give_up(self) -> None:
+        """Let no more time to the answers that are being worked on."""
+        self.close()
+        self.given_up.set()
 
     @property
     def status(self) -> EngineStatus:

@@ -86,11 +86,15 @@ async def _pieces(
 
 
 async def pieces(
-    engine: Engine, requests: Sequence[GenerationRequest], retry_after_s: int
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    given_up: asyncio.Event,
+    retry_after_s: int,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all `requests` as they come; closing it ends every generation.
 
-    Raises `ApiError` for the first of them that fails, and ends the others.
+    Raises `ApiError` for the first of them that fails, and ends the others; also once `given_up`
+    is set.
     """
     queue: asyncio.Queue[Piece | ApiError] = asyncio.Queue(MOST_BUFFERED)
 
@@ -99,19 +103,17 @@ async def pieces(
             async with aclosing(_pieces(engine, request, index)) as made:
                 async for piece in made:
                     await queue.put(piece)
-        except EngineBusyError:
-            await queue.put(queue_full(retry_after_s))
-        except EngineStoppingError:
-            await queue.put(unavailable("the server takes no more requests"))
-        except GenerationError as error:
-            await queue.put(failed(f"the generation failed: {error}"))
         except Exception as error:  # one request's fault must not end the server
-            log_fault(request.id, error)
-            await queue.put(failed("the generation failed; the server's log says more"))
+            await queue.put(_told(error, request.id, retry_after_s))
 
-    tasks = [asyncio.create_task(feed(request, index)) for index, request in enumerate(requests)]
+    async def watch() -> None:
+        await given_up.wait()
+        await queue.put(unavailable("the server ended before the answer did"))
+
+    feeds = [feed(request, index) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(each) for each in (*feeds, watch())]
     try:
-        left = len(tasks)
+        left = len(requests)
         while left:
             item = await queue.get()
             if isinstance(item, ApiError):
@@ -122,3 +124,15 @@ async def pieces(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _told(error: Exception, name: str, retry_after_s: int) -> ApiError:
+    """What a client is told of a generation that ended by `error`."""
+    if isinstance(error, EngineBusyError):
+        return queue_full(retry_after_s)
+    if isinstance(error, EngineStoppingError):
+        return unavailable("the server takes no more requests")
+    if isinstance(error, GenerationError):
+        return failed(f"the generation failed: {error}")
+    log_fault(name, error)
+    return failed("the generation failed; the server's log says more")

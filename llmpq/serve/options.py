@@ -61,9 +61,7 @@ class ServeOptions:
             if not 0 < getattr(self, name) < float("inf"):
                 raise SpecError(f"{name} is {getattr(self, name)!r}; give seconds above 0")
         if self.port > _MOST_PORT:
-            raise SpecError(
-                f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any"
-            )
+            raise SpecError(f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any")
         if self.api_key is not None:
             _check_key(self.api_key)
         elif not _is_of_this_machine(self.host):

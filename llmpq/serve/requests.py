@@ -118,7 +118,7 @@ async def _encoded(row: Row, engine: Engine, where: str) -> tuple[int, ...]:
     except PromptTooLongError as error:
         raise _too_long(error.size, limits, where) from error
     except PromptError as error:
-        raise bad_request(str(error), where) from error
+        raise bad_request(f"{where} cannot be tokenized: {error}", where) from error
     if not ids:
         raise bad_request(f"{where} has no tokens; give at least one", where)
     if len(ids) > limits.prompt_tokens or limits.room(len(ids)) < 1:

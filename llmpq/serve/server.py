@@ -41,7 +41,8 @@ class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT.
 
     Then it refuses new requests (503) and lets the answers that have begun finish, for `drain_s` at
-    most; a second signal ends it at once.
+    most; a second signal gives them up. `serve` and `run` return, so that what was started for the
+    engine can be ended.
     """
 
     def __init__(self, service: Service) -> None:
@@ -57,7 +58,8 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                limit_concurrency=options.connection_limit,
+                limit_concurrency=options.connection_limit
+                + 1,  # it refuses the one that reaches it
                 timeout_graceful_shutdown=CLOSING_S,
                 h11_max_incomplete_event_size=HEADER_BYTES,
             )
@@ -67,20 +69,19 @@ class Server(uvicorn.Server):
         self._ends_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end at the first signal, end at the second."""
-        if self._gate.is_closed:
-            super().handle_exit(sig, frame)
-            return
+        """Set when to end: later at the first signal, now at the second."""
+        is_first = self._ends_s is None
         self._gate.close()
-        self._ends_s = time.monotonic() + self._drain_s
+        self._ends_s = time.monotonic() + (self._drain_s if is_first else 0.0)
 
     async def on_tick(self, counter: int) -> bool:
         """Tell uvicorn, ten times a second, whether to end."""
         if self._ends_s is not None:
-            is_late = time.monotonic() >= self._ends_s
-            if is_late and self._gate.answers:
-                _LOG.warning("%d answers are given up after the time to finish", self._gate.answers)
-            self.should_exit |= is_late or not self._gate.answers
+            if time.monotonic() >= self._ends_s and self._gate.answers:
+                _LOG.warning("%d answers did not finish in time", self._gate.answers)
+                self._gate.give_up()
+                self.should_exit = True
+            self.should_exit |= not self._gate.answers
         return await super().on_tick(counter)
 
     @property

@@ -133,4 +133,9 @@ class _Job:
 
     def _pieces(self, wanted: Asked) -> AsyncGenerator[Piece, None]:
         service = self._service
-        return pieces(service.engine, wanted.generations, service.options.retry_after_s)
+        return pieces(
+            service.engine,
+            wanted.generations,
+            service.gate.given_up,
+            service.options.retry_after_s,
+        )

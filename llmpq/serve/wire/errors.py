@@ -16,7 +16,7 @@ PARAM_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class ErrorAnswer:
-    """What a client is told: HTTP status, words, the field that they are about, a code for programs."""
+    """What a client is told: status, words, the field that they are about, a code for programs."""
 
     status: int
     message: str

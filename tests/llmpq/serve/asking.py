@@ -15,6 +15,7 @@ from llmpq.serve.service import Service
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
 OPTIONS = ServeOptions()
+JSON = {"content-type": "application/json"}
 NOW_S = 1_750_000_000
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -44,8 +45,10 @@ def ask(
         async with client_of(service_of(engine or PretendEngine(), options)) as client:
             if body is None and "content" not in more:
                 return await client.get(path, **more)
-            given = {} if body is None else {"json": body}
-            return await client.post(path, **given, **more)
+            if body is not None:
+                more["content"] = json.dumps(body).encode()
+                more["headers"] = {**JSON, **more.get("headers", {})}
+            return await client.post(path, **more)
 
     return asyncio.run(once())
 

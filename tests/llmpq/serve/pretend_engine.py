@@ -20,6 +20,7 @@ from llmpq.serve.engine import (
 )
 
 END = 256
+IDLE = QueueState(0, 0, 4, 0, 1000)
 LIMITS = EngineLimits(200, 100, 250, 50, 257, 5)
 
 
@@ -42,7 +43,7 @@ class PretendEngine:
     limits: EngineLimits = LIMITS
     sampling: Sampling = field(default_factory=Sampling)
     status: EngineStatus = "ready"
-    queue: QueueState = QueueState(0, 0, 4, 0, 1000)
+    queue: QueueState = IDLE
     hold_after: int | None = None
     fault: Exception | None = None
     fault_after: int = 0
@@ -51,6 +52,7 @@ class PretendEngine:
     live: set[str] = field(default_factory=set)
     seen: list[GenerationRequest] = field(default_factory=list)
     tokens: int = 0
+    is_holding: bool = False
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def encode(self, row: Row) -> tuple[int, ...]:
@@ -79,6 +81,7 @@ class PretendEngine:
             answer = [*self.answer(request), END][: request.max_new_tokens]
             for number, token_id in enumerate(answer):
                 if number == self.hold_after:
+                    self.is_holding = True
                     await self.go_on.wait()
                 if self.fault is not None and number == self.fault_after:
                     raise self.fault

@@ -190,7 +190,9 @@ def test_log_probabilities() -> None:
         "top_logprobs": [{"a": -0.5}, {"\ufffd": -0.5}, {"\ufffd": -0.5}],
     }
     assert ask(COMPLETIONS, body).json()["choices"][0]["logprobs"] == wanted
-    chunks = [chunk["choices"][0] for chunk in events(ask(COMPLETIONS, body | {"stream": True}).text)]
+    chunks = [
+        chunk["choices"][0] for chunk in events(ask(COMPLETIONS, body | {"stream": True}).text)
+    ]
     found = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
     assert {name: [x for each in found for x in each[name]] for name in wanted} == wanted
     assert [chunk["text"] for chunk in chunks] == ["a", "é", ""]

@@ -12,6 +12,7 @@ from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,
+    JSON,
     chat,
     client_of,
     completion,
@@ -50,13 +51,12 @@ def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) ->
         engine = PretendEngine(hold_after=1)
         async with client_of(service_of(engine)) as client:
             other = asyncio.create_task(client.post(COMPLETIONS, json=completion()))
-            while not engine.live:
+            while not engine.is_holding:
                 await asyncio.sleep(0)
             engine.hold_after = None
             base = completion() if path == COMPLETIONS else chat()
             content = json.dumps({**base, "stream": is_streamed, **changes}).encode()
-            headers = {"content-type": "application/json"}
-            response = await client.post(path, content=content, headers=headers)
+            response = await client.post(path, content=content, headers=JSON)
             assert response.status_code in (200, 400, 404)
             if response.status_code != 200:
                 error_of(response)
@@ -73,8 +73,7 @@ def test_any_fields(path: str, changes: dict[str, object], is_streamed: bool) ->
 def test_any_bytes(content: bytes) -> None:
     async def scenario() -> None:
         async with client_of(service_of(PretendEngine())) as client:
-            headers = {"content-type": "application/json"}
-            response = await client.post(CHAT, content=content, headers=headers)
+            response = await client.post(CHAT, content=content, headers=JSON)
             assert response.status_code == 400
             error_of(response)
 

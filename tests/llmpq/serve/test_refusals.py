@@ -21,6 +21,7 @@ from llmpq.serve.options import ServeOptions
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,
+    JSON,
     ask,
     chat,
     client_of,
@@ -33,6 +34,11 @@ from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
 
 KEY = "a-key-of-sixteen-or-more"
 LOCKED = ServeOptions(api_key=KEY)
+
+
+def shortly(value: object) -> str:
+    return ascii(value)[:40]
+
 
 WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": 5}, "prompt", "a text, a list of token ids"),
@@ -86,7 +92,7 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "words"), WRONG_FIELDS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(("fields", "param", "words"), WRONG_FIELDS, ids=shortly)
 def test_wrong_fields_of_a_completion(fields: dict[str, Any], param: str, words: str) -> None:
     response = ask(COMPLETIONS, completion(**fields))
     error = error_of(response)
@@ -113,7 +119,7 @@ def test_wrong_fields_of_a_completion(fields: dict[str, Any], param: str, words:
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "one of them"),
         ({"max_completion_tokens": 101}, "max_completion_tokens", "room for 100"),
     ],
-    ids=lambda each: str(each)[:40],
+    ids=shortly,
 )
 def test_wrong_fields_of_a_chat(fields: dict[str, Any], param: str, words: str) -> None:
     response = ask(CHAT, chat(**fields))
@@ -155,7 +161,7 @@ def test_a_missing_field(missing: str) -> None:
     ids=lambda each: str(each[:10]),
 )
 def test_bodies_that_are_no_json_object(content: bytes) -> None:
-    response = ask(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    response = ask(COMPLETIONS, content=content, headers=JSON)
     assert response.status_code == 400
     assert "the body" in error_of(response)["message"]
 
@@ -190,10 +196,9 @@ def test_bodies_beyond_the_bound(says_length: bool) -> None:
             read += 1
             yield b" " * 100
 
-    headers = {"content-type": "application/json"}
     options = ServeOptions(body_limit_bytes=1000)
     content: Any = b" " * 1001 if says_length else parts()
-    response = ask(COMPLETIONS, content=content, headers=headers, options=options)
+    response = ask(COMPLETIONS, content=content, headers=JSON, options=options)
     assert response.status_code == 413
     assert "1000 bytes" in error_of(response)["message"]
     assert read < 20
@@ -204,16 +209,24 @@ def test_a_body_that_does_not_come() -> None:
         yield b"{"
         await asyncio.Event().wait()
 
-    headers = {"content-type": "application/json"}
     options = ServeOptions(body_s=0.01)
-    response = ask(COMPLETIONS, content=parts(), headers=headers, options=options)
+    response = ask(COMPLETIONS, content=parts(), headers=JSON, options=options)
     assert response.status_code == 408
     error_of(response)
 
 
 @pytest.mark.parametrize(
     "header",
-    [None, "", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY],
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer wrong",
+        f"Basic {KEY}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        KEY,
+    ],
 )
 def test_without_the_key_nothing_is_told(header: str | None) -> None:
     headers = {} if header is None else {"authorization": header}
