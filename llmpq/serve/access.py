@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llmpq.serve.engine import Engine, EngineStatus
-from llmpq.serve.options import ServeOptions
-from llmpq.serve.wire.errors import bad_request, queue_full, unavailable, wrong_key
+from llmpq.serve.options import ServeOptions, is_of_this_machine
+from llmpq.serve.wire.errors import bad_request, other_host, queue_full, unavailable, wrong_key
 
 _NOT_READY: dict[EngineStatus, str] = {
     "loading": "the model is loading; try again when /ready answers 200",
@@ -89,6 +89,19 @@ def check_key(authorization: str | None, api_key: str | None) -> None:
     is_same = hmac.compare_digest(_digest(given.strip()), _digest(api_key))
     if not is_same or scheme.lower() != "bearer":
         raise wrong_key()
+
+
+def check_host(host: str) -> None:
+    """Raise `ApiError` (403) unless `host`, of a request's header, is a name of this machine.
+
+    A web page can have its own name lead to 127.0.0.1, and so reach a server that has no key; the
+    browser then sends that name.
+    """
+    name = host.strip().lower()
+    if not name.endswith("]"):  # of an IPv6 address without port
+        name = name.rpartition(":")[0] or name
+    if not is_of_this_machine(name.removeprefix("[").removesuffix("]")):
+        raise other_host(host)
 
 
 def _digest(text: str) -> bytes:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from llmpq.serve.access import check_key
+from llmpq.serve.access import check_host, check_key
 from llmpq.serve.service import Service
 from llmpq.serve.wire.answers import ChatForm, CompletionForm, model_content, models_content
 from llmpq.serve.wire.boundary import Boundary
@@ -23,8 +23,13 @@ def application(service: Service) -> FastAPI:
     It has no pages of documentation: those load scripts from elsewhere.
     """
 
-    def admit(authorization: Annotated[str | None, Header()] = None) -> None:
+    async def admit(
+        authorization: Annotated[str | None, Header()] = None,
+        host: Annotated[str, Header()] = "",
+    ) -> None:
         check_key(authorization, service.options.api_key)
+        if service.options.api_key is None:
+            check_host(host)
 
     app = FastAPI(title="llmpq", openapi_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)

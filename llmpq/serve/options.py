@@ -64,7 +64,7 @@ class ServeOptions:
             raise SpecError(f"port is {self.port}; give 1 to {_MOST_PORT}, or 0 for any")
         if self.api_key is not None:
             _check_key(self.api_key)
-        elif not _is_of_this_machine(self.host):
+        elif not is_of_this_machine(self.host):
             raise SpecError(
                 f"host {self.host!r} is open to other machines, and there is no key; set "
                 f"{KEY_VARIABLE}, or serve on 127.0.0.1"
@@ -79,7 +79,8 @@ def _check_key(key: str) -> None:
         )
 
 
-def _is_of_this_machine(host: str) -> bool:
+def is_of_this_machine(host: str) -> bool:
+    """Whether `host` is a loopback address or `localhost`."""
     if host == "localhost":
         return True
     try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
+from asyncio.trsock import TransportSocket
 from types import FrameType
 from typing import cast
 
@@ -15,6 +17,7 @@ from llmpq.serve.access import Gate
 from llmpq.serve.app import application
 from llmpq.serve.service import Service
 from llmpq.serve.wire.streaming import ABORT
+from quant.common.errors import SpecError
 
 CLOSING_S = 5
 """Seconds for connections to close once the answers have ended or been given up."""
@@ -65,14 +68,32 @@ class Server(uvicorn.Server):
             )
         )
         self._gate: Gate = service.gate
-        self._drain_s = options.drain_s
+        self._options = options
         self._ends_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; raises `SpecError` where the address cannot be had.
+
+        The system ends connections that leave what was sent unread for too long, where it can:
+        answers that are complete wait for their clients in its buffers.
+        """
+        options = self._options
+        try:
+            await super().startup(sockets=sockets)
+        except SystemExit as error:  # after a line in the log that has the system's words
+            raise SpecError(
+                f"port {options.port} of {options.host} cannot be had; choose another port or host"
+            ) from error
+        for listening in self._listening:
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
+                most_ms = round(options.stall_s * 1000)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Set when to end: later at the first signal, now at the second."""
         is_first = self._ends_s is None
         self._gate.close()
-        self._ends_s = time.monotonic() + (self._drain_s if is_first else 0.0)
+        self._ends_s = time.monotonic() + (self._options.drain_s if is_first else 0.0)
 
     async def on_tick(self, counter: int) -> bool:
         """Tell uvicorn, ten times a second, whether to end."""
@@ -87,5 +108,8 @@ class Server(uvicorn.Server):
     @property
     def bound_port(self) -> int:
         """The port that it listens on, once it has started."""
-        (socket,) = self.servers[0].sockets[:1]
-        return cast(int, socket.getsockname()[1])
+        return cast(int, self._listening[0].getsockname()[1])
+
+    @property
+    def _listening(self) -> list[TransportSocket]:
+        return [each for server in self.servers for each in server.sockets]

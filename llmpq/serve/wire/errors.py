@@ -68,6 +68,15 @@ def wrong_key() -> ApiError:
     )
 
 
+def other_host(host: str) -> ApiError:
+    """403: a server without a key is called by a name that is not of its machine."""
+    message = (
+        f"this server has no API key and answers to localhost alone, not to {host!r:.200}; start "
+        "it with a key"
+    )
+    return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="host_not_allowed"))
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """404: another model is asked for."""
     message = f"the model {name!r:.200} is not served here; {served!r} is"

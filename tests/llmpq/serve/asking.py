@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 def client_of(service: Service) -> httpx2.AsyncClient:
     """A client of an application in this event loop."""
     transport = httpx2.ASGITransport(application(service))
-    return httpx2.AsyncClient(transport=transport, base_url="http://server")
+    return httpx2.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def service_of(engine: PretendEngine, options: ServeOptions = OPTIONS) -> Service:

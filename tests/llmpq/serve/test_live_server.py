@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 
+from llmpq.errors import SpecError
 from llmpq.serve.engine import GenerationError
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
@@ -72,7 +73,7 @@ async def connected(
     await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", server.bound_port))
     reader, writer = await asyncio.open_connection(sock=made, limit=SMALL_BYTES)
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     await writer.drain()
     return reader, writer
@@ -119,6 +120,30 @@ def test_a_client_that_does_not_read_is_bounded_and_then_cut_off() -> None:
             await until(lambda: not server.server_state.connections)
             assert b"[DONE]" not in await rest(reader)
             writer.close()
+
+    run(scenario)
+
+
+def test_a_whole_answer_that_is_not_read_does_not_stay() -> None:
+    async def scenario() -> None:
+        engine = PretendEngine(answer=lambda request: bytes(500), limits=LONG)
+        async with serving(engine, stall_s=0.2) as server:
+            body = completion(n=50, logprobs=5, max_tokens=1000)
+            _, writer = await connected(server, COMPLETIONS, body)
+            await until(lambda: bool(engine.live))
+            await until(lambda: not server.server_state.connections)
+            assert engine.tokens == 50 * 501
+            writer.close()
+
+    run(scenario)
+
+
+def test_an_address_that_is_taken_is_said() -> None:
+    async def scenario() -> None:
+        async with serving(PretendEngine()) as server:
+            options = ServeOptions(port=server.bound_port)
+            with pytest.raises(SpecError, match="choose another port"):
+                await Server(service_of(PretendEngine(), options)).serve()
 
     run(scenario)
 

@@ -248,6 +248,29 @@ def test_with_the_key_and_where_none_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("127.0.0.1:80", 200),
+        ("[::1]:80", 200),
+        ("[::1]", 200),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("10.0.0.1", 403),
+        ("", 403),
+    ],
+)
+def test_pages_that_lead_their_name_here_are_refused(host: str, status: int) -> None:
+    response = ask("/v1/models", headers={"host": host})
+    assert response.status_code == status
+    if status == 403:
+        assert error_of(response)["code"] == "host_not_allowed"
+    headers = {"host": host, "authorization": f"Bearer {KEY}"}
+    assert ask("/v1/models", headers=headers, options=LOCKED).status_code == 200
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [(COMPLETIONS, completion(model="gpt-4")), (CHAT, chat(model="gpt-4")), ("/v1/models/x", None)],
 )
