@@ -14,7 +14,9 @@ from llmpq.serve.options import ServeOptions
 from llmpq.serve.service import Service
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
+KEY = "a-key-of-sixteen-or-more"
 OPTIONS = ServeOptions()
+LOCKED = ServeOptions(api_key=KEY)
 JSON = {"content-type": "application/json"}
 NOW_S = 1_750_000_000
 COMPLETIONS = "/v1/completions"

@@ -154,6 +154,15 @@ def test_limits_of_the_answer() -> None:
     assert [request.max_new_tokens for request in engine.seen] == [50, 70]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_limit_within_a_character(is_streamed: bool) -> None:
+    response = ask(COMPLETIONS, completion(prompt="aé", max_tokens=2, stream=is_streamed))
+    if is_streamed:
+        assert streamed_texts(events(response.text)) == {0: "a\ufffd"}
+    else:
+        assert texts(response.json()) == ["a\ufffd"]
+
+
 def test_the_default_limit_gives_way_to_a_long_prompt() -> None:
     engine = PretendEngine()
     engine.limits = type(engine.limits)(200, 100, 210, 50, 257)

@@ -18,10 +18,9 @@ from llmpq.errors import SpecError
 from llmpq.serve.engine import GenerationError
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.server import Server
-from tests.llmpq.serve.asking import CHAT, COMPLETIONS, chat, completion, events, service_of
+from tests.llmpq.serve.asking import CHAT, COMPLETIONS, KEY, chat, completion, events, service_of
 from tests.llmpq.serve.pretend_engine import LIMITS, PretendEngine
 
-KEY = "a-key-of-sixteen-or-more"
 SMALL_BYTES = 4096
 """Of socket buffers, so that little is sent unread."""
 
