@@ -23,6 +23,9 @@ from llmpq.serve.wire.pieces import Piece, TokenText
 MOST_BUFFERED = 16
 """Pieces of a request that wait for its client; the engine is not asked for more meanwhile."""
 
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for tokens that cannot be chosen, whose logarithm is no number of JSON."""
+
 
 class _Choice:
     """Makes pieces of the tokens of one generation."""
@@ -66,8 +69,14 @@ class _Choice:
 
     async def _token_text(self, event: TokenEvent, begin: int) -> TokenText:
         decode = self._engine.decode
-        top = [(await decode([each.token_id]), each.logprob) for each in event.top]
-        return TokenText(await decode([event.token_id]), begin, event.logprob, tuple(top))
+        top = [(await decode([each.token_id]), _finite(each.logprob)) for each in event.top]
+        own = None if event.logprob is None else _finite(event.logprob)
+        return TokenText(await decode([event.token_id]), begin, own, tuple(top))
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability that JSON can write."""
+    return max(logprob, LEAST_LOGPROB)
 
 
 async def _pieces(

@@ -1,22 +1,18 @@
-"""The server around the application: it ends slow connections, and itself in an orderly way."""
+"""The server around the application: it ends in an orderly way, and clients that do not read."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import time
-from asyncio.trsock import TransportSocket
 from types import FrameType
 from typing import cast
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.serve.access import Gate
 from llmpq.serve.app import application
 from llmpq.serve.service import Service
-from llmpq.serve.wire.streaming import ABORT
 from quant.common.errors import SpecError
 
 CLOSING_S = 5
@@ -26,18 +22,6 @@ HEADER_BYTES = 64 << 10
 """Most bytes of a request's headers."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class AbortableProtocol(H11Protocol):
-    """HTTP/1.1 whose connection state has what ends the connection at once.
-
-    Closing would wait until the client has read what was sent.
-    """
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Note how this connection ends."""
-        self.app_state = {**self.app_state, ABORT: transport.abort}
-        super().connection_made(transport)
 
 
 class Server(uvicorn.Server):
@@ -55,7 +39,7 @@ class Server(uvicorn.Server):
                 application(service),
                 host=options.host,
                 port=options.port,
-                http=AbortableProtocol,
+                http="h11",  # it bounds the headers
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -74,8 +58,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; raises `SpecError` where the address cannot be had.
 
-        The system ends connections that leave what was sent unread for too long, where it can:
-        answers that are complete wait for their clients in its buffers.
+        The system ends connections that leave what was sent unread for too long. Closing them would
+        wait until it is read, and answers that are complete wait in buffers, too.
         """
         options = self._options
         try:
@@ -85,7 +69,7 @@ class Server(uvicorn.Server):
                 f"port {options.port} of {options.host} cannot be had; choose another port or host"
             ) from error
         for listening in self._listening:
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
                 most_ms = round(options.stall_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
 
@@ -111,5 +95,5 @@ class Server(uvicorn.Server):
         return cast(int, self._listening[0].getsockname()[1])
 
     @property
-    def _listening(self) -> list[TransportSocket]:
+    def _listening(self) -> list[socket.socket]:
         return [each for server in self.servers for each in server.sockets]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
-
-ABORT = "abort_connection"
-"""Key of the connection state under which a server puts what ends the connection at once."""
 
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
@@ -46,11 +43,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; raises what getting the first one raises."""
         try:
-            await _unless_gone(receive, self._write(scope, send))
+            await _unless_gone(receive, self._write(send))
         finally:
             await self._events.aclose()
 
-    async def _write(self, scope: Scope, send: Send) -> None:
+    async def _write(self, send: Send) -> None:
         is_begun = False
         try:
             async for content in self._events:
@@ -62,7 +59,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._stall_s):
                 await send(_body(b"", more=False))
         except TimeoutError:
-            _abort(scope)
+            return  # an answer that is not complete has the server close the connection
 
     def _start(self) -> dict[str, Any]:
         return {
@@ -74,13 +71,6 @@ class EventStream(Response):
 
 def _body(content: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": more}
-
-
-def _abort(scope: Scope) -> None:
-    """End the connection without waiting for the client to read what was sent already."""
-    abort: Callable[[], None] | None = scope.get("state", {}).get(ABORT)
-    if abort is not None:
-        abort()
 
 
 async def answer_unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

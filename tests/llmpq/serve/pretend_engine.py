@@ -48,6 +48,7 @@ class PretendEngine:
     fault: Exception | None = None
     fault_after: int = 0
     model_name: str = "pretend"
+    logprob: float = -0.5
     created_s: int = 1_700_000_000
     live: set[str] = field(default_factory=set)
     seen: list[GenerationRequest] = field(default_factory=list)
@@ -87,15 +88,15 @@ class PretendEngine:
                     raise self.fault
                 last = "length" if number == request.max_new_tokens - 1 else None
                 self.tokens += 1
-                yield _event(token_id, "stop" if token_id == END else last, request.top_logprobs)
+                reason = "stop" if token_id == END else last
+                yield self._event(token_id, reason, request.top_logprobs)
                 await asyncio.sleep(0)
         finally:
             self.live.discard(request.id)
 
-
-def _event(token_id: int, reason: str | None, top_logprobs: int | None) -> TokenEvent:
-    if top_logprobs is None:
-        return TokenEvent(token_id, reason)
-    ids = ((token_id + step) % END for step in range(top_logprobs))
-    top = tuple(TokenLogprob(each, -0.5 - step) for step, each in enumerate(ids))
-    return TokenEvent(token_id, reason, -0.5, top)
+    def _event(self, token_id: int, reason: str | None, top_logprobs: int | None) -> TokenEvent:
+        if top_logprobs is None:
+            return TokenEvent(token_id, reason)
+        ids = ((token_id + step) % END for step in range(top_logprobs))
+        top = tuple(TokenLogprob(each, self.logprob - step) for step, each in enumerate(ids))
+        return TokenEvent(token_id, reason, self.logprob, top)

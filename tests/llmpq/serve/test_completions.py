@@ -207,6 +207,13 @@ def test_log_probabilities() -> None:
     assert [chunk["text"] for chunk in chunks] == ["a", "é", ""]
 
 
+def test_impossible_tokens_have_a_log_probability_that_json_can_write() -> None:
+    engine = PretendEngine(logprob=float("-inf"))
+    choice = ask(COMPLETIONS, completion(prompt="a", logprobs=1), engine).json()["choices"][0]
+    assert choice["logprobs"]["token_logprobs"] == [-9999.0]
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -9999.0}]
+
+
 def test_no_log_probabilities_beyond_a_stop_string() -> None:
     choice = ask(COMPLETIONS, completion(prompt="abcd", stop="cd", logprobs=0)).json()["choices"][0]
     assert choice["text"] == "ab"

@@ -29,7 +29,7 @@ from tests.llmpq.serve.pretend_engine import PretendEngine
 @pytest.mark.parametrize("status", ["loading", "draining", "failed"])
 def test_an_engine_that_is_not_ready(status: Any) -> None:
     engine = PretendEngine(status=status)
-    response = ask(COMPLETIONS, completion(), engine)
+    response = ask(COMPLETIONS, content=b"never read", engine=engine)
     assert response.status_code == 503
     assert error_of(response)["code"] == "service_unavailable"
     ready = ask("/ready", engine=engine)

@@ -209,7 +209,7 @@ def test_answers_that_take_too_long_are_given_up_at_the_end(is_streamed: bool) -
 def test_a_second_signal_gives_up_what_runs() -> None:
     async def scenario() -> None:
         engine = PretendEngine(hold_after=2)
-        async with serving(engine) as server:
+        async with serving(engine, drain_s=1000.0) as server:
             reader, writer = await connected(server, COMPLETIONS, completion())
             await until(lambda: engine.is_holding)
             for _ in range(2):
