@@ -56,7 +56,11 @@ _FIELDS: Mapping[str, _Field] = {
 
 
 class UnsupportedFieldError(ValueError):
-    """A field that asks for what llmpq does not do."""
+    """A field, `name`, that asks for what llmpq does not do."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} {why}")
+        self.name = name
 
 
 def without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,5 +78,5 @@ def without_neutral(fields: Mapping[str, Any]) -> dict[str, Any]:
         neutral, remedy = _FIELDS[name]
         if not any(type(value) is type(each) and value == each for each in neutral):
             wanted = json.dumps(neutral[0]) if neutral else "null"
-            raise UnsupportedFieldError(f"{name} must be {wanted}, not {value!r:.80}; {remedy}")
+            raise UnsupportedFieldError(name, f"must be {wanted}, not {value!r:.80}; {remedy}")
     return kept

@@ -15,6 +15,7 @@ SECRET_VARIABLES = (
     "RAY_AUTH_TOKEN",
     "RAY_REDIS_PASSWORD",
     "AWS_SECRET_ACCESS_KEY",
+    "LLMPQ_API_KEY",
 )
 """Environment variables that hold secrets. Files with tokens are read by their libraries only."""
 

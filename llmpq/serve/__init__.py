@@ -1,0 +1,1 @@
+"""Answers OpenAI's HTTP requests over an engine that generates tokens."""

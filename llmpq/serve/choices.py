@@ -1,0 +1,147 @@
+"""The answers of one HTTP request while they come: pieces of text, of all its choices together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from llmpq.serve.engine import (
+    Engine,
+    EngineBusyError,
+    EngineStoppingError,
+    FinishReason,
+    GenerationError,
+    GenerationRequest,
+    TokenEvent,
+)
+from llmpq.serve.text import Detokenizer, StopStrings
+from llmpq.serve.wire.boundary import log_fault
+from llmpq.serve.wire.errors import ApiError, failed, queue_full, unavailable
+from llmpq.serve.wire.pieces import Piece, TokenText
+
+MOST_BUFFERED = 16
+"""Pieces of a request that wait for its client; the engine is not asked for more meanwhile."""
+
+LEAST_LOGPROB = -9999.0
+"""OpenAI's value for tokens that cannot be chosen, whose logarithm is no number of JSON."""
+
+
+class _Choice:
+    """Makes pieces of the tokens of one generation."""
+
+    def __init__(self, engine: Engine, request: GenerationRequest, index: int) -> None:
+        self._engine = engine
+        self._index = index
+        self._detokenizer = Detokenizer(engine.decode)
+        self._stops = StopStrings(request.sampling.stop)
+        self._wants_tokens = request.top_logprobs is not None
+        self._tokens: list[TokenText] = []
+        self._new_tokens = 0
+        self._decoded = 0
+        self._given = 0
+
+    async def add(self, event: TokenEvent) -> Piece | None:
+        """The piece that is certain with one more token; None if it adds no text."""
+        self._new_tokens += 1
+        begin = self._decoded
+        text = await self._detokenizer.add(event.token_id)
+        is_end_token = event.finish_reason == "stop" and not text
+        if self._wants_tokens and not is_end_token:
+            self._tokens.append(await self._token_text(event, begin))
+        if event.finish_reason is not None:
+            text += await self._detokenizer.finish()
+        self._decoded += len(text)
+        text = self._stops.add(text)
+        if self._stops.found:
+            return self._piece(text, "stop")
+        if event.finish_reason is not None:
+            return self._piece(text + self._stops.finish(), event.finish_reason)
+        return self._piece(text) if text else None
+
+    def _piece(self, text: str, reason: FinishReason | None = None) -> Piece:
+        self._given += len(text)
+        is_whole = reason is not None and not self._stops.found
+        tokens = tuple(t for t in self._tokens if is_whole or t.offset < self._given)
+        self._tokens = self._tokens[len(tokens) :]
+        new_tokens, self._new_tokens = self._new_tokens, 0
+        return Piece(self._index, text, new_tokens, tokens, reason)
+
+    async def _token_text(self, event: TokenEvent, begin: int) -> TokenText:
+        decode = self._engine.decode
+        top = [(await decode([each.token_id]), _finite(each.logprob)) for each in event.top]
+        own = None if event.logprob is None else _finite(event.logprob)
+        return TokenText(await decode([event.token_id]), begin, own, tuple(top))
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability that JSON can write."""
+    return max(logprob, LEAST_LOGPROB)
+
+
+async def _pieces(
+    engine: Engine, request: GenerationRequest, index: int
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of one choice; the last has a finish reason."""
+    choice = _Choice(engine, request, index)
+    async with aclosing(engine.generate(request)) as events:
+        async for event in events:
+            piece = await choice.add(event)
+            if piece is not None:
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+    raise GenerationError("the generation ended without a reason")
+
+
+async def pieces(
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    given_up: asyncio.Event,
+    retry_after_s: int,
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of all `requests` as they come; closing it ends every generation.
+
+    Raises `ApiError` for the first of them that fails, and ends the others; also once `given_up`
+    is set.
+    """
+    queue: asyncio.Queue[Piece | ApiError] = asyncio.Queue(MOST_BUFFERED)
+
+    async def feed(request: GenerationRequest, index: int) -> None:
+        try:
+            async with aclosing(_pieces(engine, request, index)) as made:
+                async for piece in made:
+                    await queue.put(piece)
+        except Exception as error:  # one request's fault must not end the server
+            await queue.put(_told(error, request.id, retry_after_s))
+
+    async def watch() -> None:
+        await given_up.wait()
+        await queue.put(unavailable("the server ended before the answer did"))
+
+    feeds = [feed(request, index) for index, request in enumerate(requests)]
+    tasks = [asyncio.create_task(each) for each in (*feeds, watch())]
+    try:
+        left = len(requests)
+        while left:
+            item = await queue.get()
+            if isinstance(item, ApiError):
+                raise item
+            left -= item.finish_reason is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _told(error: Exception, name: str, retry_after_s: int) -> ApiError:
+    """What a client is told of a generation that ended by `error`."""
+    if isinstance(error, EngineBusyError):
+        return queue_full(retry_after_s)
+    if isinstance(error, EngineStoppingError):
+        return unavailable("the server takes no more requests")
+    if isinstance(error, GenerationError):
+        return failed(f"the generation failed: {error}")
+    log_fault(name, error)
+    return failed("the generation failed; the server's log says more")

@@ -1,0 +1,160 @@
+"""What generates tokens for the server: its requests, its tokens, what it tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from actors.sampling_options import Sampling
+from llmpq.rows.row import Row
+
+EngineStatus = Literal["loading", "ready", "draining", "failed"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Tokens that fit: of a prompt, of an answer, and of both together in a slot.
+
+    `default_new_tokens`: those of an answer whose request names no limit. `top_logprobs`: the most
+    alternatives of a token whose log-probabilities can be told; None where none can, not even that
+    of the token itself. `vocab_size` is the number of token ids.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    slot_tokens: int
+    default_new_tokens: int
+    vocab_size: int
+    top_logprobs: int | None = None
+
+    def room(self, prompt_tokens: int) -> int:
+        """Most new tokens after so many of a prompt."""
+        return min(self.new_tokens, self.slot_tokens - prompt_tokens)
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """Generations that wait and those that have one of the `slots`, and token slots of the KV
+    cache.
+    """
+
+    waiting: int
+    running: int
+    slots: int
+    kv_tokens_used: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One answer to one prompt.
+
+    `id` is unique. Random draws are keyed by `sampling.seed`, `draw_id` and the position, so that
+    the same request with the same seed is answered alike. `top_logprobs`: the alternatives of each
+    token to tell log-probabilities of, None for no log-probabilities at all.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    draw_id: str
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of the probability of a token."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A new token, in the order of the answer; the last one has a `finish_reason`.
+
+    `stop`: the token is an end token, or completes a stop string. `logprob` is that of the token,
+    `top` those of the most probable tokens, best first.
+    """
+
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class PromptError(Exception):
+    """A prompt that has no token ids; its text says why."""
+
+
+class PromptTooLongError(Exception):
+    """A prompt that the engine has no room for; `size` says how long it is, as in "812 tokens"."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__(f"the prompt has {size}")
+        self.size = size
+
+
+class EngineBusyError(Exception):
+    """The engine's queue is full."""
+
+
+class EngineStoppingError(Exception):
+    """The engine takes no more requests."""
+
+
+class GenerationError(Exception):
+    """A generation that ended before its end through no fault of the request.
+
+    Its text is shown to the client and must quote no prompt.
+    """
+
+
+class Engine(Protocol):
+    """Generates tokens for many requests at once. All is called in one event loop."""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model as users know it."""
+
+    @property
+    def created_s(self) -> int:
+        """Unix time at which the model was loaded, in seconds."""
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Lengths that fit."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling of requests where they name none of their own."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """Whether requests are taken: only when `ready`."""
+
+    @property
+    def queue(self) -> QueueState:
+        """The present load."""
+
+    async def encode(self, row: Row) -> tuple[int, ...]:
+        """Token ids of a row's prompt: of its text, its messages, or as they are.
+
+        Raises `PromptError`, and `PromptTooLongError` where there are more than the limit.
+        """
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out. Bytes that are no whole character are
+        U+FFFD.
+        """
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The tokens of an answer; closing the generator ends the generation and frees its slot.
+
+        The engine may be ahead of whoever reads, by at most `max_new_tokens` tokens. Raises
+        `EngineBusyError` and `EngineStoppingError` before the first token, `GenerationError` at
+        any.
+        """

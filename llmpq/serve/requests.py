@@ -1,0 +1,157 @@
+"""What the engine is asked for by the body of a request, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from actors.sampling_options import Sampling
+from llmpq.rows.row import BadRow, Row, merge_sampling, row_from_mapping
+from llmpq.serve.engine import (
+    Engine,
+    EngineLimits,
+    GenerationRequest,
+    PromptError,
+    PromptTooLongError,
+)
+from llmpq.serve.wire.bodies import ChatBody, CompletionBody
+from llmpq.serve.wire.errors import ApiError, bad_request
+from llmpq.tokenizing.requests import beyond_vocabulary
+from quant.common.errors import SpecError
+
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The generations of one HTTP request, in the order of their choices' indices.
+
+    `prompt_tokens` counts each prompt once, however many answers it gets.
+    """
+
+    generations: tuple[GenerationRequest, ...]
+    prompt_tokens: int
+
+
+def generations_of(body: CompletionBody | ChatBody) -> int:
+    """Answers that `body` asks for."""
+    return body.answers * (len(body.prompt) if isinstance(body, CompletionBody) else 1)
+
+
+async def asked(body: CompletionBody | ChatBody, engine: Engine, name: str) -> Asked:
+    """The generations that `body` asks for, under ids that begin with `name`.
+
+    Raises `ApiError` (400) naming the field that cannot be served, with limit and length.
+    """
+    sampling = _sampling(body.sampling, engine)
+    field, alternatives = body.alternatives
+    _check_alternatives(field, alternatives, engine.limits)
+    where = "prompt" if isinstance(body, CompletionBody) else "messages"
+    generations: list[GenerationRequest] = []
+    prompt_tokens = 0
+    for row in _rows(body, where):
+        ids = await _encoded(row, engine, where)
+        most = _new_tokens(body, len(ids), engine.limits)
+        prompt_tokens += len(ids)
+        for _ in range(body.answers):
+            number = len(generations)
+            made = f"{name}-{number}"
+            drawn = made if body.seed is None else str(number)
+            generations.append(GenerationRequest(made, ids, most, sampling, drawn, alternatives))
+    return Asked(tuple(generations), prompt_tokens)
+
+
+def _sampling(given: Mapping[str, Any], engine: Engine) -> Sampling:
+    try:
+        sampling = merge_sampling(engine.sampling, given)
+    except SpecError as error:
+        raise bad_request(str(error), _faulty(given)) from error
+    problem = beyond_vocabulary(sampling, engine.limits.vocab_size)
+    if problem is not None:
+        raise bad_request(problem, "logit_bias")
+    return sampling
+
+
+def _faulty(given: Mapping[str, Any]) -> str | None:
+    """The field of `given` that `Sampling` refuses."""
+    for name, value in given.items():
+        try:
+            merge_sampling(Sampling(), {name: value})
+        except SpecError:
+            return name
+    return None
+
+
+def _check_alternatives(field: str, wanted: int | None, limits: EngineLimits) -> None:
+    if wanted is None:
+        return
+    if limits.top_logprobs is None:
+        raise bad_request(
+            f"{field}: this model is served without log-probabilities; leave it out", field
+        )
+    if wanted > limits.top_logprobs:
+        raise bad_request(
+            f"{field} is {wanted}; at most {limits.top_logprobs} alternatives can be told", field
+        )
+
+
+def _rows(body: CompletionBody | ChatBody, where: str) -> list[Row]:
+    prompts = body.prompt if isinstance(body, CompletionBody) else (body.messages,)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        row = row_from_mapping({where: prompt}, where)
+        if isinstance(row, BadRow):
+            raise bad_request(row.error, _place(where, number, len(prompts)))
+        rows.append(row)
+    return rows
+
+
+def _place(where: str, number: int, prompts: int) -> str:
+    return where if prompts == 1 else f"{where}[{number}]"
+
+
+async def _encoded(row: Row, engine: Engine, where: str) -> tuple[int, ...]:
+    limits = engine.limits
+    try:
+        ids = await engine.encode(row)
+    except PromptTooLongError as error:
+        raise _too_long(error.size, limits, where) from error
+    except PromptError as error:
+        raise bad_request(f"{where} cannot be tokenized: {error}", where) from error
+    if not ids:
+        raise bad_request(f"{where} has no tokens; give at least one", where)
+    if len(ids) > limits.prompt_tokens or limits.room(len(ids)) < 1:
+        raise _too_long(f"{len(ids)} tokens", limits, where)
+    if max(ids) >= limits.vocab_size:
+        raise bad_request(
+            f"{where} has token id {max(ids)}, the model's vocabulary ends at "
+            f"{limits.vocab_size - 1}",
+            where,
+        )
+    return ids
+
+
+def _too_long(size: str, limits: EngineLimits, where: str) -> ApiError:
+    most = min(limits.prompt_tokens, limits.slot_tokens - 1)
+    return bad_request(
+        f"{where} has {size}, this model is served with room for {most} tokens; shorten it",
+        where,
+        TOO_LONG,
+    )
+
+
+def _new_tokens(body: CompletionBody | ChatBody, prompt: int, limits: EngineLimits) -> int:
+    field, wanted = body.new_tokens
+    room = limits.room(prompt)
+    if wanted is None:
+        return min(limits.default_new_tokens, room)
+    if wanted > room:
+        raise bad_request(
+            f"{field} is {wanted}; this model is served with room for {limits.new_tokens} new "
+            f"tokens, and {limits.slot_tokens} together with the prompt, which has {prompt}: ask "
+            f"for at most {room}",
+            field,
+            TOO_LONG,
+        )
+    return wanted

@@ -1,0 +1,99 @@
+"""The server around the application: it ends in an orderly way, and clients that do not read."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from types import FrameType
+from typing import cast
+
+import uvicorn
+
+from llmpq.serve.access import Gate
+from llmpq.serve.app import application
+from llmpq.serve.service import Service
+from quant.common.errors import SpecError
+
+CLOSING_S = 5
+"""Seconds for connections to close once the answers have ended or been given up."""
+
+HEADER_BYTES = 64 << 10
+"""Most bytes of a request's headers."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class Server(uvicorn.Server):
+    """Serves until SIGTERM or SIGINT.
+
+    Then it refuses new requests (503) and lets the answers that have begun finish, for `drain_s` at
+    most; a second signal gives them up. `serve` and `run` return, so that what was started for the
+    engine can be ended.
+    """
+
+    def __init__(self, service: Service) -> None:
+        options = service.options
+        super().__init__(
+            uvicorn.Config(
+                application(service),
+                host=options.host,
+                port=options.port,
+                http="h11",  # it bounds the headers
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                limit_concurrency=options.connection_limit
+                + 1,  # it refuses the one that reaches it
+                timeout_graceful_shutdown=CLOSING_S,
+                h11_max_incomplete_event_size=HEADER_BYTES,
+            )
+        )
+        self._gate: Gate = service.gate
+        self._options = options
+        self._ends_s: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen; raises `SpecError` where the address cannot be had.
+
+        The system ends connections that leave what was sent unread for too long. Closing them would
+        wait until it is read, and answers that are complete wait in buffers, too.
+        """
+        options = self._options
+        try:
+            await super().startup(sockets=sockets)
+        except SystemExit as error:  # after a line in the log that has the system's words
+            raise SpecError(
+                f"port {options.port} of {options.host} cannot be had; choose another port or host"
+            ) from error
+        for listening in self._listening:
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+                most_ms = round(options.stall_s * 1000)
+                listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Set when to end: later at the first signal, now at the second."""
+        is_first = self._ends_s is None
+        self._gate.close()
+        self._ends_s = time.monotonic() + (self._options.drain_s if is_first else 0.0)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Tell uvicorn, ten times a second, whether to end."""
+        if self._ends_s is not None:
+            if time.monotonic() >= self._ends_s and self._gate.answers:
+                _LOG.warning("%d answers did not finish in time", self._gate.answers)
+                self._gate.give_up()
+                self.should_exit = True
+            self.should_exit |= not self._gate.answers
+        return await super().on_tick(counter)
+
+    @property
+    def bound_port(self) -> int:
+        """The port that it listens on, once it has started."""
+        return cast(int, self._listening[0].getsockname()[1])
+
+    @property
+    def _listening(self) -> list[socket.socket]:
+        return [each for server in self.servers for each in server.sockets]

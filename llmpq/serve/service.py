@@ -1,0 +1,141 @@
+"""One request for text, from its fields to its answer, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from uuid import uuid4
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from llmpq.serve.access import Gate
+from llmpq.serve.choices import pieces
+from llmpq.serve.engine import Engine
+from llmpq.serve.options import ServeOptions
+from llmpq.serve.requests import Asked, asked, generations_of
+from llmpq.serve.wire.answers import Form, Head, Json, Usage
+from llmpq.serve.wire.bodies import ChatBody, CompletionBody
+from llmpq.serve.wire.errors import ApiError, unknown_model
+from llmpq.serve.wire.parsing import parse_json, read_body
+from llmpq.serve.wire.pieces import Piece
+from llmpq.serve.wire.streaming import DONE, EventStream, answer_unless_gone, event
+
+
+class Service:
+    """What the addresses share: engine, options, gate and clock."""
+
+    def __init__(
+        self, engine: Engine, options: ServeOptions, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.gate = Gate(engine, options)
+        self.clock = clock
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the model."""
+        return self.options.served_model_names or (self.engine.model_name,)
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` (404) for another model."""
+        if name not in self.names:
+            raise unknown_model(name, self.names[0])
+
+    async def body(self, request: Request) -> Json:
+        """The JSON object of a request, which is read only while requests are taken."""
+        self.gate.check_open()
+        options = self.options
+        return parse_json(await read_body(request, options.body_limit_bytes, options.body_s))
+
+    async def answer(
+        self, request: Request, body: CompletionBody | ChatBody, form: Form
+    ) -> Response:
+        """The answer to a checked request."""
+        self.check_model(body.model)
+        job = _Job(self, body, form)
+        if body.stream:
+            return EventStream(job.events(), self.options.stall_s)
+        return await answer_unless_gone(request, job.whole())
+
+
+class _Job:
+    """One request for text, from its admission to its end."""
+
+    def __init__(self, service: Service, body: CompletionBody | ChatBody, form: Form) -> None:
+        self._service = service
+        self._body = body
+        self._form = form
+        name = f"{form.prefix}-{uuid4().hex}"
+        self._head = Head(name, int(service.clock()), body.model)
+
+    async def whole(self) -> Response:
+        """The answer in one piece."""
+        parts: dict[int, list[Piece]] = {}
+        with self._service.gate.admitted(generations_of(self._body)):
+            wanted = await self._asked()
+            async with aclosing(self._pieces(wanted)) as made:
+                async for piece in made:
+                    parts.setdefault(piece.index, []).append(piece)
+        choices = [self._form.whole(parts[index]) for index in sorted(parts)]
+        new_tokens = sum(piece.new_tokens for each in parts.values() for piece in each)
+        usage = Usage(wanted.prompt_tokens, new_tokens)
+        content = self._head.content(self._form.whole_kind, choices)
+        return JSONResponse(content | {"usage": usage.content})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events.
+
+        Raises `ApiError` before the first of them; afterwards an error is an event.
+        """
+        is_begun = False
+        try:
+            with self._service.gate.admitted(generations_of(self._body)):
+                async with aclosing(self._chunks()) as chunks:
+                    async for chunk in chunks:
+                        is_begun = True
+                        yield event(chunk)
+        except ApiError as error:
+            if not is_begun:
+                raise
+            yield event(error.answer.content)
+        yield DONE
+
+    async def _chunks(self) -> AsyncGenerator[dict[str, object], None]:
+        form = self._form
+        wanted = await self._asked()
+        new_tokens = 0
+        opened: set[int] = set()
+        async with aclosing(self._pieces(wanted)) as made:
+            async for piece in made:
+                new_tokens += piece.new_tokens
+                if piece.index not in opened:
+                    opened.add(piece.index)
+                    opening = form.opening(piece.index)
+                    if opening is not None:
+                        yield self._chunk(opening)
+                if piece.text or piece.tokens:
+                    yield self._chunk(form.part(piece))
+                if piece.finish_reason is not None:
+                    yield self._chunk(form.closing(piece))
+        if self._body.wants_usage:
+            usage = Usage(wanted.prompt_tokens, new_tokens)
+            yield self._head.content(form.chunk_kind, ()) | {"usage": usage.content}
+
+    def _chunk(self, choice: Json) -> dict[str, object]:
+        content = self._head.content(self._form.chunk_kind, (choice,))
+        return content | {"usage": None} if self._body.wants_usage else content
+
+    async def _asked(self) -> Asked:
+        return await asked(self._body, self._service.engine, self._head.id)
+
+    def _pieces(self, wanted: Asked) -> AsyncGenerator[Piece, None]:
+        service = self._service
+        return pieces(
+            service.engine,
+            wanted.generations,
+            service.gate.given_up,
+            service.options.retry_after_s,
+        )

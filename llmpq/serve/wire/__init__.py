@@ -1,0 +1,1 @@
+"""OpenAI's requests, answers and errors, as they stand on the wire."""

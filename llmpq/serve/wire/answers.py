@@ -1,0 +1,171 @@
+"""OpenAI's answers as JSON objects: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llmpq.serve.wire.pieces import INCOMPLETE, Piece, TokenText
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of the prompts and of all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def content(self) -> Json:
+        """The JSON object."""
+        return {**vars(self), "total_tokens": self.prompt_tokens + self.completion_tokens}
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every answer and every chunk of one request begins with."""
+
+    id: str
+    created_s: int
+    model: str
+
+    def content(self, kind: str, choices: Sequence[Json]) -> dict[str, object]:
+        """The JSON object of this kind, with these choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": list(choices),
+        }
+
+
+class Form(Protocol):
+    """The choices of one kind of answer."""
+
+    prefix: str
+    whole_kind: str
+    chunk_kind: str
+
+    def whole(self, parts: Sequence[Piece]) -> Json:
+        """A choice, of all its pieces."""
+
+    def opening(self, index: int) -> Json | None:
+        """The first chunk's choice, before there is text; None if there is no such chunk."""
+
+    def part(self, piece: Piece) -> Json:
+        """The choice of a chunk with the text of `piece`."""
+
+    def closing(self, piece: Piece) -> Json:
+        """The choice of the last chunk, which has no text and says why the answer ends."""
+
+
+class CompletionForm:
+    """Choices of `/v1/completions`."""
+
+    prefix = "cmpl"
+    whole_kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(self, has_logprobs: bool) -> None:
+        self._has_logprobs = has_logprobs
+
+    def whole(self, parts: Sequence[Piece]) -> Json:
+        """As in `Form`."""
+        text = "".join(piece.text for piece in parts)
+        tokens = [token for piece in parts for token in piece.tokens]
+        return self._choice(parts[-1].index, text, tokens, parts[-1].finish_reason)
+
+    def opening(self, index: int) -> None:
+        """No chunk."""
+
+    def part(self, piece: Piece) -> Json:
+        """As in `Form`."""
+        return self._choice(piece.index, piece.text, piece.tokens, None)
+
+    def closing(self, piece: Piece) -> Json:
+        """As in `Form`."""
+        return self._choice(piece.index, "", None, piece.finish_reason)
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TokenText] | None, reason: str | None
+    ) -> Json:
+        logprobs = None
+        if self._has_logprobs and tokens is not None:
+            logprobs = {
+                "text_offset": [token.offset for token in tokens],
+                "token_logprobs": [token.logprob for token in tokens],
+                "tokens": [token.text for token in tokens],
+                "top_logprobs": [dict(token.top) for token in tokens],
+            }
+        return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+class ChatForm:
+    """Choices of `/v1/chat/completions`."""
+
+    prefix = "chatcmpl"
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, has_logprobs: bool) -> None:
+        self._has_logprobs = has_logprobs
+
+    def whole(self, parts: Sequence[Piece]) -> Json:
+        """As in `Form`."""
+        text = "".join(piece.text for piece in parts)
+        tokens = [token for piece in parts for token in piece.tokens]
+        return {
+            "index": parts[-1].index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": parts[-1].finish_reason,
+        }
+
+    def opening(self, index: int) -> Json:
+        """As in `Form`."""
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def part(self, piece: Piece) -> Json:
+        """As in `Form`."""
+        return self._delta(piece.index, {"content": piece.text}, self._logprobs(piece.tokens))
+
+    def closing(self, piece: Piece) -> Json:
+        """As in `Form`."""
+        return self._delta(piece.index, {}, None, piece.finish_reason)
+
+    def _delta(
+        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None
+    ) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> Json | None:
+        if not self._has_logprobs:
+            return None
+        content = [
+            {
+                **_with_bytes(token.text, token.logprob),
+                "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _with_bytes(text: str, logprob: float | None) -> dict[str, object]:
+    """A token; its bytes are not known where they are no whole characters."""
+    known = None if INCOMPLETE in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+def models_content(names: Sequence[str], created_s: int) -> Json:
+    """The answer of `/v1/models`."""
+    return {"object": "list", "data": [model_content(name, created_s) for name in names]}
+
+
+def model_content(name: str, created_s: int) -> Json:
+    """The answer of `/v1/models/NAME`."""
+    return {"id": name, "object": "model", "created": created_s, "owned_by": "llmpq"}

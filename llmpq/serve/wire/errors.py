@@ -1,0 +1,113 @@
+"""Errors in OpenAI's form, with the status that each goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+from quant.common.errors import MESSAGE_CHARACTERS
+from quant.common.safe_text import printable
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+PARAM_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class ErrorAnswer:
+    """What a client is told: status, words, the field that they are about, a code for programs."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    type: str = INVALID_REQUEST
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def content(self) -> Mapping[str, object]:
+        """The JSON object."""
+        error = {
+            "message": printable(self.message, MESSAGE_CHARACTERS),
+            "type": self.type,
+            "param": None if self.param is None else printable(self.param[:PARAM_CHARACTERS]),
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, answer: ErrorAnswer) -> None:
+        super().__init__(f"{answer.status} {answer.code or answer.type}")
+        self.answer = answer
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: what the request asks for cannot be served."""
+    return ApiError(ErrorAnswer(HTTPStatus.BAD_REQUEST, message, param, code))
+
+
+def bad_body(status: HTTPStatus, message: str) -> ApiError:
+    """An error about the body as a whole."""
+    return ApiError(ErrorAnswer(status, message))
+
+
+def wrong_key() -> ApiError:
+    """401: the key is wrong, or none is given."""
+    message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+    return ApiError(
+        ErrorAnswer(
+            HTTPStatus.UNAUTHORIZED,
+            message,
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    )
+
+
+def other_host(host: str) -> ApiError:
+    """403: a server without a key is called by a name that is not of its machine."""
+    message = (
+        f"this server has no API key and answers to localhost alone, not to {host!r:.200}; start "
+        "it with a key"
+    )
+    return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="host_not_allowed"))
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    """404: another model is asked for."""
+    message = f"the model {name!r:.200} is not served here; {served!r} is"
+    return ApiError(ErrorAnswer(HTTPStatus.NOT_FOUND, message, "model", "model_not_found"))
+
+
+def queue_full(retry_after_s: int) -> ApiError:
+    """429: too many answers wait already."""
+    return ApiError(
+        ErrorAnswer(
+            HTTPStatus.TOO_MANY_REQUESTS,
+            f"too many requests wait already; try again in {retry_after_s} s",
+            code="rate_limit_exceeded",
+            type="requests",
+            headers={"Retry-After": str(retry_after_s)},
+        )
+    )
+
+
+def unavailable(message: str) -> ApiError:
+    """503: the server is loading, or takes no more requests before it ends."""
+    return ApiError(
+        ErrorAnswer(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            message,
+            code="service_unavailable",
+            type=SERVER_ERROR,
+        )
+    )
+
+
+def failed(message: str) -> ApiError:
+    """500: a fault of the server."""
+    return ApiError(ErrorAnswer(HTTPStatus.INTERNAL_SERVER_ERROR, message, type=SERVER_ERROR))

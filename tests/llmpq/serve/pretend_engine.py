@@ -1,0 +1,102 @@
+"""An engine whose tokens are the bytes of UTF-8, and whose answers the tests decide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from actors.sampling_options import Sampling
+from llmpq.rows.row import Row
+from llmpq.serve.engine import (
+    EngineLimits,
+    EngineStatus,
+    GenerationRequest,
+    PromptError,
+    PromptTooLongError,
+    QueueState,
+    TokenEvent,
+    TokenLogprob,
+)
+
+END = 256
+IDLE = QueueState(0, 0, 4, 0, 1000)
+LIMITS = EngineLimits(200, 100, 250, 50, 257, 5)
+
+
+def repeated(request: GenerationRequest) -> bytes:
+    """The prompt once more, or what depends on seed and draw where tokens are drawn."""
+    if request.sampling.temperature == 0:
+        return bytes(request.prompt_ids)
+    return f"<{request.sampling.seed} {request.draw_id}>".encode()
+
+
+@dataclass
+class PretendEngine:
+    """Answers each request by the bytes that `answer` gives, then by the end token.
+
+    `hold_after`: tokens after which generations wait for `go_on`; `fault` is raised after as many.
+    `live` are the ids of generations that run, `seen` all requests, `tokens` those given out.
+    """
+
+    answer: Callable[[GenerationRequest], bytes] = repeated
+    limits: EngineLimits = LIMITS
+    sampling: Sampling = field(default_factory=Sampling)
+    status: EngineStatus = "ready"
+    queue: QueueState = IDLE
+    hold_after: int | None = None
+    fault: Exception | None = None
+    fault_after: int = 0
+    model_name: str = "pretend"
+    logprob: float = -0.5
+    created_s: int = 1_700_000_000
+    live: set[str] = field(default_factory=set)
+    seen: list[GenerationRequest] = field(default_factory=list)
+    tokens: int = 0
+    is_holding: bool = False
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def encode(self, row: Row) -> tuple[int, ...]:
+        """The bytes of the prompt; messages become `role: content` a line."""
+        if row.token_ids is not None:
+            return row.token_ids
+        text = row.text
+        if row.messages is not None:
+            text = "".join(f"{m['role']}: {m['content']}\n" for m in row.messages)
+        assert text is not None
+        if "\0" in text:
+            raise PromptError("the tokenizer takes no NUL")
+        if len(text) > 10 * self.limits.prompt_tokens:
+            raise PromptTooLongError(f"{len(text)} characters")
+        return tuple(text.encode())
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of bytes."""
+        return bytes(each for each in token_ids if each < END).decode("utf-8", "replace")
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The bytes of the answer, one token each."""
+        self.seen.append(request)
+        self.live.add(request.id)
+        try:
+            answer = [*self.answer(request), END][: request.max_new_tokens]
+            for number, token_id in enumerate(answer):
+                if number == self.hold_after:
+                    self.is_holding = True
+                    await self.go_on.wait()
+                if self.fault is not None and number == self.fault_after:
+                    raise self.fault
+                last = "length" if number == request.max_new_tokens - 1 else None
+                self.tokens += 1
+                reason = "stop" if token_id == END else last
+                yield self._event(token_id, reason, request.top_logprobs)
+                await asyncio.sleep(0)
+        finally:
+            self.live.discard(request.id)
+
+    def _event(self, token_id: int, reason: str | None, top_logprobs: int | None) -> TokenEvent:
+        if top_logprobs is None:
+            return TokenEvent(token_id, reason)
+        ids = ((token_id + step) % END for step in range(top_logprobs))
+        top = tuple(TokenLogprob(each, self.logprob - step) for step, each in enumerate(ids))
+        return TokenEvent(token_id, reason, self.logprob, top)

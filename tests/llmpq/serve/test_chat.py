@@ -1,0 +1,119 @@
+"""`/v1/chat/completions`, whole and streamed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.llmpq.serve.asking import CHAT, NOW_S, ask, chat, events
+from tests.llmpq.serve.pretend_engine import PretendEngine
+
+PROMPT = "user: Hello\n"
+
+
+def test_a_whole_answer() -> None:
+    content = ask(CHAT, chat()).json()
+    assert content.pop("id").startswith("chatcmpl-")
+    assert content == {
+        "object": "chat.completion",
+        "created": NOW_S,
+        "model": "pretend",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": PROMPT, "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 12, "completion_tokens": 13, "total_tokens": 25},
+    }
+
+
+def test_the_chunks_of_a_stream() -> None:
+    engine = PretendEngine(answer=lambda request: "aé".encode())
+    body = chat(stream=True, stream_options={"include_usage": True})
+    chunks = events(ask(CHAT, body, engine).text)
+    (name,) = {chunk["id"] for chunk in chunks}
+    head = {"id": name, "object": "chat.completion.chunk", "created": NOW_S, "model": "pretend"}
+
+    def wanted(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return {**head, "choices": [choice], "usage": None}
+
+    usage = {"prompt_tokens": 12, "completion_tokens": 4, "total_tokens": 16}
+    assert chunks == [
+        wanted({"role": "assistant", "content": ""}),
+        wanted({"content": "a"}),
+        wanted({"content": "é"}),
+        wanted({}, "stop"),
+        {**head, "choices": [], "usage": usage},
+    ]
+
+
+def test_an_empty_answer_opens_and_closes() -> None:
+    engine = PretendEngine(answer=lambda request: b"")
+    chunks = events(ask(CHAT, chat(stream=True), engine).text)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {},
+    ]
+    assert ask(CHAT, chat(), engine).json()["choices"][0]["message"]["content"] == ""
+
+
+def test_several_answers_stream_side_by_side() -> None:
+    """A choice does not wait until the one before has ended."""
+    chunks = events(ask(CHAT, chat(stream=True, n=3)).text)
+    found = {index: "" for index in range(3)}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        found[choice["index"]] += choice["delta"].get("content", "")
+    assert found == dict.fromkeys(range(3), PROMPT)
+    ends = [at for at, chunk in enumerate(chunks) if chunk["choices"][0]["finish_reason"]]
+    begins = [at for at, chunk in enumerate(chunks) if "role" in chunk["choices"][0]["delta"]]
+    assert len(ends) == len(begins) == 3
+    assert max(begins) < min(ends)
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_limit(field: str) -> None:
+    choice = ask(CHAT, chat(**{field: 4})).json()["choices"][0]
+    assert choice["message"]["content"] == PROMPT[:4]
+    assert choice["finish_reason"] == "length"
+
+
+def test_parts_of_a_message_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    answer = ask(CHAT, chat(messages=[{"role": "user", "content": parts}])).json()
+    assert answer["choices"][0]["message"]["content"] == "user: one\ntwo\n"
+
+
+def test_log_probabilities() -> None:
+    engine = PretendEngine(answer=lambda request: b"a\xff")
+    body = chat(logprobs=True, top_logprobs=2)
+    choice = ask(CHAT, body, engine).json()["choices"][0]
+    first = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    assert choice["logprobs"]["content"] == [
+        {**first, "top_logprobs": [first, {"token": "b", "logprob": -1.5, "bytes": [98]}]},
+        {
+            "token": "\ufffd",
+            "logprob": -0.5,
+            "bytes": None,
+            "top_logprobs": [
+                {"token": "\ufffd", "logprob": -0.5, "bytes": None},
+                {"token": "\0", "logprob": -1.5, "bytes": [0]},
+            ],
+        },
+    ]
+    chunks = events(ask(CHAT, body | {"stream": True}, engine).text)
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [token for each in streamed if each for token in each["content"]] == (
+        choice["logprobs"]["content"]
+    )
+
+
+def test_log_probabilities_without_alternatives() -> None:
+    content = ask(CHAT, chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+    assert "".join(token["token"] for token in content) == PROMPT
+    assert all(token["top_logprobs"] == [] for token in content)

@@ -1,0 +1,74 @@
+"""Options of serving: ranges, and the key's way in."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.errors import SpecError
+from llmpq.serve.options import ServeOptions, find_api_key
+from quant.common.safe_text import printable
+
+KEY = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"port": -1}, "port is -1"),
+        ({"port": 65536}, "port is 65536"),
+        ({"queue_limit": -1}, "queue_limit is -1"),
+        ({"body_limit_bytes": 0}, "body_limit_bytes is 0"),
+        ({"connection_limit": 0}, "connection_limit is 0"),
+        ({"body_s": 0}, "body_s is 0"),
+        ({"stall_s": float("nan")}, "stall_s is nan"),
+        ({"drain_s": float("inf")}, "drain_s is inf"),
+        ({"api_key": "short"}, "at least 16"),
+        ({"api_key": "with spaces in it all over"}, "without spaces"),
+        ({"host": "0.0.0.0"}, "open to other machines"),
+        ({"host": "serve.example"}, "open to other machines"),
+    ],
+)
+def test_values_out_of_range(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        ServeOptions(**given)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    assert ServeOptions(host=host).api_key is None
+    assert ServeOptions(host="0.0.0.0", api_key=KEY).api_key == KEY
+
+
+def test_where_the_key_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o600)
+    variables = {"LLMPQ_API_KEY": "other"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_api_key(file, variables) == KEY
+    assert find_api_key(None, variables) == "other"
+    assert find_api_key(None, {"LLMPQ_API_KEY": ""}) is None
+    file.chmod(0o644)
+    with pytest.warns(UserWarning, match="chmod 600"):
+        find_api_key(file, variables)
+
+
+def test_files_that_have_no_key(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty", tmp_path / "binary"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe")
+    for path, words in ((empty, "is empty"), (binary, "no ASCII"), (tmp_path / "none", "No such")):
+        with pytest.raises(SpecError, match=words):
+            find_api_key(path, {})
+
+
+def test_the_key_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "LLMPQ_API_KEY", KEY)
+    assert KEY not in printable(f"the key is {KEY}")
+    assert KEY not in repr(ServeOptions(api_key=KEY))

@@ -1,0 +1,126 @@
+"""Texts that come token by token are those of all tokens at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from llmpq.serve.text import Detokenizer, StopStrings
+
+_BYTES = [f"<0x{number:02X}>" for number in range(256)]
+_WORDS = ["▁a", "▁the", "b", "é", "▁"]
+
+
+def byte_fallback() -> Tokenizer:
+    """A decoder like LLaMA's: bytes where there is no token, a space less at the beginning."""
+    vocabulary = {word: number for number, word in enumerate([*_BYTES, *_WORDS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<0x00>", byte_fallback=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
+FALLBACK = byte_fallback()
+
+
+async def decode_fallback(token_ids: Sequence[int]) -> str:
+    return FALLBACK.decode(list(token_ids))
+
+
+async def decode_bytes(token_ids: Sequence[int]) -> str:
+    return bytes(each for each in token_ids if each < 256).decode("utf-8", "replace")
+
+
+def pieces_of(decode, token_ids: Sequence[int]) -> list[str]:
+    async def collect() -> list[str]:
+        detokenizer = Detokenizer(decode)
+        found = [await detokenizer.add(each) for each in token_ids]
+        return [*found, await detokenizer.finish()]
+
+    return asyncio.run(collect())
+
+
+@given(st.text(max_size=20))
+def test_no_character_is_cut(text: str) -> None:
+    pieces = pieces_of(decode_bytes, text.encode())
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@given(st.lists(st.sampled_from([*_WORDS, "€", "😀"]), max_size=12))
+def test_spaces_between_tokens_stay(words: list[str]) -> None:
+    ids: list[int] = []
+    for word in words:
+        known = FALLBACK.token_to_id(word)
+        ids += word.encode() if known is None else [known]
+    assert "".join(pieces_of(decode_fallback, ids)) == FALLBACK.decode(ids)
+
+
+def test_a_character_that_is_never_whole_is_shown_at_the_end() -> None:
+    assert pieces_of(decode_bytes, b"a\xe2\x82") == ["a", "", "", "\ufffd"]
+
+
+def test_bytes_that_are_no_text_are_not_held_for_ever() -> None:
+    pieces = pieces_of(decode_bytes, b"\xff" * 50)
+    assert "".join(pieces) == "\ufffd" * 50
+    assert all(any(pieces[begin : begin + 5]) for begin in range(45))
+
+
+def test_special_tokens_take_no_room() -> None:
+    longest = 0
+
+    async def decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return await decode_bytes(token_ids)
+
+    assert "".join(pieces_of(decode, (*[256] * 50, 97, *[256] * 50, 98))) == "ab"
+    assert longest < 10
+
+
+def shown(stops: Sequence[str], pieces: Sequence[str]) -> tuple[list[str], bool]:
+    """What is given out after each piece, as a client sees it."""
+    searching, found = StopStrings(stops), []
+    for piece in pieces:
+        found.append(searching.add(piece))
+        if searching.found:
+            return found, True
+    return [*found, searching.finish()], False
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "wanted"),
+    [
+        (["END"], ["abE", "N", "D", "x"], (["ab", "", ""], True)),
+        (["END"], ["abE", "N", "x"], (["ab", "", "ENx", ""], False)),
+        (["END"], ["E"], (["", "E"], False)),
+        (["aab"], ["aa", "a", "b"], (["", "a", ""], True)),
+        (["xyz", "y"], ["wx", "y"], (["w", "x"], True)),
+        (["cd", "bcde"], ["ab", "cd"], (["a", "b"], True)),
+        ([], ["ab"], (["ab", ""], False)),
+    ],
+)
+def test_stop_strings(stops: list[str], pieces: list[str], wanted: tuple[list[str], bool]) -> None:
+    assert shown(stops, pieces) == wanted
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("ab", max_size=3), max_size=8),
+)
+def test_nothing_is_shown_that_must_be_taken_back(stops: list[str], pieces: list[str]) -> None:
+    """Against the definition: the text ends where the first stop string stands, when it is seen."""
+    seen = ""
+    for piece in pieces:
+        seen += piece
+        ends = [seen.find(stop) for stop in stops if stop in seen]
+        if ends:
+            seen = seen[: min(ends)]
+            break
+    given_out, _ = shown(stops, pieces)
+    assert "".join(given_out) == seen
