@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from llmpq.serve.engine import (
     EngineStoppingError,
     GenerationError,
 )
+from llmpq.serve.wire.streaming import EventStream
 from tests.llmpq.serve.asking import (
     CHAT,
     COMPLETIONS,
@@ -105,3 +108,25 @@ def test_every_answer_has_the_id_of_its_request(given: str, is_kept: bool) -> No
         found = ask(path, body, headers={"x-request-id": given}).headers["x-request-id"]
         assert (found == given) is is_kept
         assert found
+
+
+def test_a_stream_that_the_system_does_not_cut_off_ends_too() -> None:
+    async def scenario() -> bool:
+        is_closed = False
+
+        async def endless() -> AsyncGenerator[bytes, None]:
+            nonlocal is_closed
+            try:
+                while True:
+                    yield b"data: x\n\n"
+            finally:
+                is_closed = True
+
+        async def never(message: object = None) -> Any:
+            await asyncio.Event().wait()
+
+        async with asyncio.timeout(10):
+            await EventStream(endless(), stall_s=0.01)({"type": "http"}, never, never)
+        return is_closed
+
+    assert asyncio.run(scenario())
