@@ -1,4 +1,4 @@
-# make demo and make test set up everything they need in $(VENV).
+# make demo, make serve-demo and make test set up everything they need in $(VENV).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
@@ -7,7 +7,7 @@ DEMO := demo_output
 # Whole files to each of two processes, in the order of the tree: the long ones come before the many short ones.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all check gpu clean
+.PHONY: install demo serve-demo test test-all check gpu clean
 
 install: $(VENV)/.installed
 
@@ -24,6 +24,12 @@ demo: install
 	$(BIN)/llmpq-dist --strat_file_name $(DEMO)/plan.json --cluster cluster_specs/demo_mixed_cpu.yaml \
 		--input examples/demo_prompts.jsonl --output $(DEMO)/results.jsonl --overwrite
 	@echo "results: $(DEMO)/results.jsonl"
+
+serve-demo: install
+	mkdir -p $(DEMO)
+	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
+		--s 192 --n 64 --global_bz 16 -o $(DEMO)/serve.json
+	$(BIN)/llmpq-serve --strat_file_name $(DEMO)/serve.json
 
 test: install
 	$(PYTEST)

@@ -32,6 +32,7 @@ class Request:
     """One tokenized prompt, with its own `max_new_tokens`.
 
     `generated`: its first new tokens where it goes on after a fault; `max_new_tokens` counts them.
+    `draw_id`: what random draws are keyed by in the place of `custom_id`, unless it is empty.
     """
 
     custom_id: str
@@ -39,6 +40,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling
     generated: tuple[int, ...] = ()
+    draw_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Move:
 class Admission:
     """A request that takes a slot, as stages must know it.
 
-    `room` is its range of the KV cache, which is cleared for it. `generated` as in `Request`.
+    `room` is its range of the KV cache, which is cleared for it. `generated` and
+    `draw_id` as in `Request`.
     `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
     are sent once; the stage that samples keeps them, and the tokens that it has chosen.
     """
@@ -91,6 +94,7 @@ class Admission:
     generated: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     room: TokenRange = TokenRange(0, 0)
+    draw_id: str = ""
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
@@ -105,6 +109,7 @@ class Admission:
             request.generated,
             tuple(sorted(set(request.prompt_ids))) if counted else (),
             room,
+            request.draw_id,
         )
 
 

@@ -57,7 +57,8 @@ class _Running:
         """The draw in [0, 1) for its next token; 0 where the choice is greedy."""
         if self.sampling.temperature == 0:
             return 0.0
-        return uniform_draw(self.sampling.seed, self.admission.custom_id, len(self.token_ids))
+        name = self.admission.draw_id or self.admission.custom_id
+        return uniform_draw(self.sampling.seed, name, len(self.token_ids))
 
     def give(self, token: int) -> None:
         """Add a generated token."""

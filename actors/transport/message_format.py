@@ -247,6 +247,10 @@ def _from_json(values: dict[str, Any]) -> Admission:
     admission = Admission(sampling=Sampling(**sampling), room=room, **values)
     numbers = admission.generated + admission.prompt_tokens
     numbers += (admission.slot, admission.max_new_tokens, room.begin, room.size)
-    if type(admission.custom_id) is not str or {*map(type, numbers)} != {int} or min(numbers) < 0:
+    if (
+        {type(admission.custom_id), type(admission.draw_id)} != {str}
+        or {*map(type, numbers)} != {int}
+        or min(numbers) < 0
+    ):
         raise ValueError("a field of another type")
     return admission

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import cast
 
@@ -54,6 +55,8 @@ class Server(uvicorn.Server):
         self._gate: Gate = service.gate
         self._options = options
         self._ends_s: float | None = None
+        self.on_listening: Callable[[int], None] = lambda port: None
+        """Called with the port when it listens."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen; raises `SpecError` where the address cannot be had.
@@ -68,6 +71,7 @@ class Server(uvicorn.Server):
             raise SpecError(
                 f"port {options.port} of {options.host} cannot be had; choose another port or host"
             ) from error
+        self.on_listening(self.bound_port)
         for listening in self._listening:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
                 most_ms = round(options.stall_s * 1000)

@@ -1,0 +1,279 @@
+"""The engine over the stages of a plan: a live run in a thread of its own, and the model's
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from actors.messages import Progress, Request, Sampling
+from llmpq.rows.row import Row
+from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
+from llmpq.run.options import RunOptions
+from llmpq.serve.engine import (
+    EngineLimits,
+    EngineStatus,
+    EngineStoppingError,
+    GenerationError,
+    GenerationRequest,
+    PromptError,
+    PromptTooLongError,
+    QueueState,
+    TokenEvent,
+)
+from llmpq.tokenizing.requests import load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from planner.plan.spec import PlanSpec
+from quant.checkpoint.model_reference import resolve
+from quant.common.errors import LlmpqError, SpecError
+
+if TYPE_CHECKING:
+    from actors.recovery.live import LiveGeneration
+
+    from actors.stage_group import GroupOptions
+
+_LOG = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
+
+
+class PipelineEngine:
+    """An engine whose stages run `plan`; needs an initialised Ray and one event loop.
+
+    Everything that can be checked without the stages is checked here: raises what
+    `llmpq.run.run.Run` raises for a plan, a model and options that do not go together. `start`
+    loads the stages meanwhile, `close` ends them.
+    """
+
+    def __init__(self, plan: PlanSpec, options: RunOptions, source: str = "the plan") -> None:
+        self._plan, self._options = plan, options
+        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
+        folder = resolve(self._checkpoint, weights=False)
+        found = sampling_for_run(plan, options, folder)
+        shape = shape_for_run(plan, found.sampling, folder, source)
+        room = plan.workload
+        self._sampling = found.sampling
+        self._limits = EngineLimits(
+            prompt_tokens=room.prompt_length,
+            new_tokens=room.new_tokens,
+            slot_tokens=room.total_length,
+            default_new_tokens=found.sampling.max_new_tokens or room.new_tokens,
+            vocab_size=shape.vocab_size,
+        )
+        limits = Limits(options.row_s, most_tokens=room.prompt_length)
+        self._encoder = _Tokenizer(load_tokenizer(folder, limits))
+        self._decoder = _Tokenizer(load_tokenizer(folder))
+        self._status: EngineStatus = "loading"
+        self._created_s = int(time.time())
+        self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
+        self._reserved: dict[str, int] = {}
+        self._running: set[str] = set()
+        self._live: LiveGeneration | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="llmpq-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load the stages; `status` tells when they are ready."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the stages, and the generations that there are."""
+        self._closing.set()
+        live = self._live
+        if live is not None:
+            for custom_id in list(self._answers):
+                live.cancel(custom_id)
+            live.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._encoder.close()
+        self._decoder.close()
+
+    @property
+    def model_name(self) -> str:
+        """Name of the planned model."""
+        return self._plan.model.name
+
+    @property
+    def created_s(self) -> int:
+        """Unix time at which the engine was made."""
+        return self._created_s
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Lengths that the plan has room for."""
+        return self._limits
+
+    @property
+    def sampling(self) -> Sampling:
+        """Sampling by options, the model and the plan."""
+        return self._sampling
+
+    @property
+    def status(self) -> EngineStatus:
+        """Whether requests are taken."""
+        return self._status
+
+    @property
+    def queue(self) -> QueueState:
+        """The present load: requests without a token yet wait."""
+        room = self._plan.workload
+        return QueueState(
+            waiting=len(self._answers) - len(self._running),
+            running=len(self._running),
+            slots=room.global_batch,
+            kv_tokens_used=sum(self._reserved[each] for each in self._running),
+            kv_tokens=room.global_batch * room.total_length,
+        )
+
+    async def encode(self, row: Row) -> tuple[int, ...]:
+        """Token ids of a prompt, as `Engine.encode`."""
+        if row.token_ids is not None:
+            return row.token_ids
+        task = {"text": row.text} if row.messages is None else {"chat": row.messages}
+        most = self._encoder.most_characters
+        if row.text is not None and most is not None and len(row.text) > most:
+            raise PromptTooLongError(f"{len(row.text)} characters")
+        answer = await self._encoder.ask(task)
+        if answer.error is not None:
+            raise PromptError(f"{answer.of}: {answer.error}")
+        if answer.characters is not None:
+            raise PromptTooLongError(f"{answer.characters} characters")
+        if answer.tokens is not None:
+            raise PromptTooLongError(f"{answer.tokens} tokens")
+        return answer.ids or ()
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, as `Engine.decode`."""
+        answer = await self._decoder.ask({"ids": tuple(token_ids)})
+        if answer.text is None:
+            raise GenerationError("the tokens of the answer could not be made into text")
+        return answer.text
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """The tokens of an answer, as `Engine.generate`."""
+        live = self._live
+        if self._status != "ready" or live is None:
+            raise EngineStoppingError("the engine takes no requests now")
+        self._loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._answers[request.id] = answers
+        self._reserved[request.id] = len(request.prompt_ids) + request.max_new_tokens
+        live.submit(
+            Request(
+                request.id,
+                request.prompt_ids,
+                request.max_new_tokens,
+                request.sampling,
+                draw_id=request.draw_id,
+            )
+        )
+        ended = False
+        try:
+            while not ended:
+                progress = await answers.get()
+                ended = progress is None or progress.finish_reason is not None
+                for event in _events(progress):
+                    yield event
+        finally:
+            del self._answers[request.id], self._reserved[request.id]
+            self._running.discard(request.id)
+            if not ended:
+                live.cancel(request.id)
+
+    def _run(self) -> None:
+        """Load the stages, and hand out what comes until the engine is closed or fails."""
+        from actors.stage_group import StageGroup
+
+        try:
+            with StageGroup(self._plan, self._checkpoint, self._group_options()) as group:
+                if self._closing.is_set():
+                    return
+                self._live = group.live()
+                self._status = "ready"
+                for told in self._live.events():
+                    self._call(self._deliver, told)
+        except LlmpqError as error:
+            _LOG.error("the stages are lost: %s", error)
+            self._status = "failed"
+        except Exception:
+            _LOG.exception("the engine has failed")
+            self._status = "failed"
+        finally:
+            if self._status != "failed":
+                self._status = "draining"
+            self._call(self._give_up)
+
+    def _group_options(self) -> GroupOptions:
+        from actors.stage_group import GroupOptions
+
+        options = self._options
+        return GroupOptions(
+            cache=options.cache,
+            transport=options.transport,
+            recovery=options.recovery,
+            on_event=lambda event: _LOG.warning("%s: %s", event.kind, event.text),
+            policy=options.scheduling,
+        )
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop, if there is one that runs."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _deliver(self, told: Sequence[Progress]) -> None:
+        for progress in told:
+            answers = self._answers.get(progress.custom_id)
+            if answers is not None:
+                self._running.add(progress.custom_id)
+                answers.put_nowait(progress)
+
+    def _give_up(self) -> None:
+        """End all generations: their stages are gone."""
+        for answers in self._answers.values():
+            answers.put_nowait(None)
+
+
+class _Tokenizer:
+    """A model's tokenizer process, asked by one thread in the order in which it is called."""
+
+    def __init__(self, process: TokenizerProcess | None) -> None:
+        if process is None:
+            raise SpecError(
+                "the model folder has no tokenizer; serving makes text of tokens, so put "
+                "tokenizer.json there"
+            )
+        self._process = process
+        self._thread = ThreadPoolExecutor(1, "llmpq-tokenizer")
+
+    @property
+    def most_characters(self) -> int | None:
+        """Characters of a prompt beyond which it has too many tokens."""
+        return self._process.most_characters
+
+    async def ask(self, task: dict[str, object]) -> Answer:
+        """The answer to a task of the tokenizer's process."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._process.ask, task)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _events(progress: Progress | None) -> Sequence[TokenEvent]:
+    """The tokens of `progress`; raises `GenerationError` where it says that there is an error."""
+    if progress is None:
+        raise GenerationError("the stages are gone; the server's log says more")
+    reason = progress.finish_reason
+    if reason == "error":
+        raise GenerationError(progress.error or "the model's output was not finite")
+    *before, last = (TokenEvent(token) for token in progress.token_ids)
+    return (*before, TokenEvent(last.token_id, reason))
