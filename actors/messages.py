@@ -233,6 +233,18 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """The new tokens of a request of a live run since the last one told of it; where it has ended
+    with them, why, and `error` as in `Finished`.
+    """
+
+    custom_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class PhaseWork:
     """The work of a stage in micro-batches of one kind; `sampled` of their `requests` gave a token.
 

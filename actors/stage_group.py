@@ -21,6 +21,7 @@ from actors.processes.placement import place
 from actors.processes.reservation import Reservation
 from actors.processes.stage_actor import StageActor
 from actors.recovery.generation import Generation
+from actors.recovery.live import LiveGeneration
 from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
@@ -191,6 +192,13 @@ class StageGroup:
         self._ledger = RequestLedger(requests, recovery.retries, recovery.restarts)
         self._generation = Generation(self._repair, self._ledger)
         return self._generation.results()
+
+    def live(self) -> LiveGeneration:
+        """Return a generation to which requests are submitted at any time, and whose tokens come as
+        they are sampled; its `events` have to be read to their end before anything else is
+        generated.
+        """
+        return LiveGeneration(self._repair)
 
     def tokens_in_flight(self) -> dict[str, int]:
         """Return the number of new tokens of each request in a KV slot, a second ago or so."""

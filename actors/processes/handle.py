@@ -9,7 +9,7 @@ import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 
-from actors.messages import Chunk, StageStats
+from actors.messages import Chunk, Request, StageStats
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
@@ -100,6 +100,23 @@ class StageHandle:
             chunk
         )
         return stream
+
+    def live(self, run: int) -> ObjectRefGenerator:
+        """The stream's items are tuples of `Progress`."""
+        stream: ObjectRefGenerator = self.actor.live.options(num_returns="streaming").remote(run)
+        return stream
+
+    def submit(self, run: int, requests: Sequence[Request]) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.submit.remote(run, requests)
+        return answer
+
+    def cancel(self, run: int, custom_ids: Sequence[str]) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.cancel.remote(run, custom_ids)
+        return answer
+
+    def close_live(self, run: int) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.close_live.remote(run)
+        return answer
 
     def stop(self) -> ObjectRef[None]:
         answer: ObjectRef[None] = self.actor.stop.remote()

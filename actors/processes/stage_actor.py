@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from threading import Lock
 
 import ray
 import torch
@@ -18,13 +19,16 @@ from actors.messages import (
     Chunk,
     Finished,
     MicroBatch,
+    Progress,
     QueueDepth,
+    Request,
     Sampled,
     StageStats,
 )
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
 from actors.stage.spec import StageSpec
@@ -74,6 +78,8 @@ class StageActor(BoardKeeper):
         self._links: Links | None = None
         self._codec = self._make_codec()
         self._leader: _Leader | None = None
+        self._inbox: Inbox | None = None
+        self._inbox_lock = Lock()
         self._health = Health()
         self._epoch: int | None = 0  # calls of other stages must be of the same one
 
@@ -170,9 +176,45 @@ class StageActor(BoardKeeper):
         waiting by then. The last chunk of a run ends all of its requests. A chunk of another run
         drops the rest of the run before; after an error, the rest of its run is ignored.
         """
-        if self._leader is None:
-            raise RuntimeError(f"stage {self._spec.index} was not told to lead")
-        yield from self._leader.generate(chunk)
+        yield from self._leading().generate(chunk)
+
+    def live(self, run: int) -> Iterator[tuple[Progress, ...]]:
+        """Run what comes by `submit` for the live run of this number until it is closed; yields
+        the tokens of each micro-batch.
+
+        For the first stage only, to which `submit` has to be called first.
+        """
+        inbox = self._inbox_of(run)
+        if inbox is not None:
+            yield from self._leading().live(inbox)
+
+    @ray.method(concurrency_group=CONTROL)
+    def submit(self, run: int, requests: Sequence[Request]) -> None:
+        """Have `requests` join the live run of this number, which may begin later."""
+        inbox = self._inbox_of(run)
+        if inbox is not None:
+            inbox.put(requests)
+
+    @ray.method(concurrency_group=CONTROL)
+    def cancel(self, run: int, custom_ids: Sequence[str]) -> None:
+        """Have requests of a live run given up; their memory is free at the next iteration."""
+        inbox = self._inbox_of(run)
+        if inbox is not None:
+            inbox.cancel(custom_ids)
+
+    @ray.method(concurrency_group=CONTROL)
+    def close_live(self, run: int) -> None:
+        """Have the live run of this number end with the requests that it has."""
+        inbox = self._inbox_of(run)
+        if inbox is not None:
+            inbox.close()
+
+    def _inbox_of(self, run: int) -> Inbox | None:
+        """The inbox of the live run of this number; None where a later one has begun."""
+        with self._inbox_lock:
+            if self._inbox is None or self._inbox.run < run:
+                self._inbox = Inbox(run)
+            return self._inbox if self._inbox.run == run else None
 
     @ray.method(concurrency_group=CONTROL)
     def stats(self) -> StageStats:
@@ -218,7 +260,11 @@ class StageActor(BoardKeeper):
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
-        """Tell the stage after this one that no more comes, so that it can `leave_run`."""
+        """Tell the stage after this one that no more comes, so that it can `leave_run`, and end a
+        live run, which may be waiting for requests.
+        """
+        if self._inbox is not None:
+            self._inbox.abandon()
         links = self._links
         if links is not None:
             links.stop()
@@ -227,6 +273,11 @@ class StageActor(BoardKeeper):
         if self._links is None:
             raise RuntimeError(f"stage {self._spec.index} was used before it was linked")
         return self._links
+
+    def _leading(self) -> _Leader:
+        if self._leader is None:
+            raise RuntimeError(f"stage {self._spec.index} was not told to lead")
+        return self._leader
 
     def _loaded(self) -> Stage | EmulatedStage:
         if self._stage is None:
@@ -270,6 +321,13 @@ class _Leader:
         for finished in self._driver.run():
             if finished:
                 yield finished
+        self._failed = False
+
+    def live(self, inbox: Inbox) -> Iterator[tuple[Progress, ...]]:
+        """Run `StageActor.live`."""
+        self._begin(inbox.run)
+        self._failed = True  # until it has come to its end
+        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens).events()
         self._failed = False
 
     def _begin(self, run: int) -> None:

@@ -4,22 +4,20 @@ out twice.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ray import ObjectRefGenerator
 from ray.exceptions import RayTaskError
 
 from actors.messages import Chunk, Finished, Request
-from actors.processes.health import BatchFailure, SlotTokens
 from actors.processes.ray_head import check_head
-from actors.recovery.faults import Fault, StoppedRun, lost_by
+from actors.recovery.diagnosis import diagnose, requests_in
+from actors.recovery.faults import StoppedRun, lost_by
 from actors.recovery.liveness import LivenessCheck
 from actors.recovery.repair import Repair
+from actors.recovery.streams import RunStreams
 from actors.recovery.suspects import RequestLedger
-from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
 CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there
@@ -38,6 +36,7 @@ class Generation:
         self._streams: deque[ObjectRefGenerator] = deque()
         self._run = 0
         self._check = self._new_check()
+        self._watch = RunStreams[Finished](self._pipeline, self._recovery)
 
     def results(self) -> Iterator[tuple[Finished, ...]]:
         """Yield what finished, each request once, and nothing where the source pauses.
@@ -76,7 +75,7 @@ class Generation:
         and was not given out. May be called while `results` waits to be asked on.
         """
         stopped = self._repair.stop_run({})
-        finished = self._ledger.finish(self._left_in_streams())
+        finished = self._ledger.finish(self._watch.left_in(self._streams))
         self._note_progress(stopped)
         return finished
 
@@ -94,6 +93,11 @@ class Generation:
         while self._streams:
             yield from self._finished()
 
+    def _finished(self) -> Iterator[tuple[Finished, ...]]:
+        """Yield what the oldest stream has."""
+        yield from self._watch.items(self._streams[0], self._check.look, self._check.interval_s)
+        self._streams.popleft()
+
     def _chunks(self) -> Iterator[Chunk | None]:
         """Yield chunks, the first of which fills all slots; None where the source pauses."""
         size = max(self._pipeline.sizes.slots, LEAST_CHUNK_REQUESTS)
@@ -108,42 +112,16 @@ class Generation:
             yield Chunk(self._run, taken, last)
             taken = ()
 
-    def _finished(self) -> Iterator[tuple[Finished, ...]]:
-        """Yield what the oldest stream has; raises as soon as any stage of the run fails."""
-        stream = self._streams[0]
-        while True:
-            awaited = [stream, *self._pipeline.serving]
-            ready = self._answers.ready(awaited, self._check.interval_s, fetch=False)
-            self._check.look()
-            if not ready:
-                continue
-            if stream not in ready:
-                self._raise_failure()
-            try:
-                finished = self._answers.get(next(stream))
-            except StopIteration:
-                break
-            except StageLostError as error:
-                self._raise_failure(error)
-            yield finished
-        self._streams.popleft()
-
-    def _raise_failure(self, *noticed: StageLostError) -> None:
-        """Raise what was noticed: repair finds who is to blame, and where there is none, we do."""
-        if not self._recovery.retries:
-            self._pipeline.raise_failure(*noticed)
-        raise noticed[0] if noticed else StageLostError("a stage left the run")
-
     def _recover(self, error: Exception) -> Iterator[tuple[Finished, ...]]:
         """Stop the run, find what happened, and repair the pipeline."""
         check_head()  # stages die with it, and nothing starts them again
         began_s = self._answers.now_s()
         stopped = self._repair.stop_run(lost_by(error))
-        new = self._ledger.finish(self._left_in_streams())
+        new = self._ledger.finish(self._watch.left_in(self._streams))
         if new:
             yield new
         in_flight = self._note_progress(stopped)
-        fault = self._diagnose(stopped, error, in_flight)
+        fault = diagnose(self._pipeline, stopped, error, in_flight)
         given_up = () if fault.has_remedy else self._ledger.fault(fault)
         for each in given_up:
             text = f"{each.custom_id!r:.80}: {each.error}"
@@ -156,75 +134,9 @@ class Generation:
         text = f"{fault.text}; going on after {lost_s:.1f} s, {replayed} requests are replayed"
         self._repair.events.tell(fault.kind, fault.stage, lost_s, text)
 
-    def _left_in_streams(self) -> list[Finished]:
-        """Return what had finished before the fault; raises a mistake of the user's."""
-        finished: list[Finished] = []
-        for stream in self._streams:
-            try:
-                for reference in self._answers.streamed(stream):
-                    finished += self._answers.get(reference)
-            except (StageLostError, RayTaskError):
-                continue
-        for served in self._pipeline.serving:
-            try:
-                self._answers.get(served)
-            except (StageLostError, RayTaskError):
-                continue
-        return finished
-
     def _note_progress(self, stopped: StoppedRun) -> dict[int, str] | None:
         """Note the tokens so far; return the request in each slot (None: stage 0 is lost)."""
         latest = stopped.tokens or self._check.tokens
         if latest is not None and latest.run == self._run:
             self._ledger.progress({i: tokens.tolist() for i, tokens in latest.slots.values()})
-        return None if stopped.tokens is None else self._requests_in(stopped.tokens)
-
-    def _requests_in(self, tokens: SlotTokens) -> dict[int, str]:
-        if tokens.run != self._run:
-            return {}
-        return {slot: custom_id for slot, (custom_id, _) in tokens.slots.items()}
-
-    def _diagnose(
-        self, stopped: StoppedRun, error: Exception, in_flight: dict[int, str] | None
-    ) -> Fault:
-        everyone = None if in_flight is None else frozenset(in_flight.values())
-        for stage, loss in stopped.lost.items():
-            text = f"{self._pipeline.stages[stage].name} {loss.text}"
-            return Fault(loss.kind, stage, text, everyone)
-        for stage, failure in stopped.failures.items():
-            return self._diagnose_failure(stage, failure, in_flight or {})
-        return Fault("broken", None, str(error), everyone)
-
-    def _diagnose_failure(
-        self, stage: int, failure: BatchFailure, in_flight: dict[int, str]
-    ) -> Fault:
-        name, size = self._pipeline.stages[stage].name, len(failure.slots)
-        ids = frozenset(in_flight[slot] for slot in failure.slots if slot in in_flight) or None
-        if failure.kind != "memory":
-            text = f"{name} failed at a {failure.batch_kind} of {size} requests: {failure.text}"
-            return Fault("failed", stage, text, ids)
-        text = (
-            f"{name} ran out of memory at a {failure.batch_kind} of {size} requests: it held "
-            f"{failure.held_bytes} bytes and asked for {failure.asked_bytes or 'more'}"
-        )
-        if size == 1:
-            return Fault("memory", stage, text, ids)
-        self._pipeline.sizes = halved(self._pipeline.sizes, failure)
-        text += f"; its micro-batches are halved to {size // 2}"
-        warnings.warn(text, stacklevel=2)
-        return Fault("memory", stage, text, ids, has_remedy=True)
-
-
-def halved(sizes: QueueSizes, failure: BatchFailure) -> QueueSizes:
-    """Return `sizes` with half of the failed micro-batch for the phases that it had."""
-    half = max(1, len(failure.slots) // 2)
-    prefill, decode = sizes.prefill_micro_batch, sizes.decode_micro_batch
-    if sizes.max_batch_size:
-        return replace(sizes, max_batch_size=min(half, sizes.max_batch_size))
-    if failure.batch_kind == "mixed":  # its share of each is not known
-        return replace(
-            sizes, prefill_micro_batch=max(1, prefill // 2), decode_micro_batch=max(1, decode // 2)
-        )
-    if failure.batch_kind == "prefill":
-        return replace(sizes, prefill_micro_batch=min(half, prefill))
-    return replace(sizes, decode_micro_batch=min(half, decode))
+        return requests_in(stopped, self._run)

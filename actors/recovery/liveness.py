@@ -52,8 +52,9 @@ class LivenessCheck:
         self._looked_s = self._moved_s = answers.now_s()
         self._done: dict[int, int] = {}
 
-    def look(self, only: Collection[int] | None = None) -> None:
+    def look(self, only: Collection[int] | None = None, is_idle: bool = False) -> None:
         """Take in answers and ask again, where it is time; of `only` these stages where given.
+        Where the run `is_idle`, nothing has to progress.
 
         Raises `HangError`, and what comes of a stage that died.
         """
@@ -69,7 +70,9 @@ class LivenessCheck:
                 self._take(stage.index, now_s)
                 if stage.index not in self._asked:
                     self._asked[stage.index] = stage.heartbeat(stage.index == 0), now_s
-        if self._needs_progress:
+        if is_idle:
+            self._moved_s = now_s
+        elif self._needs_progress:
             self._check_progress(now_s)
 
     def _forgive(self, seconds: float) -> None:

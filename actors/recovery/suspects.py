@@ -94,6 +94,11 @@ class RequestLedger:
             self._in_vain = self._given_up = 0
         return new
 
+    def cancel(self, custom_id: str) -> None:
+        """Forget a request that is no longer wanted."""
+        if self._unfinished.pop(custom_id, None) is not None and custom_id in self._turn:
+            self._turn.remove(custom_id)
+
     def progress(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """Note the new tokens of running requests."""
         for custom_id, generated in tokens.items():

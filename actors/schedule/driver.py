@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any, Protocol
 
-from actors.messages import Finished, MicroBatch, Sampled, TokenIds
+from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.schedule.scheduler import Scheduler
 
 
@@ -49,20 +49,42 @@ class PipelineDriver:
     def run(self) -> Iterator[tuple[Finished, ...]]:
         """Run until the scheduler wants more requests or all have ended; yields those that end."""
         while not self._scheduler.wants_requests:
-            room = len(self._under_way) < self._scheduler.most_under_way
-            with self._lock:
-                following = self._scheduler.next_batch() if room else None
-            if following is not None:
-                batch, token_ids = following
-                self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
-            elif self._under_way:
-                batch, handle = self._under_way.popleft()
-                sampled = self._pipeline.result(handle)
-                with self._lock:
-                    finished = self._scheduler.complete(batch, sampled)
-                yield finished
-            else:
+            if self.submit_next() is not None:
+                continue
+            if not self._under_way:
                 return
+            yield self.take_back()[2]
+
+    def add(self, requests: Sequence[Request], last: bool) -> None:
+        """Run `Scheduler.add`."""
+        with self._lock:
+            self._scheduler.add(requests, last)
+
+    def cancel(self, custom_id: str) -> None:
+        """Run `Scheduler.cancel`."""
+        with self._lock:
+            self._scheduler.cancel(custom_id)
+
+    def submit_next(self) -> MicroBatch | None:
+        """Submit the next micro-batch and return it; None where there is none now, or no room."""
+        if len(self._under_way) >= self._scheduler.most_under_way:
+            return None
+        with self._lock:
+            following = self._scheduler.next_batch()
+        if following is None:
+            return None
+        batch, token_ids = following
+        self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
+        return batch
+
+    def take_back(self) -> tuple[MicroBatch, Sampled, tuple[Finished, ...]]:
+        """Wait for the first micro-batch under way; returns it with its tokens and the requests
+        that ended with them.
+        """
+        batch, handle = self._under_way.popleft()
+        sampled = self._pipeline.result(handle)
+        with self._lock:
+            return batch, sampled, self._scheduler.complete(batch, sampled)
 
     def drop(self) -> None:
         """Wait for the micro-batches under way and forget them."""

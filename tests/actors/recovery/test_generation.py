@@ -9,7 +9,8 @@ import pytest
 
 from actors.messages import BatchKind, Finished, Request
 from actors.processes.health import BatchFailure
-from actors.recovery.generation import Generation, halved
+from actors.recovery.diagnosis import halved
+from actors.recovery.generation import Generation
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError

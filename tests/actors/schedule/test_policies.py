@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.processes.health import BatchFailure
-from actors.recovery.generation import halved
+from actors.recovery.diagnosis import halved
 from actors.schedule.orca import OrcaScheduler
 from actors.schedule.policy_options import POLICY_NAMES, PolicyOptions
 from actors.schedule.scheduler import QueueSizes

@@ -1,0 +1,146 @@
+"""Live runs: requests come and go at any time, and tokens are told of as they come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from threading import Condition
+
+from actors.messages import MicroBatch, Progress, Request, Sampled
+from actors.schedule.driver import PipelineDriver
+from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Mail:
+    """The content of an inbox; requests are given up before new ones are added.
+
+    `closed`: no more comes, and the run ends with its requests. `abandoned`: it ends now.
+    """
+
+    requests: tuple[Request, ...]
+    cancelled: tuple[str, ...]
+    closed: bool
+    abandoned: bool
+
+
+class Inbox:
+    """Messages for the live run of this number, which any thread may leave."""
+
+    def __init__(self, run: int) -> None:
+        self.run = run
+        self._changed = Condition()
+        self._requests: list[Request] = []
+        self._cancelled: list[str] = []
+        self._closed = self._abandoned = False
+
+    def put(self, requests: Sequence[Request]) -> None:
+        """Leave requests that join the run."""
+        with self._changed:
+            self._requests += requests
+            self._changed.notify()
+
+    def cancel(self, custom_ids: Sequence[str]) -> None:
+        """Have requests given up, those of the inbox too."""
+        with self._changed:
+            self._requests = [r for r in self._requests if r.custom_id not in custom_ids]
+            self._cancelled += custom_ids
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Have the run end with its requests."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def abandon(self) -> None:
+        """Have the run end now."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify()
+
+    def take(self, wait: bool) -> Mail:
+        """Empty it; with `wait` as soon as there is something in it, or the run is to end."""
+        with self._changed:
+            while wait and not (
+                self._requests or self._cancelled or self._closed or self._abandoned
+            ):
+                self._changed.wait()
+            mail = Mail(
+                tuple(self._requests), tuple(self._cancelled), self._closed, self._abandoned
+            )
+            self._requests, self._cancelled = [], []
+            return mail
+
+
+class LiveRun:
+    """Drives the scheduler of `driver` by what comes into `inbox`, until that is closed.
+
+    A request may have at most `longest` tokens.
+    """
+
+    def __init__(self, driver: PipelineDriver, inbox: Inbox, longest: int) -> None:
+        self._driver = driver
+        self._inbox = inbox
+        self._longest = longest
+        self._names: dict[int, str] = {}  # by slot; none of requests that were given up
+
+    def events(self) -> Iterator[tuple[Progress, ...]]:
+        """Yield what each micro-batch that came back has brought, and requests that cannot be run.
+
+        It waits without work where nothing is under way and nothing has come.
+        """
+        idle = False
+        while True:
+            mail = self._inbox.take(wait=idle)
+            if mail.abandoned:
+                return
+            told = self._take_in(mail)
+            idle = False
+            batch = self._driver.submit_next()
+            if batch is not None:
+                self._names |= {each.slot: each.custom_id for each in batch.admitted}
+            elif self._driver.under_way:
+                told += self._told_of(*self._driver.take_back()[:2])
+            else:
+                idle = True
+            if told:
+                yield told
+            if idle and mail.closed:
+                return
+
+    def _take_in(self, mail: Mail) -> tuple[Progress, ...]:
+        """Give up and add requests; returns those that cannot be run."""
+        for custom_id in mail.cancelled:
+            self._driver.cancel(custom_id)
+            self._names = {slot: name for slot, name in self._names.items() if name != custom_id}
+        refused: list[Progress] = []
+        for request in mail.requests:
+            try:
+                self._check(request)
+                self._driver.add((request,), last=False)
+            except SpecError as error:
+                refused.append(Progress(request.custom_id, (), "error", str(error)))
+        return tuple(refused)
+
+    def _check(self, request: Request) -> None:
+        """Raise SpecError where it does not fit."""
+        prompt, new = len(request.prompt_ids), request.max_new_tokens
+        if not prompt or new < 1 or prompt + new > self._longest:
+            raise SpecError(
+                f"request {request.custom_id!r:.80} has {prompt} prompt and {new} new tokens; both "
+                f"must be at least 1, and their sum at most {self._longest}"
+            )
+
+    def _told_of(self, batch: MicroBatch, sampled: Sampled) -> tuple[Progress, ...]:
+        """The tokens of `batch`; one that has no meaning is left out."""
+        told: list[Progress] = []
+        slots, tokens = batch.slots[batch.sampled_rows].tolist(), sampled.token_ids.tolist()
+        for slot, token, reason in zip(slots, tokens, sampled.finish_reasons, strict=True):
+            name = self._names.get(slot)
+            if name is None:
+                continue
+            told.append(Progress(name, () if reason == "error" else (token,), reason))
+            if reason is not None:
+                del self._names[slot]
+        return tuple(told)
