@@ -106,3 +106,7 @@ def _run_options(options: argparse.Namespace) -> RunOptions:
     names = {field.name for field in dataclasses.fields(RunOptions)}
     given = {name: value for name, value in vars(options).items() if name in names}
     return RunOptions.of({**given, "policy": "orca"})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

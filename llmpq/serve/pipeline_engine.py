@@ -8,9 +8,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from actors.messages import Progress, Request, Sampling
 from llmpq.rows.row import Row
@@ -35,11 +35,9 @@ from quant.common.errors import LlmpqError, SpecError
 
 if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
-
     from actors.stage_group import GroupOptions
 
 _LOG = logging.getLogger(__name__)
-_Answer = TypeVar("_Answer")
 
 
 class PipelineEngine:
@@ -257,7 +255,7 @@ class _Tokenizer:
         """Characters of a prompt beyond which it has too many tokens."""
         return self._process.most_characters
 
-    async def ask(self, task: dict[str, object]) -> Answer:
+    async def ask(self, task: Mapping[str, object]) -> Answer:
         """The answer to a task of the tokenizer's process."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._process.ask, task)
