@@ -77,6 +77,11 @@ class LiveGeneration:
             self._closed = True
             self._feed()
 
+    @property
+    def under_way(self) -> int:
+        """Number of requests that were submitted and have neither ended nor been cancelled."""
+        return len(self._tokens)
+
     def events(self) -> Iterator[tuple[Progress, ...]]:
         """Yield new tokens as they come, and the ends of requests.
 

@@ -19,9 +19,11 @@ from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
+from actors.schedule.live import Inbox
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 from tests.actors.recovery.pretend_leader import Leader, Stream
+from tests.actors.recovery.pretend_live import LiveStream
 
 TICK_S = 0.25  # of the clock
 START_S = 6.0  # of a process
@@ -51,6 +53,7 @@ class Process:
     stuck_s: float | None = None  # since when it computes one micro-batch
     failure: BatchFailure | None = None
     leader: Leader | None = None
+    inbox: Inbox | None = None
     links_broken: bool = False
     is_loaded: bool = False
 
@@ -175,6 +178,28 @@ class Stage:
         self.cluster.streams.append(stream)
         return stream
 
+    def submit(self, run: int, requests: Sequence[Request]) -> Reference:
+        return self._ask_inbox(run, lambda inbox: inbox.put(requests))
+
+    def cancel(self, run: int, custom_ids: Sequence[str]) -> Reference:
+        return self._ask_inbox(run, lambda inbox: inbox.cancel(custom_ids))
+
+    def close_live(self, run: int) -> Reference:
+        return self._ask_inbox(run, lambda inbox: inbox.close())
+
+    def _ask_inbox(self, run: int, change: Callable[[Inbox], None]) -> Reference:
+        if self.process.inbox is None or self.process.inbox.run < run:
+            self.process.inbox = Inbox(run)
+        change(self.process.inbox)
+        return self._ask()
+
+    def live(self, run: int) -> LiveStream:
+        assert self.process.leader is not None
+        assert self.process.inbox is not None
+        stream = LiveStream(self, self.process.leader, self.process.inbox)
+        self.cluster.streams.append(stream)
+        return stream
+
     def stop(self) -> Reference:
         return self._ask()
 
@@ -255,7 +280,7 @@ class Cluster:
         self.repair = Repair(self.pipeline, recovery, self.events.append)
         self.ledger: RequestLedger
         self._planned: list[tuple[float, Callable[[], None]]] = []
-        self.streams: list[Stream] = []  # computed one after the other
+        self.streams: list[Stream | LiveStream] = []  # computed one after the other
 
     def plan_in(self, seconds: float, action: Callable[[], None]) -> None:
         """Have `action` happen in so many seconds."""

@@ -1,0 +1,110 @@
+"""Live generation through faults, with pretend stages: no token is lost, and none comes twice."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+from actors.messages import Request, Sampling
+from actors.recovery.live import LiveGeneration
+from actors.recovery.policy import Recovery
+from quant.common.errors import SpecError, StageLostError
+from tests.actors.recovery.pretend import HANG_S, Cluster, requests, started, tokens_of
+
+MANY = requests(20, new_tokens=9)
+
+
+def run_all(
+    cluster: Cluster, coming: list[Request], at: dict[int, Callable[[LiveGeneration], None]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str | None]]:
+    """Submit a request before the first event and after each; returns the tokens of all, and the
+    errors of those that ended. `at` says what else is done after which event.
+    """
+    live = LiveGeneration(cluster.repair)
+    left = list(coming)
+    tokens: dict[str, tuple[int, ...]] = defaultdict(tuple)
+    ended: dict[str, str | None] = {}
+    live.submit(left.pop(0))
+    for number, told in enumerate(live.events()):
+        for each in told:
+            assert each.custom_id not in ended
+            tokens[each.custom_id] += each.token_ids
+            if each.finish_reason is not None:
+                ended[each.custom_id] = each.error
+        at.get(number, lambda _: None)(live)
+        if left:
+            live.submit(left.pop(0))
+        else:
+            live.close()
+    assert live.under_way == 0
+    return tokens, ended
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_that_die_cost_and_double_no_token(stage: int) -> None:
+    cluster = started()
+    deaths = {n: lambda _: cluster.stages[stage].die() for n in (4, 11)}
+    tokens, ended = run_all(cluster, MANY, deaths)
+    assert cluster.kinds() == [("died", stage)] * 2
+    assert tokens == {each.custom_id: tokens_of(each) for each in MANY}
+    assert set(ended) == set(tokens)
+
+
+def test_a_cancelled_request_is_not_replayed() -> None:
+    cluster = started()
+
+    def cancel_and_die(live: LiveGeneration) -> None:
+        live.cancel("8")
+        cluster.stages[1].die()
+
+    tokens, ended = run_all(cluster, MANY, {10: cancel_and_die})
+    assert 0 < len(tokens["8"]) < MANY[8].max_new_tokens
+    assert set(ended) == {each.custom_id for each in MANY} - {"8"}
+
+
+def test_a_request_that_kills_stages_ends_with_an_error_and_the_others_with_all_tokens() -> None:
+    cluster = started()
+
+    def compute(custom_ids: tuple[str, ...]) -> None:
+        if "7" in custom_ids:
+            cluster.stages[1].die()
+
+    cluster.on_compute = compute
+    tokens, ended = run_all(cluster, MANY, {})
+    assert "ran alone" in str(ended.pop("7"))
+    assert set(ended.values()) == {None}
+    for each in MANY:
+        assert each.custom_id == "7" or tokens[each.custom_id] == tokens_of(each)
+    assert len(ended) == len(MANY) - 1
+
+
+def test_an_idle_run_does_not_hang() -> None:
+    """Nothing is under way for longer than a stage may take for a micro-batch."""
+    cluster = started()
+    live = LiveGeneration(cluster.repair)
+    cluster.plan_in(3 * HANG_S, lambda: live.submit(MANY[3]))
+    cluster.plan_in(9 * HANG_S, live.close)
+    told = [each for some in live.events() for each in some]
+    assert [each.token_ids for each in told] == [(token,) for token in tokens_of(MANY[3])]
+    assert cluster.events == []
+
+
+def test_without_recovery_the_first_fault_is_raised() -> None:
+    cluster = started(Recovery(retries=0, hang_s=HANG_S))
+    with pytest.raises(StageLostError):
+        run_all(cluster, MANY, {2: lambda _: cluster.stages[2].die()})
+
+
+def test_what_cannot_be_submitted_is_refused() -> None:
+    live = LiveGeneration(started().repair)
+    live.submit(MANY[0])
+    with pytest.raises(SpecError, match="'0' is in the run twice"):
+        live.submit(Request("0", (1,), 1, Sampling()))
+    live.cancel("0")
+    live.submit(MANY[0])
+    live.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        live.submit(MANY[1])
+    assert [each.token_ids for some in live.events() for each in some] == [(0,)]
