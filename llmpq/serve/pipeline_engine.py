@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
 
+LOADING_S = 2.0
+"""Seconds that stages which still load get to be there, when the engine is closed."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -88,8 +91,8 @@ class PipelineEngine:
             for custom_id in list(self._answers):
                 live.cancel(custom_id)
             live.close()
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._thread.is_alive():  # loading cannot be ended but by the end of Ray
+            self._thread.join(None if live is not None else LOADING_S)
         self._encoder.close()
         self._decoder.close()
 
@@ -198,15 +201,20 @@ class PipelineEngine:
                 for told in self._live.events():
                     self._call(self._deliver, told)
         except LlmpqError as error:
-            _LOG.error("the stages are lost: %s", error)
-            self._status = "failed"
-        except Exception:
-            _LOG.exception("the engine has failed")
-            self._status = "failed"
-        finally:
-            if self._status != "failed":
-                self._status = "draining"
-            self._call(self._give_up)
+            self._fail(str(error))
+        except Exception as error:  # told to clients as 503, whatever it was
+            self._fail(f"{type(error).__name__}: {error}")
+        else:
+            self._status = "draining"
+        self._call(self._give_up)
+
+    def _fail(self, why: str) -> None:
+        """Note that there are no stages any more, which is no news where they are being ended."""
+        if self._closing.is_set():
+            self._status = "draining"
+            return
+        self._status = "failed"
+        _LOG.error("the stages are lost: %s", why)
 
     def _group_options(self) -> GroupOptions:
         from actors.stage_group import GroupOptions
