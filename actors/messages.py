@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from actors.logprobs import LogprobRows, TokenLogprobs
 from actors.sampling_options import Sampling as Sampling
 
 Transport = Literal["auto", "ray", "gloo"]
@@ -33,6 +34,8 @@ class Request:
 
     `generated`: its first new tokens where it goes on after a fault; `max_new_tokens` counts them.
     `draw_id`: what random draws are keyed by in the place of `custom_id`, unless it is empty.
+    `top_logprobs`: how many of the most probable tokens are told beside each new one, with all
+    their log-probabilities; None for none at all. No choice depends on it.
     """
 
     custom_id: str
@@ -41,6 +44,7 @@ class Request:
     sampling: Sampling
     generated: tuple[int, ...] = ()
     draw_id: str = ""
+    top_logprobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Move:
 class Admission:
     """A request that takes a slot, as stages must know it.
 
-    `room` is its range of the KV cache, which is cleared for it. `generated` and
-    `draw_id` as in `Request`.
+    `room` is its range of the KV cache, which is cleared for it. `generated`, `draw_id` and
+    `top_logprobs` as in `Request`.
     `prompt_tokens`: the distinct tokens of its prompt where a penalty counts them, else empty. They
     are sent once; the stage that samples keeps them, and the tokens that it has chosen.
     """
@@ -95,6 +99,7 @@ class Admission:
     prompt_tokens: tuple[int, ...] = ()
     room: TokenRange = TokenRange(0, 0)
     draw_id: str = ""
+    top_logprobs: int | None = None
 
     @classmethod
     def of(cls, slot: int, request: Request, room: TokenRange = TokenRange(0, 0)) -> Admission:
@@ -110,6 +115,7 @@ class Admission:
             tuple(sorted(set(request.prompt_ids))) if counted else (),
             room,
             request.draw_id,
+            request.top_logprobs,
         )
 
 
@@ -210,10 +216,12 @@ class Sampled:
 
     Both are in the order of the micro-batch's `sampled_rows`, and empty where nothing was sampled.
     The reason "error" means that its logits were not finite; the token has no meaning then.
+    `logprobs` are those of the requests that ask for them, None where none does.
     """
 
     token_ids: TokenIds
     finish_reasons: tuple[FinishReason | None, ...]
+    logprobs: LogprobRows | None = None
 
 
 NOTHING_SAMPLED = Sampled(np.zeros(0, dtype=np.int64), ())
@@ -235,13 +243,15 @@ class Finished:
 @dataclass(frozen=True)
 class Progress:
     """The new tokens of a request of a live run since the last one told of it; where it has ended
-    with them, why, and `error` as in `Finished`.
+    with them, why, and `error` as in `Finished`. `logprobs` are those of the tokens where the
+    request asks for them, else empty.
     """
 
     custom_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

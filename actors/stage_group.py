@@ -26,7 +26,6 @@ from actors.recovery.pipeline import LinkOptions, StagePipeline
 from actors.recovery.policy import OnEvent, Recovery, ignore_event
 from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
-from actors.schedule.policy_options import PolicyOptions
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
 from actors.stage.spec import StageSpec, stage_spec
@@ -35,6 +34,7 @@ from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.scheduling import PolicyOptions
 from quant.cache.settings import NO_CACHE, CacheSettings
 
 

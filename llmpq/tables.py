@@ -50,8 +50,17 @@ def plan_table(plan: PlanSpec, limits: Sequence[StageLimits] = ()) -> Renderable
 def _headline(plan: PlanSpec) -> str:
     return (
         f"{plan.model.name} on {plan.cluster}: {what_is_planned(plan)}; micro-batches "
-        f"{plan.micro_batches.prefill} (prefill), {plan.micro_batches.decode} (decode)"
+        f"{_micro_batches_text(plan)}"
     )
+
+
+def _micro_batches_text(plan: PlanSpec) -> str:
+    sizes, policy = plan.micro_batches, plan.policy
+    if policy.name != "orca":
+        return f"{sizes.prefill} (prefill), {sizes.decode} (decode)"
+    parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
+    most = f"of up to {policy.max_batch_size} requests of both phases (policy orca"
+    return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
 
 
 def _stage_cells(stage: StagePlan, plan: PlanSpec) -> Sequence[str]:

@@ -125,6 +125,22 @@ class Lengths:
             return self.mean_prompt
         return float((steps * (prompts + outputs / 2)).sum() / steps.sum())
 
+    def reserved(self, prompts: IntArray, outputs: IntArray) -> IntArray:
+        """Tokens for which rows of these lengths [rows] take room until they are done: of the
+        prompt, and the most new ones.
+        """
+        most = outputs if self.output_limit is None else self.output_limit
+        total = np.asarray(prompts + most, dtype=np.int64)
+        return total if self.longest_total is None else np.minimum(total, self.longest_total)
+
+    @cached_property
+    def mean_reserved(self) -> float:
+        """Mean of `reserved` over the rows that are in flight at a time: each of them is there for
+        as many iterations as it has output tokens.
+        """
+        prompts, outputs = np.array(self.prompt_tokens), np.array(self.output_tokens)
+        return float((self.reserved(prompts, outputs) * outputs).sum() / outputs.sum())
+
     def rows(self, count: int) -> tuple[IntArray, IntArray]:
         """Prompt and output tokens of `count` rows [count] each: evenly spaced ones of the sample
         in its order, or where it has fewer, the sample over and over.

@@ -12,6 +12,7 @@ from planner.optimiser.problem import Objective
 from planner.optimiser.solve import METHODS
 from planner.optimiser.solve_options import DEFAULT_SOLVER
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
+from planner.scheduling import STATIC, PolicyName, PolicyOptions, policy_options
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
@@ -137,6 +138,9 @@ class PlanOptions:
       depends on it.
     - `kv_bits`: bits of keys and values: 16 stores the compute type, 8 stores codes with a scale
       for each token and head; `auto` is 16 if that fits, else 8.
+    - `policy`: how the runtime schedules requests, `static` or `orca` (`planner.scheduling`), with
+      `max_batch_size` (None: what is best by simulation) and `prefill_chunk_tokens` (None: the
+      default).
     - `memory_margin`: the share of each GPU's memory that is left free.
     """
 
@@ -167,6 +171,9 @@ class PlanOptions:
     kv_bits: int | str = FULL_BITS
     memory_margin: float = MEMORY_MARGIN
     strict_profiles: bool = False
+    policy: PolicyName = STATIC
+    max_batch_size: int | None = None
+    prefill_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -212,6 +219,12 @@ class PlanOptions:
         given = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
+        _ = self.scheduling
+
+    @property
+    def scheduling(self) -> PolicyOptions:
+        """The scheduling policy; `SpecError` for what it does not have."""
+        return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from planner.lengths import Lengths
 from planner.model.shape import ModelShape
+from planner.scheduling import PolicyName
 from quant.common.errors import SpecError
 
 MAX_REQUESTS = 2**20
@@ -13,21 +15,30 @@ MAX_TOKENS = 2**22
 """Far beyond any batch in memory and any model's context: larger numbers are typing errors."""
 MOST_PROMPTS = 10**10
 
+HOLES = 0.05
+"""Share of token slots that stays free where requests reserve different numbers: with none, ranges
+of the conversation trace move by ten tokens for each token of a request (`benchmarks.token_slots`).
+"""
+
 
 @dataclass(frozen=True)
 class Workload:
     """`global_batch` requests of `prompt_length` tokens that each get `new_tokens` more.
 
     Lengths are in tokens (LLM-PQ: B, s, n). `slot_tokens`: the most of prompt and new tokens
-    together, where no request has the most of both; None where one may. SpecError unless all are
-    whole numbers of at least 1, at most `MAX_REQUESTS` requests and `MAX_TOKENS` tokens in each
-    length, and a slot has room for either length but not for more than both.
+    together, where no request has the most of both; None where one may. `n_slots`: the token slots
+    of the KV cache, where each request reserves only what it needs; None where all have as many as
+    the longest. SpecError unless all are whole numbers of at least 1, at most `MAX_REQUESTS`
+    requests and `MAX_TOKENS` tokens in each length, a slot has room for either length but not for
+    more than both, and there are token slots for the longest request but no more than for
+    requests that are all as long.
     """
 
     global_batch: int
     prompt_length: int
     new_tokens: int
     slot_tokens: int | None = None
+    n_slots: int | None = None
 
     def __post_init__(self) -> None:
         """Check the range of the numbers."""
@@ -38,18 +49,24 @@ class Workload:
         }
         for name, most in limits.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_number(value) or value < 1:
                 raise SpecError(f"{name} is {value!r}; it must be a whole number of at least 1")
             if value > most:
                 raise SpecError(f"{name} is above {most}, the most that can be planned; lower it")
         slot = self.slot_tokens
-        if slot is None:
-            return
         least, most = max(self.prompt_length, self.new_tokens) + 1, self._sum
-        if not isinstance(slot, int) or isinstance(slot, bool) or not least <= slot <= most:
+        if slot is not None and not (_is_number(slot) and least <= slot <= most):
             raise SpecError(
                 f"slot_tokens is {slot!r}; slots for {self.prompt_length} prompt or "
                 f"{self.new_tokens} new tokens must have {least} to {most}"
+            )
+        least, most = self.total_length, self.global_batch * self.total_length
+        if self.n_slots is not None and not (
+            _is_number(self.n_slots) and least <= self.n_slots <= most
+        ):
+            raise SpecError(
+                f"n_slots is {self.n_slots!r}; for {self.global_batch} requests of at most {least} "
+                f"tokens it must be {least} to {most}"
             )
 
     @property
@@ -60,6 +77,25 @@ class Workload:
     def total_length(self) -> int:
         """Tokens of a KV slot: the most that one request has when it is done."""
         return self._sum if self.slot_tokens is None else self.slot_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """The token slots of the KV cache: of all requests together."""
+        return self.n_slots or self.global_batch * self.total_length
+
+    @property
+    def reservable_tokens(self) -> int:
+        """The token slots that requests may reserve: where they reserve different numbers, a share
+        of `HOLES` is left free between them.
+        """
+        if self.n_slots is None:
+            return self.kv_tokens
+        return max(self.total_length, int((1 - HOLES) * self.n_slots))
+
+    @property
+    def equal_slots(self) -> int:
+        """The requests that the KV cache has room for where all of them are of the longest."""
+        return self.kv_tokens // self.total_length
 
     def has_room(self, prompt_tokens: int, new_tokens: int) -> bool:
         """Whether a slot has room for a request of these lengths."""
@@ -90,7 +126,7 @@ class Job:
         if self.default_new_tokens is not None:
             given.append(("default_new_tokens", self.default_new_tokens, MAX_TOKENS))
         for name, value, most in given:
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            if not _is_number(value) or not 1 <= value <= most:
                 raise SpecError(f"{name} is {value!r}; it must be a whole number of 1 to {most}")
         self.in_flight(1)
 
@@ -104,12 +140,26 @@ class Job:
         """Tokens that all prompts together generate."""
         return self.prompts * self.lengths.mean_output
 
-    def in_flight(self, requests: int) -> Workload:
-        """The workload of `requests` slots, each with room for every row."""
+    def in_flight(self, requests: int, policy: PolicyName = "static") -> Workload:
+        """The workload of so many requests in flight, of which any may be the longest row.
+
+        Under `orca` they have together the token slots that so many have reserved in the mean,
+        over the time that each of them takes, as long answers are met more often; and `HOLES`. So
+        there are more in flight while those are short, and fewer while they are long.
+        """
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total
         slot = None if total is None or total == prompt + output else total
-        return Workload(requests, prompt, output, slot)
+        alike = Workload(requests, prompt, output, slot)
+        if policy != "orca":
+            return alike
+        needed = ceil(requests * self.lengths.mean_reserved / (1 - HOLES))
+        needed = max(alike.total_length, needed)
+        return replace(alike, n_slots=needed) if needed < alike.kv_tokens else alike
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_length(shape: ModelShape, workload: Workload) -> None:

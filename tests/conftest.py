@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -15,6 +16,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 """What this process and those it starts take for the user's cache folder."""
 os.environ["XDG_CACHE_HOME"] = USER_CACHE
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no search for garbage need look through it."""
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

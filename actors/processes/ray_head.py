@@ -54,6 +54,12 @@ def below_head() -> list[Process]:
     return found
 
 
+def below_this() -> list[Process]:
+    """List all processes below this one, those of a head that is only starting among them."""
+    found: list[Process] = psutil.Process().children(recursive=True)
+    return found
+
+
 def end_all(processes: Iterable[Process]) -> None:
     """Kill those that are still there."""
     for process in processes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -14,6 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from actors.processes.placement import Placement
 from actors.processes.ray_head import LOOK_S, check_head, ended_process
 from quant.common.errors import DeviceError
+
+GRANT_S = 5.0
+"""Seconds within which free devices are granted: Ray takes tenths of one."""
 
 
 class Reservation:
@@ -71,6 +75,22 @@ class Reservation:
         if self._group is not None and ended_process() is None:
             remove_placement_group(self._group)
         self._group = None
+
+
+def copies_granted(placements: Sequence[Placement], most: int, limit_s: float = GRANT_S) -> int:
+    """Return how many copies of all `placements`, `most` or fewer, Ray grants at the same time.
+
+    They are asked for, each within `limit_s`, and given back.
+    """
+    with ExitStack() as held:
+        for copies in range(most):
+            try:
+                reservation = Reservation(placements, limit_s)
+            except DeviceError:
+                check_head()
+                return copies
+            held.callback(reservation.release)
+    return most
 
 
 def _is_granted(group: PlacementGroup, limit_s: float) -> bool:

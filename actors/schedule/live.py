@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Condition
 
+from actors.logprobs import check_top_logprobs
 from actors.messages import MicroBatch, Progress, Request, Sampled
 from actors.schedule.driver import PipelineDriver
 from quant.common.errors import SpecError
@@ -125,6 +126,7 @@ class LiveRun:
 
     def _check(self, request: Request) -> None:
         """Raise SpecError where it does not fit."""
+        check_top_logprobs(request.top_logprobs)
         prompt, new = len(request.prompt_ids), request.max_new_tokens
         if not prompt or new < 1 or prompt + new > self._longest:
             raise SpecError(
@@ -135,12 +137,18 @@ class LiveRun:
     def _told_of(self, batch: MicroBatch, sampled: Sampled) -> tuple[Progress, ...]:
         """The tokens of `batch`; one that has no meaning is left out."""
         told: list[Progress] = []
+        logprobs = {} if sampled.logprobs is None else sampled.logprobs.by_row()
         slots, tokens = batch.slots[batch.sampled_rows].tolist(), sampled.token_ids.tolist()
-        for slot, token, reason in zip(slots, tokens, sampled.finish_reasons, strict=True):
+        each = zip(slots, tokens, sampled.finish_reasons, strict=True)
+        for row, (slot, token, reason) in enumerate(each):
             name = self._names.get(slot)
             if name is None:
                 continue
-            told.append(Progress(name, () if reason == "error" else (token,), reason))
+            if reason == "error":
+                told.append(Progress(name, (), reason))
+            else:
+                known = (logprobs[row],) if row in logprobs else ()
+                told.append(Progress(name, (token,), reason, logprobs=known))
             if reason is not None:
                 del self._names[slot]
         return tuple(told)

@@ -22,10 +22,11 @@ from actors.messages import (
     Sampled,
     TokenIds,
 )
-from actors.schedule.policy_options import PolicyOptions
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.token_ranges import TokenRanges
 from planner.plan.spec import PlanSpec
+from planner.schedule.orca import OrcaSizes, policy_sizes
+from planner.scheduling import PolicyOptions
 from quant.common.errors import SpecError
 
 
@@ -259,19 +260,24 @@ class OrcaScheduler:
 
 def orca_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for the KV cache of `plan`. The tokens of a micro-batch are at most those for whose
-    activations the plan has memory.
+    activations the plan has memory: with another policy it has none for steps beside prompts.
     """
     sizes, workload = plan.micro_batches, plan.workload
     most = options.max_batch_size or sizes.decode
+    planned = policy_sizes(plan.policy, workload, sizes)
+    tokens = sizes.prefill * workload.prompt_length
+    if isinstance(planned, OrcaSizes):
+        tokens = planned.max_batch_tokens
     return QueueSizes(
         slots=len(plan.stages) * most,
         prefill_micro_batch=sizes.prefill,
         decode_micro_batch=sizes.decode,
         slot_tokens=workload.total_length,
         policy="orca",
-        kv_tokens=workload.global_batch * workload.total_length,
+        kv_tokens=workload.kv_tokens,
+        n_slots=workload.reservable_tokens,
         max_batch_size=most,
-        max_batch_tokens=max(sizes.prefill * workload.prompt_length, most),
+        max_batch_tokens=max(tokens, most),
         prefill_chunk_tokens=options.prefill_chunk_tokens,
     )
 

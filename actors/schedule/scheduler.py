@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
-from actors.schedule.policy_options import PolicyName
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyName
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,13 @@ class QueueSizes:
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
-        """The sizes that `plan` asks for, with the policy `static`."""
-        sizes = plan.micro_batches
-        workload = plan.workload
-        return cls(workload.global_batch, sizes.prefill, sizes.decode, workload.total_length)
+        """The sizes that `plan` asks for, with the policy `static`; of a plan for `orca` as many
+        slots as its KV cache has room for.
+        """
+        sizes, workload = plan.micro_batches, plan.workload
+        slots = workload.equal_slots
+        prefill, decode = min(sizes.prefill, slots), min(sizes.decode, slots)
+        return cls(slots, prefill, decode, workload.total_length)
 
     def limits(self, max_tokens: int, kv_tokens: int, columns: int) -> Limits:
         """The most that messages may hold, a micro-batch of each phase in one, where a request has

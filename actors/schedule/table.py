@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from actors.schedule.orca import OrcaScheduler, orca_sizes
-from actors.schedule.policy_options import PolicyName, PolicyOptions
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
 from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyName, PolicyOptions
 
 
 class Policy(NamedTuple):

@@ -24,6 +24,7 @@ from actors.messages import (
     TokenIds,
 )
 from actors.stage.generation_config import eos_token_ids
+from actors.stage.logprobs import logprob_rows
 from actors.stage.penalties import NO_TOKENS, TokenCounts, changed_logits
 
 
@@ -104,6 +105,8 @@ class Sampler:
         if not finite.all():
             logits = logits.masked_fill(~finite[:, None], 0.0)
         tokens = next_tokens(logits, running)
+        asked = [request.admission.top_logprobs for request in running]
+        logprobs = logprob_rows(logits, tokens, asked)
         reasons = []
         for slot, request, token, is_finite in zip(
             slots, running, tokens, finite.tolist(), strict=True
@@ -113,7 +116,7 @@ class Sampler:
             reasons.append(reason)
             if reason is not None:
                 del self._running[slot]
-        return Sampled(tokens, tuple(reasons))
+        return Sampled(tokens, tuple(reasons), logprobs)
 
     def _finish_reason(self, request: _Running) -> FinishReason | None:
         sampling = request.sampling

@@ -1,8 +1,9 @@
 """A micro-batch with its hidden states, or its sampled tokens, as one message of plain bytes.
 
 A message is a prefix of fixed size, int64 arrays, the admissions as JSON, and the tensor, which
-begins at a multiple of 64 bytes. Nothing in it is ever run: no pickle. Nothing in it is trusted
-either: the sizes that it states are checked against the plan before memory is allocated for it.
+begins at a multiple of 64 bytes; with sampled tokens, it is their log-probabilities, where they are
+asked for. Nothing in it is ever run: no pickle. Nothing in it is trusted either: the sizes that it
+states are checked against the plan before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.logprobs import check_top_logprobs
 from actors.messages import (
     Admission,
     FinishReason,
@@ -27,6 +29,7 @@ from actors.messages import (
     TokenIds,
     TokenRange,
 )
+from actors.transport.logprob_format import check_logprob_sizes, logprob_arrays, logprobs_of
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
 from quant.common.errors import LlmpqError
 
@@ -58,7 +61,7 @@ class _Prefix(NamedTuple):
     @property
     def array_bytes(self) -> int:
         if self.kind == _SAMPLED:
-            return 8 * _SAMPLED_ARRAYS * self.requests
+            return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * self.columns)
         return 8 * (_BATCH_ARRAYS * self.requests + _MOVE_NUMBERS * self.moves)
 
     @property
@@ -77,8 +80,9 @@ def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     """
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
-        return _message(_SAMPLED, (result.token_ids, codes), _NO_MOVES, b"", None)
-    admitted = json.dumps([asdict(admission) for admission in batch.admitted]).encode()
+        ids, values = logprob_arrays(result.logprobs)
+        return _message(_SAMPLED, (result.token_ids, codes, ids), _NO_MOVES, b"", values)
+    admitted = json.dumps([_to_json(admission) for admission in batch.admitted]).encode()
     samples = np.ones_like(batch.slots) if batch.samples is None else batch.samples.astype(np.int64)
     arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples)
     moves = np.array([astuple(move) for move in batch.moves], dtype=np.int64)
@@ -106,13 +110,13 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
         refuse(f"has {len(data)} bytes and says {prefix.message_bytes}")
     end = _PREFIX.size + prefix.array_bytes
     numbers = data[_PREFIX.size : end].view(np.int64).copy()
+    tensor = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
     if prefix.kind == _SAMPLED:
-        return _sampled(numbers.reshape(_SAMPLED_ARRAYS, prefix.requests))
+        return _sampled(numbers, prefix.requests, tensor.reshape(prefix.rows, prefix.columns))
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
     batch = _batch(numbers, prefix.requests, admitted)
     check_batch(batch, prefix.rows, limits)
-    hidden = message[prefix.tensor_begin : prefix.message_bytes].view(_DTYPES[prefix.dtype])
-    return batch, hidden.reshape(prefix.rows, prefix.columns)
+    return batch, tensor.reshape(prefix.rows, prefix.columns)
 
 
 class Codec(Protocol):
@@ -148,10 +152,12 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
     if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
         refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
-    beside = prefix.moves + prefix.text_bytes + prefix.rows + prefix.columns
-    if prefix.kind == _SAMPLED and beside:
+    is_sampled = prefix.kind == _SAMPLED
+    if is_sampled and prefix.moves + prefix.text_bytes + prefix.dtype:
         refuse("brings more than the tokens that it says")
-    if not (prefix.requests or prefix.kind == _SAMPLED):
+    if is_sampled:
+        check_logprob_sizes(prefix.requests, prefix.rows, prefix.columns)
+    if not (prefix.requests or is_sampled):
         refuse("is a micro-batch of no requests")
     if prefix.message_bytes != prefix.planned_bytes:
         refuse(f"says {prefix.message_bytes} bytes, of which {prefix.planned_bytes} have a place")
@@ -159,8 +165,8 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
         for what, most in (
             ("requests", limits.requests),
             ("moves", limits.kv_tokens),
-            ("rows", limits.rows),
-            ("columns", limits.columns),
+            ("rows", limits.requests if is_sampled else limits.rows),
+            ("columns", prefix.columns if is_sampled else limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
         ):
             if getattr(prefix, what) > most:
@@ -168,11 +174,14 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     return prefix
 
 
-def _sampled(arrays: TokenIds) -> Sampled:
-    token_ids, codes = arrays
+def _sampled(numbers: TokenIds, requests: int, values: Tensor) -> Sampled:
+    """The tokens of the arrays, and the log-probabilities that follow."""
+    end = _SAMPLED_ARRAYS * requests
+    token_ids, codes = numbers[:end].reshape(_SAMPLED_ARRAYS, requests)
     if (token_ids < 0).any() or (codes < 0).any() or (codes >= len(_REASONS)).any():
         refuse("has tokens or reasons that there are not")
-    return Sampled(token_ids, tuple(_REASONS[code] for code in codes))
+    reasons = tuple(_REASONS[code] for code in codes)
+    return Sampled(token_ids, reasons, logprobs_of(numbers[end:], values, requests))
 
 
 def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
@@ -224,6 +233,14 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
+def _to_json(admission: Admission) -> dict[str, Any]:
+    """Its fields; that of log-probabilities only where they are asked for."""
+    values = asdict(admission)
+    if admission.top_logprobs is None:
+        del values["top_logprobs"]
+    return values
+
+
 def _admitted(text: bytes) -> tuple[Admission, ...]:
     """The admissions in `text`, each field of its own type."""
     try:
@@ -253,4 +270,5 @@ def _from_json(values: dict[str, Any]) -> Admission:
         or min(numbers) < 0
     ):
         raise ValueError("a field of another type")
+    check_top_logprobs(admission.top_logprobs)
     return admission

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.algo_options import ALGO_RULES, PLANNING, algo_parser
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
+from llmpq.cli.options.algo import ALGO_RULES, PLANNING, algo_parser
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note

@@ -20,7 +20,7 @@ from llmpq.cli.common import (
     console,
     run_command,
 )
-from llmpq.cli.dist_options import (
+from llmpq.cli.options.dist import (
     DIST_RULES,
     dist_parser,
     output_options,
@@ -64,6 +64,7 @@ def _check(options: argparse.Namespace) -> tuple[Plan, RunOptions]:
     chosen = run_options(options)
     output_options(options)
     plan = Plan.load(options.strat_file_name)
+    chosen.scheduling(plan.spec)  # refuses what the plan's policy does not have
     if "cluster" in options:
         _check_cluster(plan, options.cluster)
     return plan, chosen

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
-from contextlib import closing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from actors.messages import TRANSPORTS
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    console,
+    run_command,
+)
+from llmpq.cli.options.serve import NO_BATCHES, serve_parser
+from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.run.options import CACHE_RULE, RunOptions
 from quant.common.errors import SpecError
 
-_EXTRA = "serving needs FastAPI and uvicorn: pip install 'llmpq[serve]'"
+if TYPE_CHECKING:
+    from llmpq.serve.batches.storage.store import BatchStore
+    from llmpq.serve.options import ServeOptions
+
+_EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmpq[serve]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,59 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command("llmpq-serve", lambda: _serve(options))
 
 
-def serve_parser(description: str | None) -> Parser:
-    """The parser of all options of the command."""
-    parser = Parser(prog="llmpq-serve", description=description)
-    add = parser.option
-    add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1, this machine alone)")
-    add("--port", type=int, default=8000, help="port to listen on, 0 for a free one (8000)")
-    add(
-        "--api_key_file",
-        metavar="FILE",
-        help="file with the key that clients must send (else LLMPQ_API_KEY of the environment)",
-    )
-    add(
-        "--served_model_name",
-        nargs="+",
-        metavar="NAME",
-        help="names by which clients call the model (the plan's)",
-    )
-    add("--queue_limit", type=int, default=256, help="answers that may wait for a slot (256)")
-    add(
-        "--drain_s",
-        type=float,
-        default=60.0,
-        help="seconds that running answers get to finish after SIGTERM (60)",
-    )
-    add("--model", help="folder or hub id of the weights (the plan's own)")
-    add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
-    add("--cache_dir", metavar="DIR", help="folder of packed layers for the next start")
-    add("--cache_limit_gib", type=float, help="most GiB in that folder")
-    parser.add_argument(
-        "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
-    )
-    add("--transport", choices=TRANSPORTS, default="auto", help="links between stages (auto)")
-    add("--max_batch_size", type=int, help="most requests in a micro-batch (the plan's decode's)")
-    add(
-        "--prefill_chunk_tokens",
-        type=int,
-        default=0,
-        help="tokens of a prompt that a micro-batch takes at most, 0 is all (0)",
-    )
-    return parser
-
-
 def _serve(options: argparse.Namespace) -> int:
     try:
-        import uvicorn  # noqa: F401  (with FastAPI an extra)
+        import python_multipart  # noqa: F401  (with FastAPI an extra)
+        import uvicorn  # noqa: F401
     except ImportError as error:
         raise SpecError(_EXTRA) from error
-    from llmpq.remote.session import ray_session
+    from llmpq.serve.engines.replica_count import parse_replicas
     from llmpq.serve.options import ServeOptions, find_api_key
-    from llmpq.serve.pipeline_engine import PipelineEngine
-    from llmpq.serve.server import Server
-    from llmpq.serve.service import Service
 
     file = options.api_key_file if "api_key_file" in options else None
     names = options.served_model_name if "served_model_name" in options else ()
@@ -87,18 +56,68 @@ def _serve(options: argparse.Namespace) -> int:
         queue_limit=options.queue_limit,
         drain_s=options.drain_s,
     )
-    plan = Plan.load(options.strat_file_name)
-    engine = PipelineEngine(plan.spec, _run_options(options), str(options.strat_file_name))
-    with ray_session(options.address if "address" in options else None), closing(engine):
+    wanted = parse_replicas(options.replicas)
+    # A copy that still loads when the server has ended must not start another Ray.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    with stop_signals() as seen:
+        try:
+            _run(options, serving, wanted)
+        except KeyboardInterrupt:  # before the server listens, which then takes the signals
+            return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
+    return EXIT_DONE
+
+
+def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None) -> None:
+    """Serve until a signal ends it."""
+    from llmpq.remote.session import ray_session
+    from llmpq.serve.batches.batches import Batches
+    from llmpq.serve.engines.pipeline_engine import PipelineEngine
+    from llmpq.serve.engines.replica_count import count_replicas
+    from llmpq.serve.engines.replicas import ReplicatedEngine
+    from llmpq.serve.server import Server
+    from llmpq.serve.service import Service
+    from llmpq.serve.telemetry.metrics import ServeMetrics
+
+    plan = Plan.load(options.strat_file_name).spec
+    source = str(options.strat_file_name)
+    run_options = _run_options(options)
+    with ExitStack() as stack:
+        store = stack.enter_context(_batch_store(options))
+        first = PipelineEngine(plan, run_options, source)
+        stack.enter_context(ray_session(options.address if "address" in options else None))
+        others = [
+            PipelineEngine(plan, run_options, source, first.tokenizer)
+            for _ in range(count_replicas(plan.stages, wanted) - 1)
+        ]
+        engine: PipelineEngine | ReplicatedEngine = first
+        if others:
+            engine = ReplicatedEngine((first, *others))
+        stack.enter_context(closing(engine))
         engine.start()
-        server = Server(Service(engine, serving))
+        service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
+        server = Server(service, None if store is None else Batches(store, service))
         server.on_listening = lambda port: console(stderr=True).print(
             f"llmpq-serve: {engine.model_name} at http://{serving.host}:{port}/v1; /ready answers "
             "200 when the model is loaded",
             soft_wrap=True,
         )
         server.run()
-    return EXIT_DONE
+
+
+@contextmanager
+def _batch_store(options: argparse.Namespace) -> Iterator[BatchStore | None]:
+    """The folder of files and batches; None where there are to be none."""
+    from llmpq.serve.batches.storage.options import FOLDER_SUFFIX, BatchOptions
+    from llmpq.serve.batches.storage.store import BatchStore
+
+    given = options.batch_dir if "batch_dir" in options else None
+    if given == NO_BATCHES:
+        yield None
+        return
+    folder = Path(given or f"{options.strat_file_name}{FOLDER_SUFFIX}")
+    store = BatchStore(BatchOptions(folder, options.file_limit_mib, options.batch_dir_limit_gib))
+    with closing(store):
+        yield store
 
 
 def _run_options(options: argparse.Namespace) -> RunOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,9 @@ from quant.common.library_errors import path_reason
 
 _PLACES_PER_FILE = 2**40
 
+Content = bytes | Mapping[str, Any] | str
+"""A line of JSON, a row of a table, or a sentence on what is wrong with one."""
+
 
 class PlacedRow(NamedTuple):
     """A row, and a number that stands for its file and line."""
@@ -36,12 +39,25 @@ class PlacedRow(NamedTuple):
     place: int
 
 
+def row_of(content: Content, place: str) -> Row | BadRow:
+    """The row of one line; a bad one without an id is named by its `place`."""
+    if isinstance(content, bytes):
+        return row_from_line(content, place)
+    if isinstance(content, str):
+        return BadRow(place, content)
+    return row_from_mapping(content, place)
+
+
 @dataclass(frozen=True)
 class JobInput:
-    """The files of a job in a settled order, whose `rows` can be read again and again."""
+    """The files of a job in a settled order, whose `rows` can be read again and again.
+
+    `row_of` makes rows of lines, by default those of llmpq and of OpenAI's batches.
+    """
 
     files: tuple[Path, ...]
     names: tuple[str, ...]
+    row_of: Callable[[Content, str], Row | BadRow] = row_of
 
     @classmethod
     def find(cls, named: Sequence[str | Path]) -> JobInput:
@@ -121,15 +137,13 @@ class JobInput:
             if wrong is not None:
                 raise InputError(f"cannot read input {path}: {wrong}")
             for number, content in _contents(path, named):
-                yield number, _row(content, f"{name}:{number}")
+                yield number, self.row_of(content, f"{name}:{number}")
         except READ_ERRORS as error:
             raise InputError(f"cannot read input {path}: {reason(error)}") from error
 
 
-def _contents(
-    path: Path, named: FileFormat
-) -> Iterator[tuple[int, bytes | Mapping[str, Any] | str]]:
-    """Numbered rows: lines of JSON, rows of a table, or sentences on what is wrong with one."""
+def _contents(path: Path, named: FileFormat) -> Iterator[tuple[int, Content]]:
+    """Numbered rows."""
     if named.rows == "parquet":
         yield from enumerate(parquet_rows(path), start=1)
     elif named.rows == "csv":
@@ -140,14 +154,6 @@ def _contents(
                 yield number, f"the line has more than {streams.MAX_LINE_BYTES} bytes"
             elif line.strip():
                 yield number, line
-
-
-def _row(content: bytes | Mapping[str, Any] | str, place: str) -> Row | BadRow:
-    if isinstance(content, bytes):
-        return row_from_line(content, place)
-    if isinstance(content, str):
-        return BadRow(place, content)
-    return row_from_mapping(content, place)
 
 
 def no_prompts(source: str) -> InputError:

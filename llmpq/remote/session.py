@@ -44,7 +44,8 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as stack:
-        _start(target)
+        with _nothing_left() if target == "local" else nullcontext():
+            _start(target)
         stack.enter_context(_without_node_reports())
         if target == "local":
             head = stack.enter_context(LocalHead(give_up))
@@ -54,6 +55,21 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
             stack.callback(ray.shutdown)
         stack.enter_context(_head_loss_raised())
         yield
+
+
+@contextmanager
+def _nothing_left() -> Iterator[None]:
+    """Where a start of Ray does not come to its end, end what it has started: its agents outlive
+    the raylet by a minute.
+    """
+    from actors.processes.ray_head import below_this, end_all
+
+    before = below_this()
+    try:
+        yield
+    except BaseException:
+        end_all(each for each in below_this() if each not in before)
+        raise
 
 
 def _start(target: str) -> None:

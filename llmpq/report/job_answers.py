@@ -56,9 +56,12 @@ def what_is_planned(plan: PlanSpec) -> str:
     alike = len(set(lengths.prompt_tokens)) == 1 and not lengths.outputs_vary
     if alike:
         return f"{prompts} ({lengths.longest_prompt} prompt tokens, {lengths.longest_output} new)"
+    room = f"slots of {count(slots.total_length)} tokens"
+    if plan.policy.name == "orca":
+        room = f"{count(slots.kv_tokens)} token slots for all"
     return (
         f"{prompts} (mean {lengths.mean_prompt:,.0f} prompt tokens, {lengths.mean_output:,.0f} "
-        f"new; slots of {count(slots.total_length)} tokens)"
+        f"new; {room})"
     )
 
 

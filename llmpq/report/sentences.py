@@ -61,7 +61,7 @@ def _job_summary(plan: PlanSpec, job: JobForecast) -> str:
         f"{lengths.mean_output:,.0f} new tokens in the mean should take {duration(job.seconds)}, "
         f"which is {per_second(job.tokens_per_s)} new tokens per second. "
         f"{count(plan.workload.global_batch)} are in flight at once: where one is done, the next "
-        "takes its slot."
+        "takes its place."
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
-from actors.schedule.policy_options import PolicyName, PolicyOptions
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
+from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyName, PolicyOptions, policy_options
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
 
@@ -54,9 +55,9 @@ class RunOptions:
     the others. A row whose chat template or tokens take more than `row_s` becomes an error. A run
     that differs from its plan by more than the share `drift`, in tokens per second or lengths, says
     so; with `replan` "auto" it plans again from what was measured, where that saves time.
-    `policy` schedules requests: "static" in the plan's micro-batches of either phase, "orca" for
-    every iteration anew, first come, first served (ORCA), with `max_batch_size` and
-    `prefill_chunk_tokens` as in `actors.schedule.policy_options`.
+    `policy` schedules requests, in place of the plan's: "static" in its micro-batches of either
+    phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
+    and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too.
 
     Raises `SpecError` for a value out of range.
     """
@@ -77,16 +78,17 @@ class RunOptions:
     row_s: float = ROW_S
     drift: float = 0.2
     replan: Replan = "never"
-    policy: PolicyName = "static"
+    policy: PolicyName | None = None
     max_batch_size: int | None = None
-    prefill_chunk_tokens: int = 0
+    prefill_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
         CacheSettings(limit_gib=self.cache_limit_gib)
         Limits(row_s=self.row_s)
         _ = self.recovery
-        _ = self.scheduling
+        given = self.max_batch_size, self.prefill_chunk_tokens
+        policy_options(self.policy or "orca", *given)  # of a plan it is known later
         if not 0 < self.drift < float("inf"):
             raise SpecError(
                 f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
@@ -131,10 +133,15 @@ class RunOptions:
             on_device_loss=self.on_device_loss,
         )
 
-    @property
-    def scheduling(self) -> PolicyOptions:
-        """The scheduling policy with its options."""
-        return PolicyOptions(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
+    def scheduling(self, plan: PlanSpec) -> PolicyOptions:
+        """The scheduling policy of a run of `plan`; `SpecError` for what it does not have."""
+        planned = plan.policy
+        name = self.policy or planned.name
+        most, chunk = self.max_batch_size, self.prefill_chunk_tokens
+        if name == planned.name == "orca":
+            most = planned.max_batch_size if most is None else most
+            chunk = planned.prefill_chunk_tokens if chunk is None else chunk
+        return policy_options(name, most, chunk)
 
     @property
     def trace_path(self) -> Path | None:

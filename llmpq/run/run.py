@@ -67,6 +67,7 @@ class Run:
 
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
+        options.scheduling(plan)
         self.plan = plan
         self.on_event = [] if on_event is None else [on_event]
         self.on_plan: list[Callable[[PlanSpec], None]] = []
@@ -197,7 +198,7 @@ class Run:
             telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
             recovery=options.recovery,
             on_event=self._notify,
-            policy=options.scheduling,
+            policy=options.scheduling(self.plan),
         )
         return StageGroup(self.plan, self._checkpoint, group_options)
 

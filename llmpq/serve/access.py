@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from llmpq.serve.engine import Engine, EngineStatus
 from llmpq.serve.options import ServeOptions, is_of_this_machine
-from llmpq.serve.wire.errors import bad_request, other_host, queue_full, unavailable, wrong_key
+from llmpq.serve.wire.errors import (
+    bad_request,
+    from_page,
+    other_host,
+    queue_full,
+    unavailable,
+    wrong_key,
+)
 
 _NOT_READY: dict[EngineStatus, str] = {
     "loading": "the model is loading; try again when /ready answers 200",
@@ -22,14 +29,17 @@ _NOT_READY: dict[EngineStatus, str] = {
 class Gate:
     """Lets requests in while there is room for the answers that they ask for.
 
-    `answers`: those that are being worked on. After `close` nothing new is let in, and after
-    `give_up` they end.
+    `answers`: those that are being worked on. `background`: generations that the engine has beside
+    them, which take nobody's place in the queue. `on_room` is called when answers have ended. After
+    `close` nothing new is let in, and after `give_up` they end.
     """
 
     def __init__(self, engine: Engine, options: ServeOptions) -> None:
         self._engine = engine
         self._options = options
         self.answers = 0
+        self.background = 0
+        self.on_room: Callable[[], None] = lambda: None
         self.is_closed = False
         self.given_up = asyncio.Event()
 
@@ -60,22 +70,30 @@ class Gate:
         wait together.
         """
         self.check_open()
+        self.check_number(answers)
         queue = self._engine.queue
-        most = queue.slots + self._options.queue_limit
-        if answers > most:
-            raise bad_request(
-                f"the request asks for {answers} answers (prompts times n), this server takes at "
-                f"most {most} at once; split it",
-                "n",
-            )
-        present = max(self.answers, queue.waiting + queue.running)
-        if present + answers > most:
+        present = max(self.answers, queue.waiting + queue.running - self.background)
+        if present + answers > self._most:
             raise queue_full(self._options.retry_after_s)
         self.answers += answers
         try:
             yield
         finally:
             self.answers -= answers
+            self.on_room()
+
+    def check_number(self, answers: int) -> None:
+        """Raise `ApiError` (400) for more answers than could ever wait together."""
+        if answers > self._most:
+            raise bad_request(
+                f"the request asks for {answers} answers (prompts times n), this server takes at "
+                f"most {self._most} at once; split it",
+                "n",
+            )
+
+    @property
+    def _most(self) -> int:
+        return self._engine.queue.slots + self._options.queue_limit
 
 
 def check_key(authorization: str | None, api_key: str | None) -> None:
@@ -102,6 +120,16 @@ def check_host(host: str) -> None:
         name = name.rpartition(":")[0] or name
     if not is_of_this_machine(name.removeprefix("[").removesuffix("]")):
         raise other_host(host)
+
+
+def check_origin(origin: str | None) -> None:
+    """Raise `ApiError` (403) for a request that a web page sends.
+
+    Browsers name the page's origin in requests that a page may send to any site without being
+    asked, such as forms with files.
+    """
+    if origin is not None:
+        raise from_page(origin)
 
 
 def _digest(text: str) -> bytes:

@@ -10,15 +10,22 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from llmpq.serve.access import check_host, check_key
+from llmpq.serve.batches.batches import Batches
+from llmpq.serve.batches.routes import batch_routes
 from llmpq.serve.service import Service
+from llmpq.serve.telemetry.counting import Counting
+from llmpq.serve.telemetry.metrics import CONTENT_TYPE
 from llmpq.serve.wire.answers import ChatForm, CompletionForm, model_content, models_content
 from llmpq.serve.wire.boundary import Boundary
 from llmpq.serve.wire.errors import ApiError, ErrorAnswer
 from llmpq.serve.wire.parsing import chat_body, completion_body
 
+_COUNTED = ("/v1/completions", "/v1/chat/completions")
+"""Addresses whose requests are counted apart."""
 
-def application(service: Service) -> FastAPI:
-    """The application that answers for `service`.
+
+def application(service: Service, batches: Batches | None = None) -> FastAPI:
+    """The application that answers for `service`, and for `batches` where there are any.
 
     It has no pages of documentation: those load scripts from elsewhere.
     """
@@ -33,10 +40,15 @@ def application(service: Service) -> FastAPI:
 
     app = FastAPI(title="llmpq", openapi_url=None, redirect_slashes=False)
     app.add_middleware(Boundary)
+    app.add_middleware(Counting, service.metrics.count_request, _COUNTED)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.include_router(_probes(service))
     app.include_router(_openai(service), prefix="/v1", dependencies=[Depends(admit)])
+    if batches is not None:
+        routes = batch_routes(batches, service)
+        app.include_router(routes, prefix="/v1", dependencies=[Depends(admit)])
+    app.include_router(_load(service), dependencies=[Depends(admit)])
     return app
 
 
@@ -54,6 +66,18 @@ def _probes(service: Service) -> APIRouter:
         is_ready = status == "ready"
         code = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
         return JSONResponse({"status": status}, code)
+
+    return router
+
+
+def _load(service: Service) -> APIRouter:
+    """The address of metrics, which tell what others ask for, though no text."""
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        text = service.metrics.text(service.engine.queue)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return router
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from llmpq.serve.engine import (
@@ -15,6 +15,7 @@ from llmpq.serve.engine import (
     GenerationRequest,
     TokenEvent,
 )
+from llmpq.serve.telemetry.answer_timer import AnswerTimer
 from llmpq.serve.text import Detokenizer, StopStrings
 from llmpq.serve.wire.boundary import log_fault
 from llmpq.serve.wire.errors import ApiError, failed, queue_full, unavailable
@@ -69,9 +70,11 @@ class _Choice:
 
     async def _token_text(self, event: TokenEvent, begin: int) -> TokenText:
         decode = self._engine.decode
-        top = [(await decode([each.token_id]), _finite(each.logprob)) for each in event.top]
+        ids = (event.token_id, *(each.token_id for each in event.top))
+        text, *texts = await asyncio.gather(*(decode([each]) for each in ids))
         own = None if event.logprob is None else _finite(event.logprob)
-        return TokenText(await decode([event.token_id]), begin, own, tuple(top))
+        logprobs = (_finite(each.logprob) for each in event.top)
+        return TokenText(text, begin, own, tuple(zip(texts, logprobs, strict=True)))
 
 
 def _finite(logprob: float) -> float:
@@ -80,18 +83,22 @@ def _finite(logprob: float) -> float:
 
 
 async def _pieces(
-    engine: Engine, request: GenerationRequest, index: int
+    engine: Engine, request: GenerationRequest, index: int, timer: AnswerTimer
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of one choice; the last has a finish reason."""
     choice = _Choice(engine, request, index)
-    async with aclosing(engine.generate(request)) as events:
-        async for event in events:
-            piece = await choice.add(event)
-            if piece is not None:
+    with timer:
+        async with aclosing(engine.generate(request)) as events:
+            async for event in events:
+                timer.note_token()
+                piece = await choice.add(event)
+                if piece is None:
+                    continue
+                timer.outcome = piece.finish_reason or timer.outcome
                 yield piece
                 if piece.finish_reason is not None:
                     return
-    raise GenerationError("the generation ended without a reason")
+        raise GenerationError("the generation ended without a reason")
 
 
 async def pieces(
@@ -99,17 +106,18 @@ async def pieces(
     requests: Sequence[GenerationRequest],
     given_up: asyncio.Event,
     retry_after_s: int,
+    timer: Callable[[], AnswerTimer] = AnswerTimer,
 ) -> AsyncGenerator[Piece, None]:
     """The pieces of all `requests` as they come; closing it ends every generation.
 
     Raises `ApiError` for the first of them that fails, and ends the others; also once `given_up`
-    is set.
+    is set. `timer` makes one for each answer.
     """
     queue: asyncio.Queue[Piece | ApiError] = asyncio.Queue(MOST_BUFFERED)
 
     async def feed(request: GenerationRequest, index: int) -> None:
         try:
-            async with aclosing(_pieces(engine, request, index)) as made:
+            async with aclosing(_pieces(engine, request, index, timer())) as made:
                 async for piece in made:
                     await queue.put(piece)
         except Exception as error:  # one request's fault must not end the server

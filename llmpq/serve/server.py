@@ -13,11 +13,15 @@ import uvicorn
 
 from llmpq.serve.access import Gate
 from llmpq.serve.app import application
+from llmpq.serve.batches.batches import Batches
 from llmpq.serve.service import Service
 from quant.common.errors import SpecError
 
 CLOSING_S = 5
 """Seconds for connections to close once the answers have ended or been given up."""
+
+LOOK_TICKS = 5
+"""Tenths of a second from one look at the load to the next."""
 
 HEADER_BYTES = 64 << 10
 """Most bytes of a request's headers."""
@@ -30,14 +34,14 @@ class Server(uvicorn.Server):
 
     Then it refuses new requests (503) and lets the answers that have begun finish, for `drain_s` at
     most; a second signal gives them up. `serve` and `run` return, so that what was started for the
-    engine can be ended.
+    engine can be ended. `batches` run meanwhile, and are left where they are.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, batches: Batches | None = None) -> None:
         options = service.options
         super().__init__(
             uvicorn.Config(
-                application(service),
+                application(service, batches),
                 host=options.host,
                 port=options.port,
                 http="h11",  # it bounds the headers
@@ -52,8 +56,10 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=HEADER_BYTES,
             )
         )
+        self._service = service
         self._gate: Gate = service.gate
         self._options = options
+        self._batches = batches
         self._ends_s: float | None = None
         self.on_listening: Callable[[int], None] = lambda port: None
         """Called with the port when it listens."""
@@ -71,11 +77,19 @@ class Server(uvicorn.Server):
             raise SpecError(
                 f"port {options.port} of {options.host} cannot be had; choose another port or host"
             ) from error
+        if self._batches is not None:
+            self._batches.start()
         self.on_listening(self.bound_port)
         for listening in self._listening:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
                 most_ms = round(options.stall_s * 1000)
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most_ms)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections, once batches have stopped."""
+        if self._batches is not None:
+            await self._batches.close()
+        await super().shutdown(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Set when to end: later at the first signal, now at the second."""
@@ -84,7 +98,9 @@ class Server(uvicorn.Server):
         self._ends_s = time.monotonic() + (self._options.drain_s if is_first else 0.0)
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell uvicorn, ten times a second, whether to end."""
+        """Tell uvicorn, ten times a second, whether to end, and metrics of the load."""
+        if counter % LOOK_TICKS == 0:
+            self._service.metrics.observe(self._service.engine.queue)
         if self._ends_s is not None:
             if time.monotonic() >= self._ends_s and self._gate.answers:
                 _LOG.warning("%d answers did not finish in time", self._gate.answers)

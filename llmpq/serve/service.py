@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import NamedTuple
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -15,6 +16,7 @@ from llmpq.serve.choices import pieces
 from llmpq.serve.engine import Engine
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.requests import Asked, asked, generations_of
+from llmpq.serve.telemetry.metrics import ServeMetrics
 from llmpq.serve.wire.answers import Form, Head, Json, Usage
 from llmpq.serve.wire.bodies import ChatBody, CompletionBody
 from llmpq.serve.wire.errors import ApiError, unknown_model
@@ -24,15 +26,20 @@ from llmpq.serve.wire.streaming import DONE, EventStream, answer_unless_gone, ev
 
 
 class Service:
-    """What the addresses share: engine, options, gate and clock."""
+    """What the addresses share: engine, options, gate, clock and metrics."""
 
     def __init__(
-        self, engine: Engine, options: ServeOptions, clock: Callable[[], float] = time.time
+        self,
+        engine: Engine,
+        options: ServeOptions,
+        clock: Callable[[], float] = time.time,
+        metrics: ServeMetrics | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
         self.gate = Gate(engine, options)
         self.clock = clock
+        self.metrics = metrics or ServeMetrics()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,42 +55,65 @@ class Service:
         """The JSON object of a request, which is read only while requests are taken."""
         self.gate.check_open()
         options = self.options
-        return parse_json(await read_body(request, options.body_limit_bytes, options.body_s))
+        body = await read_body(request, options.body_limit_bytes, options.body_s)
+        request.state.arrived_s = self.metrics.clock()
+        return parse_json(body)
 
     async def answer(
         self, request: Request, body: CompletionBody | ChatBody, form: Form
     ) -> Response:
         """The answer to a checked request."""
         self.check_model(body.model)
-        job = _Job(self, body, form)
+        job = _Job(self, _Asking(body, form, self.engine, request.state.arrived_s))
         if body.stream:
             return EventStream(job.events(), self.options.stall_s)
         return await answer_unless_gone(request, job.whole())
+
+    async def content(self, body: CompletionBody | ChatBody, form: Form, engine: Engine) -> Json:
+        """The content of a whole answer by `engine`, which decides alone when it may run."""
+        self.check_model(body.model)
+        self.gate.check_number(generations_of(body))
+        return await _Job(self, _Asking(body, form, engine)).content()
+
+
+class _Asking(NamedTuple):
+    """A checked request, the form of its answer, and what generates it.
+
+    `arrived_s`: when its body arrived; None for a line of a batch, whose waiting is no measure.
+    """
+
+    body: CompletionBody | ChatBody
+    form: Form
+    engine: Engine
+    arrived_s: float | None = None
 
 
 class _Job:
     """One request for text, from its admission to its end."""
 
-    def __init__(self, service: Service, body: CompletionBody | ChatBody, form: Form) -> None:
+    def __init__(self, service: Service, asking: _Asking) -> None:
         self._service = service
-        self._body = body
-        self._form = form
-        name = f"{form.prefix}-{uuid4().hex}"
-        self._head = Head(name, int(service.clock()), body.model)
+        self._body, self._form, self._engine, self._arrived_s = asking
+        name = f"{asking.form.prefix}-{uuid4().hex}"
+        self._head = Head(name, int(service.clock()), asking.body.model)
 
     async def whole(self) -> Response:
         """The answer in one piece."""
-        parts: dict[int, list[Piece]] = {}
         with self._service.gate.admitted(generations_of(self._body)):
-            wanted = await self._asked()
-            async with aclosing(self._pieces(wanted)) as made:
-                async for piece in made:
-                    parts.setdefault(piece.index, []).append(piece)
+            return JSONResponse(await self.content())
+
+    async def content(self) -> Json:
+        """The JSON object of the answer in one piece."""
+        parts: dict[int, list[Piece]] = {}
+        wanted = await self._asked()
+        async with aclosing(self._pieces(wanted)) as made:
+            async for piece in made:
+                parts.setdefault(piece.index, []).append(piece)
         choices = [self._form.whole(parts[index]) for index in sorted(parts)]
         new_tokens = sum(piece.new_tokens for each in parts.values() for piece in each)
         usage = Usage(wanted.prompt_tokens, new_tokens)
         content = self._head.content(self._form.whole_kind, choices)
-        return JSONResponse(content | {"usage": usage.content})
+        return content | {"usage": usage.content}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events.
@@ -129,13 +159,16 @@ class _Job:
         return content | {"usage": None} if self._body.wants_usage else content
 
     async def _asked(self) -> Asked:
-        return await asked(self._body, self._service.engine, self._head.id)
+        wanted = await asked(self._body, self._engine, self._head.id)
+        self._service.metrics.count_prompts(wanted.prompt_tokens)
+        return wanted
 
     def _pieces(self, wanted: Asked) -> AsyncGenerator[Piece, None]:
         service = self._service
         return pieces(
-            service.engine,
+            self._engine,
             wanted.generations,
             service.gate.given_up,
             service.options.retry_after_s,
+            lambda: service.metrics.timer(self._arrived_s),
         )

@@ -12,11 +12,15 @@ MOST_PARTS = 4
 """Tokens that one character can take: UTF-8 has at most four bytes."""
 
 
+MOST_BEHIND = 16
+"""Tokens that new ones are decoded behind. To begin with a later token costs one decoding more."""
+
+
 class Detokenizer:
     """Turns tokens into pieces of text that together are the text of all of them.
 
-    Tokens are decoded behind those of the piece before, as some tokenizers leave out the space at
-    the beginning of a text. What ends within a character waits for the rest of it, unless so many
+    Tokens are decoded behind those of pieces before, as some tokenizers leave out the space at the
+    beginning of a text. What ends within a character waits for the rest of it, unless so many
     tokens have come that there is none.
     """
 
@@ -38,9 +42,11 @@ class Detokenizer:
         if text.endswith(INCOMPLETE) and waiting <= MOST_PARTS:
             return ""
         piece = text[len(self._shown_text) :]
-        self._window = self._window[self._shown_tokens :]
-        self._shown_tokens = len(self._window)
-        self._shown_text = await self._decode(self._window)
+        begin, self._shown_tokens, self._shown_text = self._shown_tokens, len(self._window), text
+        if len(self._window) > MOST_BEHIND or text.endswith(INCOMPLETE):
+            self._window = self._window[begin:]
+            self._shown_tokens = len(self._window)
+            self._shown_text = await self._decode(self._window)
         return piece
 
     async def finish(self) -> str:

@@ -64,13 +64,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Answer:
-    """Outcome of a task: `ids` or `text`, or the `error` and what it is `of`.
+    """Outcome of a task: `ids`, `text` or `texts`, or the `error` and what it is `of`.
 
     `tokens` or `characters` give a number that is too large, in place of ids.
     """
 
     ids: tuple[int, ...] | None = None
     text: str | None = None
+    texts: tuple[str, ...] | None = None
     tokens: int | None = None
     characters: int | None = None
     error: str | None = None
@@ -249,6 +250,8 @@ class TokenizerProcess:
 def _answer(content: Mapping[str, Any]) -> Answer:
     if "ids" in content:
         return Answer(ids=tuple(content["ids"]))
+    if "texts" in content:
+        return Answer(texts=tuple(content["texts"]))
     if "error" in content:  # a template may raise any text
         return Answer(error=printable(content["error"]), of=content["of"])
     return Answer(**content)

@@ -4,8 +4,8 @@ It is started by the path of this file and imports nothing of llmpq, so that it 
 transformers is; torch, which tokenizers do without, is kept out. Its settings come as JSON in its
 only argument, tasks as one JSON object a line, and each is answered by one line before the next is
 looked at: `{"text": …}` and `{"chat": [messages]}` by `ids`, or by the `tokens` or `characters`
-that are too many; `{"ids": […]}` by `text`; any by the `error` of what (`of`) failed. The first
-line that it writes says what was loaded, or why nothing was.
+that are too many; `{"ids": […]}` by `text`, `{"lists": [ids, …]}` by `texts`; any by the `error` of
+what (`of`) failed. The first line that it writes says what was loaded, or why nothing was.
 
 The kernel bounds it: address space (RLIMIT_AS), and an alarm that nobody handles for seconds, which
 holds for native code too and where nobody is left to watch.
@@ -55,9 +55,9 @@ class Worker:
         try:
             task = json.loads(line)
             if "ids" in task:
-                text = self.tokenizer.decode(task["ids"], skip_special_tokens=True)
-                text.encode()  # half a surrogate pair could not be written
-                return {"text": text}
+                return {"text": self._text(task["ids"])}
+            if "lists" in task:
+                return {"texts": [self._text(each) for each in task["lists"]]}
             if "chat" in task:
                 of = "chat template"
                 text = self._render(task["chat"])
@@ -69,6 +69,11 @@ class Worker:
             if not isinstance(error, Exception) and self._probe() != self._probed:
                 raise  # what panicked is broken from now on
             return {"error": words, "of": of}
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        text.encode()  # half a surrogate pair could not be written
+        return text
 
     def _render(self, messages: list[Mapping[str, Any]]) -> str:
         try:

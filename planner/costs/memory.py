@@ -69,7 +69,8 @@ class StageWork:
     """The work of a stage: micro-batches of `sizes` requests, computed in `dtype`.
 
     `quantized`: whether its kernels may be of less than 16 bits. `kv_bits`: those of keys and
-    values; 16 stands for `dtype`.
+    values; 16 stands for `dtype`. `mixed`: most requests of a micro-batch that mixes the phases, in
+    which single tokens of all may stand beside the prompts; 0 where none does.
     """
 
     shape: ModelShape
@@ -78,16 +79,22 @@ class StageWork:
     dtype: str
     quantized: bool = True
     kv_bits: int = FULL_BITS
+    mixed: int = 0
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of a micro-batch of prompts."""
-        return self.sizes.prefill * self.workload.prompt_length
+        """Tokens of a micro-batch of prompts, and of what may stand beside them."""
+        return self.sizes.prefill * self.workload.prompt_length + self.mixed
+
+    @property
+    def decode_requests(self) -> int:
+        """Most requests that make a decode step together."""
+        return max(self.sizes.decode, self.mixed)
 
     @property
     def most_tokens(self) -> int:
         """Tokens of the larger micro-batch of both phases."""
-        return max(self.prefill_tokens, self.sizes.decode)
+        return max(self.prefill_tokens, self.decode_requests)
 
 
 @dataclass(frozen=True)
@@ -132,13 +139,12 @@ def _packed_bytes(
 def kv_cache_bytes_per_layer(
     shape: ModelShape, workload: Workload, kv_bits: int, dtype: str
 ) -> int:
-    """Bytes of all requests' keys and values at full length in a layer; 16 bits stand for
+    """Bytes of the keys and values of all token slots in a layer; 16 bits stand for
     `dtype`.
     """
     if kv_bits not in KV_BITWIDTHS:
         raise SpecError(f"kv_bits is {kv_bits}; choose one of {', '.join(map(str, KV_BITWIDTHS))}")
-    tokens = workload.global_batch * workload.total_length
-    return 2 * tokens * kv_token_bytes(shape, kv_bits, dtype)
+    return 2 * workload.kv_tokens * kv_token_bytes(shape, kv_bits, dtype)
 
 
 def kv_token_bytes(shape: ModelShape, kv_bits: int, dtype: str) -> int:
@@ -170,21 +176,26 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
     Batches are flattened without padding, attention keeps no score matrix, and logits are those of
     each request's last token. Hidden states under way between stages come on top.
     """
-    shape, sizes, element = work.shape, work.sizes, DTYPE_BYTES[work.dtype]
+    shape, element = work.shape, DTYPE_BYTES[work.dtype]
     prefill_bytes = _attention_bytes(work, work.prefill_tokens, work.prefill_tokens)
     peaks = [
         prefill_bytes + _bias_bytes(shape, work.workload.prompt_length, element),
-        _attention_bytes(work, sizes.decode, sizes.decode * work.workload.total_length),
+        _attention_bytes(work, work.decode_requests, _decode_keys(work)),
         _mlp_bytes(work),
     ]
     if ends.embedding:
         widths = shape.word_embedding_size + 2 * shape.hidden_size
         peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
     if ends.head:
-        rows = max(sizes.prefill, sizes.decode)
+        rows = max(work.sizes.prefill, work.decode_requests)
         peaks.append(rows * shape.vocab_size * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.hidden_size * element
     return max(peaks) + under_way
+
+
+def _decode_keys(work: StageWork) -> int:
+    """Most tokens that the requests of a decode step attend to."""
+    return min(work.decode_requests * work.workload.total_length, work.workload.kv_tokens)
 
 
 def runtime_bytes(device: Device) -> int:

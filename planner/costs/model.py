@@ -27,6 +27,7 @@ from planner.optimiser.assignment import Assignment
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import job_passes
+from planner.scheduling import PolicyOptions
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
@@ -70,6 +71,19 @@ class CostModel:
         """Bytes of the KV cache of one layer on `device` for the whole batch."""
         return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
+    def policy(self, sizes: MicroBatches) -> PolicyOptions:
+        """The scheduling policy with its sizes: with `orca`, where the options do not say it, a
+        micro-batch has as many requests as a decode step.
+        """
+        chosen = self.options.scheduling
+        if chosen.name != "orca":
+            return chosen
+        return replace(chosen, max_batch_size=chosen.max_batch_size or sizes.decode)
+
+    def in_flight(self, job: Job, requests: int) -> Workload:
+        """The workload of so many requests of `job` in flight under the policy."""
+        return job.in_flight(requests, self.options.policy)
+
     def limit_bytes(self, device: Device) -> int:
         """Bytes of `device` that a stage may fill: all but the margin."""
         return device.memory_bytes - margin_bytes(device, self.options.memory_margin)
@@ -110,7 +124,13 @@ class CostModel:
         """The memory of stage number `stage` on `devices` besides its layers."""
         device, quantized = devices[stage], min(self.options.bits) < FULL_BITS
         work = StageWork(
-            self.shape, self.workload, sizes, self.dtype(device), quantized, self.kv_bits
+            self.shape,
+            self.workload,
+            sizes,
+            self.dtype(device),
+            quantized,
+            self.kv_bits,
+            self.policy(sizes).mixed_requests,
         )
         ends = StageEnds.of(stage, len(devices), self.head_on_first)
         return fixed_stage_memory(work, device, ends)

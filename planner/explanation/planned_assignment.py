@@ -112,7 +112,10 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
     PlanMismatchError for a cost model of another problem.
     """
     _check_same(plan, costs)
-    costs = replace(costs, theta=plan.solver.theta, head_on_first=plan.head_on_first)
+    most, chunk = plan.policy.max_batch_size, plan.policy.prefill_chunk_tokens
+    options = replace(costs.options, max_batch_size=most, prefill_chunk_tokens=chunk)
+    theta, head_on_first = plan.solver.theta, plan.head_on_first
+    costs = replace(costs, theta=theta, head_on_first=head_on_first, options=options)
     by_name = {device.name: device for device in costs.cluster.devices}
     devices = tuple(by_name[stage.device] for stage in plan.stages)
     group, bits = costs.options.group, costs.options.bits

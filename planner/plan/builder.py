@@ -38,7 +38,8 @@ class Solution:
     """The assignment that won, for its device order and sizes, and how much work finding it was.
 
     `workload` has the requests in flight. `lower_bound` holds for every candidate that was
-    considered.
+    considered. `max_batch_size`: requests of a micro-batch of the policy `orca`, where it was
+    chosen.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class Solution:
     seconds: float
     head_on_first: bool = False
     solver: str = DEFAULT_SOLVER
+    max_batch_size: int | None = None
 
     @property
     def gap(self) -> float:
@@ -59,8 +61,14 @@ class Solution:
         return (objective - self.lower_bound) / objective if objective > 0 else 0.0
 
     def costs(self, searched: CostModel) -> CostModel:
-        """The costs that were `searched`, with this solution's requests in flight and head."""
-        return replace(searched, workload=self.workload, head_on_first=self.head_on_first)
+        """The costs that were `searched`, with this solution's requests in flight, head and
+        micro-batches of `orca`.
+        """
+        options = searched.options
+        if self.max_batch_size is not None:
+            options = replace(options, max_batch_size=self.max_batch_size)
+        head = self.head_on_first
+        return replace(searched, workload=self.workload, head_on_first=head, options=options)
 
 
 def build_plan(
@@ -97,6 +105,7 @@ def build_plan(
         rounding=costs.options.rounding,
         stand_in=cluster.emulate.stand_in if cluster.emulate else None,
         job=_job_forecast(costs, solution, forecast),
+        policy=costs.policy(solution.sizes),
     )
 
 
@@ -228,5 +237,7 @@ def _modelled(
     if emulate is None or not emulate.time_scale:
         return (None,) * len(devices)
     timing = assignment_timing(costs, occupied, bitwidth)
+    mixed = costs.policy(sizes).mixed_requests  # any number of them may be prompts, or parts
+    sizes = MicroBatches(max(sizes.prefill, mixed), max(sizes.decode, mixed))
     times = modelled_times(costs, devices, sizes, timing.compute_s)
     return tuple(t if d.emulated else None for d, t in zip(devices, times, strict=True))

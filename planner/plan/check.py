@@ -167,7 +167,9 @@ def _stage_memory(
     plan: PlanSpec, stage: StagePlan, device: Device, shape: ModelShape, quantized: bool
 ) -> StageMemory:
     """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
-    work = StageWork(shape, plan.workload, plan.micro_batches, stage.dtype, quantized, plan.kv_bits)
+    mixed = plan.policy.mixed_requests
+    sizes, kv_bits = plan.micro_batches, plan.kv_bits
+    work = StageWork(shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed)
     ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
     fixed = fixed_stage_memory(work, device, ends)
     kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
@@ -209,10 +211,11 @@ def _job(plan: PlanSpec, job: JobForecast) -> Iterator[Derived]:
     p, slots = plan.predicted, plan.workload
     yield Derived("job.seconds", job.seconds, p.latency_s, "predicted.latency_s")
     yield Derived("job.tokens_per_s", job.tokens_per_s, p.tokens_per_s, "predicted.tokens_per_s")
-    longest = job.job.in_flight(slots.global_batch)
+    longest = job.job.in_flight(slots.global_batch, plan.policy.name)
     yield Derived("workload.prompt_length", slots.prompt_length, longest.prompt_length, "lengths")
     yield Derived("workload.new_tokens", slots.new_tokens, longest.new_tokens, "lengths")
     yield Derived("workload.slot_tokens", slots.slot_tokens, longest.slot_tokens, "lengths")
+    yield Derived("workload.n_slots", slots.n_slots, longest.n_slots, "lengths")
 
 
 def _problem(plan: PlanSpec, objective: Objective) -> AssignmentProblem:
@@ -270,6 +273,10 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     prefill, decode = options.prefill_micro_batch, options.decode_micro_batch
     yield Derived("micro_batches.prefill", sizes.prefill, prefill or sizes.prefill, why)
     yield Derived("micro_batches.decode", sizes.decode, decode or sizes.decode, why)
+    asked, policy = options.scheduling, plan.policy
+    yield Derived("policy.name", policy.name, asked.name, why)
+    most = asked.max_batch_size or policy.max_batch_size
+    yield Derived("policy.max_batch_size", policy.max_batch_size, most, why)
 
 
 def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) -> Iterator[Derived]:

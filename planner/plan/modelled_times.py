@@ -18,13 +18,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from planner.cluster.device import Device
-from planner.costs.communication import TOKEN_ID_BYTES, hidden_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.plan.field_types import STRICT, Seconds
+from planner.simulation.simulation import link_terms
 from planner.workload import Workload
-from quant.scheme import DTYPE_BYTES
 
 FloatArray = npt.NDArray[np.float64]
 Lengths = npt.NDArray[np.int64]
@@ -145,7 +144,7 @@ def modelled_times(
     contexts = range(workload.prompt_length, min(longest, workload.total_length))
     prefill = _tables("prefill", sizes.prefill, prompts, workload, compute)
     decode = _tables("decode", sizes.decode, contexts, workload, compute)
-    links = _link_terms(costs, devices)
+    links = link_terms(costs, devices)
     stages = zip(prefill, decode, links, strict=True)
     return tuple(ModelledTimes(first, then, *link) for first, then, link in stages)
 
@@ -194,22 +193,3 @@ def _thinned(requests: int, lengths: Sequence[int], seconds: FloatArray) -> Leng
         tuple(lengths[i] for i in chosen),
         tuple(float(seconds[i]) for i in chosen),
     )
-
-
-def _link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float, float, float]]:
-    """Latency, seconds a token and seconds a request of `planner.costs.communication` [N]."""
-    cluster, shape = costs.cluster, costs.shape
-    terms = []
-    for j, sender in enumerate(devices):
-        receiver = devices[(j + 1) % len(devices)]
-        latency_s = cluster.link_latency_s(sender, receiver)
-        rate = cluster.link_bytes_per_s(sender, receiver)
-        dtype = costs.dtype(sender)
-        if j < len(devices) - 1:
-            terms.append((latency_s, hidden_bytes(shape, 1, dtype) / rate, 0.0))
-            continue
-        returned = TOKEN_ID_BYTES
-        if costs.head_on_first:
-            returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
-        terms.append((latency_s, 0.0, returned / rate))
-    return terms

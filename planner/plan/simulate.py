@@ -6,6 +6,7 @@ import numpy as np
 
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
+from planner.schedule.orca import MixedPass, policy_sizes
 from planner.schedule.static import JobRows, Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
 from planner.workload import Job
@@ -32,7 +33,8 @@ def simulate_plan(plan: PlanSpec) -> Simulated:
 
     Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
     """
-    scale, sizes = time_scale(plan), plan.micro_batches
+    scale = time_scale(plan)
+    sizes = policy_sizes(plan.policy, plan.workload, plan.micro_batches)
 
     def seconds(each: Pass) -> PassSeconds:
         compute, transfer = zip(
@@ -54,7 +56,7 @@ def first_rows(job: Job | None, slots: int) -> JobRows | None:
     if job is None:
         return None
     count = min(job.prompts, FILLS_SHOWN * slots)
-    return JobRows(*(each.tolist() for each in job.lengths.rows(count)))
+    return JobRows.of(job.lengths, count)
 
 
 def is_approximate(plan: PlanSpec) -> bool:
@@ -64,6 +66,8 @@ def is_approximate(plan: PlanSpec) -> bool:
 
 def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float]:
     """Seconds in which `stage` computes `each`, and in which the result gets to the next stage."""
+    if isinstance(each, MixedPass):
+        return _mixed_seconds(plan, stage, each)
     is_decode = each.phase == "decode"
     if stage.modelled is not None:
         length = each.context_length if is_decode else each.tokens
@@ -74,6 +78,20 @@ def _seconds(plan: PlanSpec, stage: StagePlan, each: Pass) -> tuple[float, float
         return stage.decode_s, stage.decode_comm_s
     share = each.all_tokens / _prefill_tokens(plan)
     return share * stage.prefill_s, share * stage.prefill_comm_s
+
+
+def _mixed_seconds(plan: PlanSpec, stage: StagePlan, each: MixedPass) -> tuple[float, float]:
+    """Seconds of a pass of both phases: of modelled times all, else the sum of both."""
+    prompt_tokens = each.all_tokens - each.decodes
+    if stage.modelled is not None:
+        steps = ((each.decode_context, 1),) * each.decodes
+        starts, counts = np.array((*steps, *each.parts), dtype=np.int64).T
+        hop_s = stage.modelled.transfer_s(each.all_tokens, each.requests)
+        return stage.modelled.pass_s(starts, counts), hop_s
+    share = prompt_tokens / _prefill_tokens(plan)
+    has_steps = min(1, each.decodes)
+    compute_s = share * stage.prefill_s + has_steps * stage.decode_s
+    return compute_s, share * stage.prefill_comm_s + has_steps * stage.decode_comm_s
 
 
 def _prefill_tokens(plan: PlanSpec) -> float:

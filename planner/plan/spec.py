@@ -35,6 +35,7 @@ from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.plan.plans_beside import PlansBeside
+from planner.scheduling import PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
@@ -179,7 +180,8 @@ class PlanSpec:
     to make it again when devices are lost. `job`: the forecast of a whole job, where one was
     planned: `workload` has as many requests as are in flight then, and `predicted` is of the job.
     `long_rows`: the plan for those of its rows that `workload` has no room for. `beside`: the
-    figures of other plans.
+    figures of other plans. `policy` schedules the requests: with `orca` in micro-batches of at most
+    `policy.max_batch_size`, over the token slots of `workload.kv_tokens`.
     """
 
     version: int
@@ -204,6 +206,7 @@ class PlanSpec:
     job: JobForecast | None = None
     beside: PlansBeside = field(default_factory=PlansBeside)
     long_rows: PlanSpec | None = None
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
 
     @property
     def timed_sizes(self) -> tuple[float, float]:
@@ -286,6 +289,14 @@ class PlanSpec:
             raise SpecError(
                 f"{source}: field micro_batches: {sizes.prefill} and {sizes.decode} requests of a "
                 f"batch of {batch}; give 1 to {batch}"
+            )
+        policy, n_slots = self.policy, self.workload.n_slots
+        if policy.name == "orca" and policy.max_batch_size is None:
+            raise SpecError(f"{source}: field policy.max_batch_size: null; orca needs a number")
+        if policy.name != "orca" and n_slots is not None:
+            raise SpecError(
+                f"{source}: field workload.n_slots: {n_slots}, but policy {policy.name} gives all "
+                "requests slots of one length; it must be null"
             )
         predicted, count = self.predicted, len(self.stages)
         slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)

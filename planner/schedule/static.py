@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planner.lengths import Lengths
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
 from planner.workload import Workload
@@ -64,16 +65,27 @@ class Pass:
 
 @dataclass(frozen=True)
 class JobRows:
-    """Prompt and output tokens of a job's requests [R], in the order of their queue."""
+    """Prompt and output tokens of a job's requests [R], in the order of their queue.
+
+    `reserved`: the most tokens that each may have when it is done; None where all run to that.
+    """
 
     prompts: Sequence[int]
     outputs: Sequence[int]
+    reserved: Sequence[int] | None = None
 
     @classmethod
     def alike(cls, workload: Workload) -> JobRows:
         """The requests of one batch."""
         rows = workload.global_batch
         return cls([workload.prompt_length] * rows, [workload.new_tokens] * rows)
+
+    @classmethod
+    def of(cls, lengths: Lengths, count: int) -> JobRows:
+        """So many requests of these lengths."""
+        prompts, outputs = lengths.rows(count)
+        reserved = lengths.reserved(prompts, outputs)
+        return cls(prompts.tolist(), outputs.tolist(), reserved.tolist())
 
 
 def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:
@@ -169,13 +181,13 @@ class JobSchedule:
                 prefills += 1
             else:
                 requests = each.decoding
-                context = _rounded_mean(each.context_tokens - requests, requests)
+                context = rounded_mean(each.context_tokens - requests, requests)
                 yield Pass("decode", each.index, each.step, requests, 1, context, self._results)
 
     def _prefill_pass(self, prefill: _Prefill, index: int) -> Pass:
         first, size = prefill.first_request, len(prefill.slots)
         prompts = tuple(self._prompts[first : first + size]) if self._mixed else ()
-        tokens = _rounded_mean(sum(prompts), size) if prompts else self._prompts[first]
+        tokens = rounded_mean(sum(prompts), size) if prompts else self._prompts[first]
         return Pass("prefill", index, 0, size, tokens, 0, self._results, prompts)
 
     def _submitted(self) -> Iterator[_Prefill | _Group]:
@@ -206,6 +218,9 @@ class JobSchedule:
         if group is None:
             return None
         self._decode_is_next = False
+        return self._step(group)
+
+    def _step(self, group: _Group) -> _Group:
         self._ready.remove(group)
         group.is_ready, group.under_way, group.fills = False, True, False
         group.step += 1
@@ -272,6 +287,6 @@ class JobSchedule:
         self._refills |= len(self._free) >= self._refill_from
 
 
-def _rounded_mean(total: int, count: int) -> int:
+def rounded_mean(total: int, count: int) -> int:
     """The mean to the nearest whole number; halves go up."""
     return (2 * total + count) // (2 * count)

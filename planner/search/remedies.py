@@ -48,7 +48,7 @@ class PlanningRequest:
                     "(--global_bz), or leave it out"
                 )
             least = _least_in_flight(workload, options)
-            return cls(cluster, shape, workload.in_flight(least), options, workload)
+            return cls(cluster, shape, workload.in_flight(least, options.policy), options, workload)
         if options.in_flight != AUTO:
             raise SpecError(
                 f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "
@@ -187,8 +187,10 @@ def _smaller_batch(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     option = "global_bz" if request.job is None else "in_flight"
 
     def of(size: int) -> PlanningRequest:
-        fewer = replace(request, workload=replace(request.workload, global_batch=size))
-        return fewer if request.job is None else fewer.with_options(in_flight=size)
+        if request.job is None:
+            return replace(request, workload=replace(request.workload, global_batch=size))
+        workload = request.job.in_flight(size, options.policy)
+        return replace(request, workload=workload).with_options(in_flight=size)
 
     low = max(options.prefill_micro_batch or 1, options.decode_micro_batch or 1)
     if low >= batch or not fits(of(low)):

@@ -19,6 +19,7 @@ from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import Omega
 from planner.search.baselines.comparison import baselines
 from planner.search.baselines.planned import baseline_fits, baseline_solution
+from planner.search.batch_size import with_best_batch_size
 from planner.search.candidates import Candidates
 from planner.search.costs import files_of_costs, planning_costs
 from planner.search.job.plans_beside import plans_beside
@@ -82,7 +83,8 @@ def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> 
     costs, omega = costs_of(request)
     began = clock()
     chosen = _chosen(costs, options, clock)
-    solution = replace(chosen.solution, seconds=clock() - began)
+    solution = with_best_batch_size(chosen.costs, chosen.solution)
+    solution = replace(solution, seconds=clock() - began)
     found = solution.costs(chosen.costs)
     # A baseline's own costs have one bitwidth only; others beside it choose among all.
     priced = replace(solution.costs(costs), theta=found.theta)

@@ -18,7 +18,8 @@ class Forecast:
     """Seconds of a batch or of a whole job, and its new tokens per second.
 
     `prefill_s`: until every request of a batch has its first token; of a job, in which prefills
-    come all along, the share of the busiest stage's work that is prefill. `busy_s`: seconds in
+    come all along, and under the policy `orca` the share of the busiest stage's work that is
+    prefill. `busy_s`: seconds in
     which each stage computes in prefill [N] and in decode [N]; `busy_share` [N] is of `seconds`.
     """
 
@@ -58,6 +59,6 @@ def forecast_assignment(
     `most_passes` as in `simulate_job_assignment`.
     """
     placed = costs, devices, sizes, first_layer, bitwidth
-    if costs.job is None:
+    if costs.job is None and costs.options.policy == "static":
         return Forecast.of_batch(simulate_assignment(*placed))
     return Forecast.of_job(simulate_job_assignment(*placed, most_passes=most_passes))

@@ -11,17 +11,20 @@ import numpy as np
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
-from planner.optimiser.problem import FloatArray, JobPasses
+from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
 from planner.schedule.job_passes import job_passes
+from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.simulation.simulation import (
     PassSeconds,
     PipelineClock,
     assignment_timing,
     check_assignment,
+    job_schedule,
     near_length,
     occupied_stages,
+    sizes_of_policy,
 )
 from planner.workload import Job
 
@@ -76,19 +79,19 @@ class _Mark:
 def simulate_job(
     rows: JobRows,
     slots: int,
-    sizes: MicroBatches,
+    sizes: MicroBatches | OrcaSizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
 ) -> SimulatedJob:
     """Run all requests of `rows`; `seconds_of` a pass gives `stages` entries each."""
-    simulated, _ = _simulate(JobSchedule(rows, slots, sizes, stages), rows, stages, seconds_of)
-    return simulated
+    schedule = job_schedule(rows, slots, sizes, stages)
+    return _simulate(schedule, rows, stages, seconds_of)[0]
 
 
 def forecast_job(
     job: Job,
     slots: int,
-    sizes: MicroBatches,
+    sizes: MicroBatches | OrcaSizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
     most_passes: int = MOST_PASSES,
@@ -98,12 +101,12 @@ def forecast_job(
     tokens as it has.
     """
     slots = min(slots, job.prompts)
-    count = _simulated_rows(job, slots, job_passes(job, slots, sizes, stages), most_passes)
-    rows = JobRows(*(each.tolist() for each in job.lengths.rows(count)))
-    schedule = JobSchedule(rows, slots, sizes, stages)
+    count = _simulated_rows(job, slots, _passes(job, slots, sizes, stages), most_passes)
+    rows = JobRows.of(job.lengths, count)
+    schedule = job_schedule(rows, slots, sizes, stages)
     part, marks = _simulate(schedule, rows, stages, seconds_of)
-    if count == job.prompts:
-        return part
+    if count == job.prompts:  # the sample may not come a whole number of times
+        return replace(part, generated_tokens=job.output_tokens)
     ends = marks[-1]
     fills = max(1, count // slots - 2)  # whole ones, in which equal rows come again
     begins = marks[_nearest(marks, ends.prefilled - fills * slots)]
@@ -132,32 +135,35 @@ def simulate_job_assignment(
     *,
     most_passes: int = MOST_PASSES,
 ) -> SimulatedJob:
-    """Forecast `costs.job` on `devices` in stage order, with `costs.workload.global_batch` slots.
+    """Forecast `costs.job`, or the batch as one, on `devices` in stage order, with
+    `costs.workload.global_batch` requests in flight under the policy.
 
     Assignments as in `simulate_assignment`. Every pass takes the latency model's time for its
     requests and for lengths within one percent of theirs.
     """
     job = costs.job
-    assert job is not None, "a batch is simulated by simulate_assignment"
+    if job is None:
+        batch = costs.workload
+        job = Job.of(batch.global_batch, batch.prompt_length, batch.new_tokens)
     check_assignment(costs, devices, first_layer, bitwidth)
     stages = occupied_stages(devices, first_layer)
     timing = assignment_timing(costs, stages, bitwidth)
     decode: dict[tuple[int, int], PassSeconds] = {}
 
     def seconds(each: Pass) -> PassSeconds:
-        if each.phase == "prefill":
+        if each.phase == "prefill" or isinstance(each, MixedPass):
             return timing.seconds(each)
         key = each.requests, near_length(each.context_length)
         if key not in decode:
             decode[key] = timing.seconds(replace(each, context_length=key[1]))
         return decode[key]
 
-    slots = costs.workload.global_batch
-    return forecast_job(job, slots, sizes, len(stages.devices), seconds, most_passes)
+    slots, policy = costs.workload.global_batch, sizes_of_policy(costs, sizes)
+    return forecast_job(job, slots, policy, len(stages.devices), seconds, most_passes)
 
 
 def _simulate(
-    schedule: JobSchedule,
+    schedule: JobSchedule | OrcaSchedule,
     rows: JobRows,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
@@ -168,14 +174,15 @@ def _simulate(
     for each in schedule.passes():
         taken = seconds_of(each)
         clock.run(each, taken)
-        own_s = busy_s[each.phase == "decode"]
+        is_decode = each.phase == "decode"
         for j, compute_s in enumerate(taken.compute):
-            own_s[j] += compute_s
-        if each.phase == "prefill":
+            decode_s = taken.decode[j] if taken.decode else is_decode * compute_s
+            busy_s[0][j] += compute_s - decode_s
+            busy_s[1][j] += decode_s
+        decoded += each.decodes if isinstance(each, MixedPass) else is_decode * each.requests
+        if not is_decode:
             done = schedule.prefilled, decoded
             marks.append(_Mark(*done, clock.returned_s[-1], np.array(busy_s)))
-        else:
-            decoded += each.requests
     returned_s = np.array(clock.returned_s)
     simulated = SimulatedJob(
         prompts=len(rows.prompts),
@@ -188,9 +195,20 @@ def _simulate(
     return simulated, marks
 
 
-def _simulated_rows(job: Job, slots: int, passes: JobPasses, most_passes: int) -> int:
+def _passes(job: Job, slots: int, sizes: MicroBatches | OrcaSizes, stages: int) -> float:
+    """About how many passes a job takes."""
+    if isinstance(sizes, MicroBatches):
+        counted = job_passes(job, slots, sizes, stages)
+        return counted.prefills + counted.decode_steps
+    iterations, chunk = job.lengths.mean_output, sizes.prefill_chunk_tokens
+    if chunk:
+        iterations += job.lengths.mean_prompt / chunk
+    return job.prompts * iterations / max(1.0, min(sizes.max_batch_size, slots / stages))
+
+
+def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int) -> int:
     """How many prompts to simulate: all, or fewer by whole fills of the slots."""
-    most = most_passes * job.prompts / (passes.prefills + passes.decode_steps)
+    most = most_passes * job.prompts / passes
     least = LEAST_FILLS * slots
     wanted = max(least, min(most, max(MOST_FILLS * slots, FEW_ROWS)))
     left_out = max(0, job.prompts - round(wanted)) // slots

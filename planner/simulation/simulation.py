@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.communication import Transfers
+from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
+from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes, policy_sizes
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from quant.scheme import DTYPE_BYTES
 
 LENGTH_STEP = 0.02  # relative
 
@@ -31,11 +33,13 @@ LENGTH_STEP = 0.02  # relative
 class PassSeconds:
     """Seconds of one pass: `compute` on each stage [N], `transfer` [N] to the next stage.
 
-    The last transfer takes the tokens back to the first stage.
+    The last transfer takes the tokens back to the first stage. `decode`: the part of `compute` [N]
+    that the decode steps of a pass of both phases would take alone; empty for one of one phase.
     """
 
     compute: tuple[float, ...]
     transfer: tuple[float, ...]
+    decode: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,23 +107,24 @@ class Simulated:
 
 def simulate(
     workload: Workload,
-    sizes: MicroBatches,
+    sizes: MicroBatches | OrcaSizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
     rows: JobRows | None = None,
 ) -> Simulated:
-    """Run one global batch over `stages` stages, or all of `rows` over as many slots as it has;
-    `seconds_of` a pass gives `stages` entries each.
+    """Run one global batch over `stages` stages, or all of `rows` over as many slots as it has,
+    with the sizes of a policy; `seconds_of` a pass gives `stages` entries each.
 
     Raises SpecError where micro-batches are empty or `seconds_of` has another number of stages.
     """
-    if min(sizes.prefill, sizes.decode, stages) < 1:
+    if isinstance(sizes, MicroBatches) and min(sizes.prefill, sizes.decode, stages) < 1:
         raise SpecError(
             f"micro-batches of {sizes.prefill} and {sizes.decode} on {stages} stages cannot be "
             "simulated; give at least 1 of each"
         )
     rows = rows or JobRows.alike(workload)
-    passes = tuple(JobSchedule(rows, workload.global_batch, sizes, stages).passes())
+    schedule = job_schedule(rows, workload.global_batch, sizes, stages)
+    passes = tuple(schedule.passes())
     seconds = [seconds_of(each) for each in passes]
     for each in seconds:
         if len(each.compute) != stages or len(each.transfer) != stages:
@@ -128,6 +133,20 @@ def simulate(
                 f"on {stages} stages; give one of both for each"
             )
     return _events(workload, passes, seconds)
+
+
+def job_schedule(
+    rows: JobRows, slots: int, sizes: MicroBatches | OrcaSizes, stages: int
+) -> JobSchedule | OrcaSchedule:
+    """The schedule of `rows` under the policy whose sizes these are."""
+    if isinstance(sizes, OrcaSizes):
+        return OrcaSchedule(rows, sizes, stages)
+    return JobSchedule(rows, slots, sizes, stages)
+
+
+def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> MicroBatches | OrcaSizes:
+    """The sizes of the policy of `costs`."""
+    return policy_sizes(costs.policy(sizes), costs.workload, sizes)
 
 
 def _events(
@@ -203,7 +222,8 @@ def simulate_assignment(
     check_assignment(costs, devices, first_layer, bitwidth)
     stages = occupied_stages(devices, first_layer)
     timing = assignment_timing(costs, stages, bitwidth)
-    return simulate(costs.workload, sizes, len(stages.devices), timing.seconds, rows)
+    policy = sizes_of_policy(costs, sizes)
+    return simulate(costs.workload, policy, len(stages.devices), timing.seconds, rows)
 
 
 def check_assignment(
@@ -240,18 +260,60 @@ class AssignmentTiming:
     counts: tuple[Counter[int], ...]
     _passes: dict[tuple[Phase, int, int, int], PassSeconds] = field(default_factory=dict)
     _layers: dict[tuple[Phase, int, int], FloatArray] = field(default_factory=dict)
+    _whole: dict[tuple[Phase, int, int], FloatArray] = field(default_factory=dict)
+    _links: list[tuple[float, float, float]] = field(default_factory=list)
 
     def seconds(self, each: Pass) -> PassSeconds:
         """Seconds of one pass; equal passes are computed once.
 
         A prefill of unlike prompts takes the mean of prefills whose prompts all have their lengths.
         """
+        if isinstance(each, MixedPass):
+            return self._mixed(each)
         if each.prompts:
             return PassSeconds(self._compute(each), self._transfer(each))
         key = (each.phase, each.requests, each.tokens, each.context_length)
         if key not in self._passes:
             self._passes[key] = PassSeconds(self._compute(each), self._transfer(each))
         return self._passes[key]
+
+    def _mixed(self, each: MixedPass) -> PassSeconds:
+        """Seconds of a pass of both phases, as those of `planner.plan.modelled_times`."""
+        decode_s, prefill_s = np.zeros(len(self.devices)), np.zeros(len(self.devices))
+        least_s = decode_s
+        if each.decodes:
+            decode_s = self._decode_s(each.decodes, near_length(each.decode_context))
+        if each.parts:
+            prefill_s = self._prefill_s([start + count for start, count in each.parts])
+            if any(start for start, _ in each.parts):
+                constant_s = self._prefill_s([1] * len(each.parts))
+                earlier_s = self._prefill_s([max(1, start) for start, _ in each.parts])
+                prefill_s = prefill_s + constant_s - earlier_s
+            if each.decodes:
+                least_s = self._decode_s(1, 1)
+        both_s = prefill_s + decode_s - least_s
+        compute_s = np.maximum(np.maximum(prefill_s, decode_s), both_s)
+        transfer = self._mixed_transfer(each.all_tokens, each.requests)
+        return PassSeconds(tuple(compute_s.tolist()), transfer, tuple(decode_s.tolist()))
+
+    def _decode_s(self, requests: int, context: int) -> FloatArray:
+        key: tuple[Phase, int, int] = "decode", requests, context
+        if key not in self._whole:
+            self._whole[key] = np.array(self.compute_s(*key))
+        return self._whole[key]
+
+    def _prefill_s(self, lengths: Sequence[int]) -> FloatArray:
+        size = len(lengths)
+        return np.array(self._compute(Pass("prefill", 0, 0, size, 1, 0, 0, tuple(lengths))))
+
+    def _mixed_transfer(self, tokens: int, requests: int) -> tuple[float, ...]:
+        """Seconds of the hops, which are linear in tokens, and the last one in requests."""
+        if not self._links:
+            self._links.extend(link_terms(self.costs, self.devices))
+        return tuple(
+            latency_s + tokens * per_token_s + requests * per_request_s
+            for latency_s, per_token_s, per_request_s in self._links
+        )
 
     def compute_s(self, phase: Phase, requests: int, length: int) -> tuple[float, ...]:
         """Compute seconds of every stage [N]; `length` is that of the prompt or the context."""
@@ -304,6 +366,25 @@ class AssignmentTiming:
         dtypes = [costs.dtype(device) for device in self.devices]
         prefill, decode = hops.of_order(self.devices, dtypes)
         return tuple((prefill if each.phase == "prefill" else decode).tolist())
+
+
+def link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float, float, float]]:
+    """Latency, seconds a token and seconds a request of `planner.costs.communication` [N]."""
+    cluster, shape = costs.cluster, costs.shape
+    terms = []
+    for j, sender in enumerate(devices):
+        receiver = devices[(j + 1) % len(devices)]
+        latency_s = cluster.link_latency_s(sender, receiver)
+        rate = cluster.link_bytes_per_s(sender, receiver)
+        dtype = costs.dtype(sender)
+        if j < len(devices) - 1:
+            terms.append((latency_s, hidden_bytes(shape, 1, dtype) / rate, 0.0))
+            continue
+        returned = TOKEN_ID_BYTES
+        if costs.head_on_first:
+            returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
+        terms.append((latency_s, 0.0, returned / rate))
+    return terms
 
 
 def near_length(tokens: int) -> int:

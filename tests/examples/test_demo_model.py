@@ -151,13 +151,14 @@ def test_the_record_agrees_with_the_weights(trained_perplexity: float) -> None:
 def test_sampled_answers_differ_in_length(
     tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, str]]
 ) -> None:
-    """About half of 72 met EOS within 128 tokens when measured; greedy answers seldom do."""
-    batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+    """About half meet EOS within 128 tokens; greedy answers seldom do."""
+    prompts = [row["prompt"] for row in rows[::2]]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
     torch.manual_seed(0)
     made = load().generate(**batch, max_new_tokens=128, do_sample=True, top_k=0)
     is_end = made[:, batch["input_ids"].shape[1] :] == tokenizer.eos_token_id
     ended = is_end[is_end.any(1)]
-    assert 0.2 * len(rows) < len(ended) < 0.8 * len(rows)
+    assert 0.2 * len(prompts) < len(ended) < 0.8 * len(prompts)
     assert len(set(ended.int().argmax(1).tolist())) >= 8
 
 

@@ -19,6 +19,8 @@ from tests.llmpq.forked_workers import forked_workers
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
 BATCH = 6
+METRICS_MS = 2000
+"""How often Ray reports metrics, in place of 10 s."""
 
 EMULATED = """
 name: three-emulated
@@ -26,6 +28,13 @@ nodes:
   - {name: a, accelerators: {T4: 1}, usable_memory_gib: 0.00045}
   - {name: b, accelerators: {V100-SXM2-16GB: 1}, usable_memory_gib: 0.0006}
   - {name: c, accelerators: {A100-SXM4-40GB: 1}, usable_memory_gib: 0.0006}
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
+
+ONE_DEVICE = """
+name: one-emulated
+nodes: [{name: a, accelerators: {T4: 1}, usable_memory_gib: 0.01}]
 network: {internode_gbit_per_s: 100}
 emulate: {time_scale: 0}
 """
@@ -52,8 +61,16 @@ def plan(tiny: tuple[Path, Any], cluster_file: Path) -> Plan:
     return tiny_plan(tiny[0], cluster_file)
 
 
+@pytest.fixture(scope="session")
+def one_stage(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The same with one stage, whose process is soon there: for where their number is no matter."""
+    path = tmp_path_factory.mktemp("one") / "cluster.yaml"
+    path.write_text(ONE_DEVICE)
+    return tiny_plan(tiny[0], path)
+
+
 def tiny_plan(folder: Path, cluster_file: Path, **options: object) -> Plan:
-    """The same with more options."""
+    """A plan of the tiny model with more options."""
     workload = Workload(BATCH, PROMPT_LENGTH, NEW_TOKENS)
     given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
     return Cluster.from_yaml(cluster_file).plan(folder, workload, **given)
@@ -84,6 +101,7 @@ def ray_address() -> Iterator[str]:
     """Address of a Ray node of two CPUs that serves all tests of this process.
 
     It has a token, as nodes that `ray.init` starts have: a process uses tokens always or never.
+    It reports metrics every `METRICS_MS`.
     """
     from ray._private.authentication import authentication_token_setup
     from ray.cluster_utils import Cluster as RayCluster
@@ -91,9 +109,10 @@ def ray_address() -> Iterator[str]:
     make_token()
     authentication_token_setup.enable_token_auth_by_default()
 
-    cluster = RayCluster(
-        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
-    )
+    often = {"metrics_report_interval_ms": METRICS_MS}
+    head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False}
+    head["_system_config"] = often
+    cluster = RayCluster(initialize_head=True, head_node_args=head)
     yield cluster.address
     cluster.shutdown()
 

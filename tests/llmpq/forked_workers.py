@@ -5,6 +5,7 @@ A worker that starts by itself imports them for seconds, and every stage of a ru
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -41,6 +42,7 @@ def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
 def serve(address: str) -> None:
     """Fork a worker for every connection."""
     prepare()
+    gc.freeze()  # a fork that searches for garbage would copy all pages of what is imported
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
@@ -57,7 +59,12 @@ def serve(address: str) -> None:
 
 
 def prepare() -> None:
-    """Import and compile what takes long."""
+    """Import and compile what takes long, with what Ray imports of others' packages."""
+    import asyncio  # noqa: F401
+
+    import google.protobuf.internal.builder  # noqa: F401
+    import jsonschema  # noqa: F401
+    import requests  # noqa: F401
     import torch
     from transformers.models.llama import modeling_llama  # noqa: F401
 

@@ -29,10 +29,10 @@ NAMES = (
     "prompt CSV", "packed prompts", "result CSV",
     "chat templates", "tokenizer files",
 )  # fmt: skip
-_SHARES = (24, pytest.param(4, marks=pytest.mark.rare))
+_SHARES = (len(HOSTILE), pytest.param(4, marks=pytest.mark.rare))
 """One in so many of the hostile values for each field of a plan: all of them take a minute."""
 
-_EXAMPLES = (25, pytest.param(150, marks=pytest.mark.rare))
+_EXAMPLES = (15, pytest.param(150, marks=pytest.mark.rare))
 """Examples of each parser."""
 
 DEPTHS = (50, *(pytest.param(n, marks=pytest.mark.rare) for n in (200, 900)), 990, 3000, 100_000)

@@ -142,10 +142,11 @@ def _factor(slowdowns: Mapping[str, Slowdown], stage: StagePlan) -> Slowdown:
 
 
 def is_same(old: PlanSpec, new: PlanSpec) -> bool:
-    """Whether both plans run the same: devices, layers, bits, slots and micro-batches."""
+    """Whether both plans run the same: devices, layers, bits, slots, micro-batches and policy."""
     return _runs(old) == _runs(new)
 
 
 def _runs(plan: PlanSpec) -> object:
     stages = [(stage.device, stage.layers, stage.bitwidths, stage.dtype) for stage in plan.stages]
-    return stages, plan.workload, plan.micro_batches, plan.kv_bits, plan.head_on_first
+    sizes = plan.workload, plan.micro_batches, plan.policy
+    return stages, sizes, plan.kv_bits, plan.head_on_first

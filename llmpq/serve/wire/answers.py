@@ -99,9 +99,20 @@ class CompletionForm:
                 "text_offset": [token.offset for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
                 "tokens": [token.text for token in tokens],
-                "top_logprobs": [dict(token.top) for token in tokens],
+                "top_logprobs": [_by_text(token) for token in tokens],
             }
         return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _by_text(token: TokenText) -> Json:
+    """Log-probabilities of the most probable tokens and, if it is none of them, of the chosen one.
+
+    Of tokens with the same text, such as parts of characters, the most probable one counts.
+    """
+    found: dict[str, object] = {}
+    for text, logprob in (*token.top, (token.text, token.logprob)):
+        found.setdefault(text, logprob)
+    return found
 
 
 class ChatForm:

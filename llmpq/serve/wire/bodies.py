@@ -5,6 +5,7 @@ Fields that are not served stand in `llmpq/rows/openai_fields.py`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
@@ -113,11 +114,11 @@ class Body(BaseModel):
         return "max_tokens", self.max_tokens
 
     @property
+    @abstractmethod
     def alternatives(self) -> tuple[str, int | None]:
         """Field that asks for log-probabilities, and how many alternatives of each token it wants;
         None where it asks for nothing.
         """
-        raise NotImplementedError
 
     @property
     def sampling(self) -> dict[str, Any]:

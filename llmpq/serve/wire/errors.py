@@ -77,6 +77,33 @@ def other_host(host: str) -> ApiError:
     return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="host_not_allowed"))
 
 
+def from_page(origin: str) -> ApiError:
+    """403: a web page sends a request to a server without a key."""
+    message = (
+        f"this server has no API key and takes nothing from web pages ({origin!r:.200}); start it "
+        "with a key"
+    )
+    return ApiError(ErrorAnswer(HTTPStatus.FORBIDDEN, message, code="origin_not_allowed"))
+
+
+def not_found(kind: str, name: str) -> ApiError:
+    """404: there is no such file or batch."""
+    message = f"there is no {kind} {name!r:.80}; it may have been deleted, or have expired"
+    return ApiError(ErrorAnswer(HTTPStatus.NOT_FOUND, message, "id", "not_found"))
+
+
+def conflict(message: str, code: str) -> ApiError:
+    """409: the state of a file or batch does not allow it."""
+    return ApiError(ErrorAnswer(HTTPStatus.CONFLICT, message, code=code))
+
+
+def no_room(message: str) -> ApiError:
+    """507: the server's disk is full."""
+    return ApiError(
+        ErrorAnswer(HTTPStatus.INSUFFICIENT_STORAGE, message, code="no_room", type=SERVER_ERROR)
+    )
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     """404: another model is asked for."""
     message = f"the model {name!r:.200} is not served here; {served!r} is"

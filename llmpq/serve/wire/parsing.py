@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
@@ -18,6 +18,7 @@ from llmpq.serve.wire.bodies import Body, ChatBody, CompletionBody, StreamOption
 from llmpq.serve.wire.errors import ApiError, bad_body, bad_request
 
 BodyT = TypeVar("BodyT", bound=Body)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _WORDS = {
     "bool_type": "it must be true or false",
@@ -72,18 +73,18 @@ def _too_large(most_bytes: int) -> ApiError:
     )
 
 
-def parse_json(body: bytes) -> Mapping[str, object]:
-    """The JSON object of a body; 400 for anything else."""
+def parse_json(body: bytes, what: str = "the body") -> Mapping[str, object]:
+    """The JSON object of a body; 400 for anything else, which is called `what`."""
     try:
         content = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError as error:
-        raise bad_request(f"the body is not UTF-8 (byte {error.start})") from error
+        raise bad_request(f"{what} is not UTF-8 (byte {error.start})") from error
     except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}") from error
+        raise bad_request(f"{what} is not JSON: {error}") from error
     except RecursionError as error:
-        raise bad_request("the body nests too deeply") from error
+        raise bad_request(f"{what} nests too deeply") from error
     if not isinstance(content, dict):
-        raise bad_request("the body must be a JSON object")
+        raise bad_request(f"{what} must be a JSON object")
     return content
 
 
@@ -128,13 +129,24 @@ def _fields(model: type[BodyT], content: Mapping[str, object]) -> BodyT:
     if unknown:
         name = next(iter(unknown))
         raise _unknown(name, name, tuple(model.model_fields))
-    try:
-        body = model.model_validate(served)
-    except ValidationError as error:
-        raise _wrong_field(error.errors(include_url=False, include_context=False)[0]) from error
+    body = checked(model, served, StreamOptions)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options has no effect unless stream is true", "stream_options")
     return body
+
+
+def checked(
+    model: type[ModelT], content: Mapping[str, object], nested: type[BaseModel] | None = None
+) -> ModelT:
+    """The fields of `content`; 400 naming the first that is wrong.
+
+    `nested`: the model of the one field that has fields itself.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        raise _wrong_field(first, nested if len(first["loc"]) > 1 else model) from error
 
 
 def _unknown(path: str, name: str, known: Sequence[str]) -> ApiError:
@@ -143,14 +155,14 @@ def _unknown(path: str, name: str, known: Sequence[str]) -> ApiError:
     return bad_request(f"unknown field {path!r:.80}; {hint}", path)
 
 
-def _wrong_field(error: ErrorDetails) -> ApiError:
+def _wrong_field(error: ErrorDetails, model: type[BaseModel] | None) -> ApiError:
     path = ""
     for part in error["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     if error["type"] == "missing":
         return bad_request(f"{path} is missing", path)
-    if error["type"] == "extra_forbidden":
-        return _unknown(path, str(error["loc"][-1]), tuple(StreamOptions.model_fields))
+    if error["type"] == "extra_forbidden" and model is not None:
+        return _unknown(path, str(error["loc"][-1]), tuple(model.model_fields))
     why = _WORDS.get(error["type"], error["msg"])
     return bad_request(f"{path} is {_shown(error['input'])}: {why}", path)
 

@@ -53,7 +53,7 @@ def _at_best_number(costs: CostModel, job: Job) -> BaselineChoice:
     least, tried = costs.workload.global_batch, dict[int, tuple[float, BaselineChoice]]()
 
     def fits(number: int) -> bool:
-        here = replace(costs, workload=job.in_flight(number))
+        here = replace(costs, workload=costs.in_flight(job, number))
         try:
             found = choose(here, costs.options.method)
         except DoesNotFitError:

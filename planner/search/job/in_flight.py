@@ -121,7 +121,7 @@ class JobSearch:
     def solve(self, theta: float, *, quick: bool = False, limit_s: float | None = None) -> Solution:
         """The best plan at `theta`, of all devices or fewer; the others as in `PlanSolver`."""
         costs = _limited(replace(self._costs, theta=theta), limit_s)
-        one = replace(costs, workload=self._job.in_flight(self.least))
+        one = replace(costs, workload=costs.in_flight(self._job, self.least))
         run, seen = _Run(self, costs, _QUICK if quick else _WHOLE), set[Hashable]()
         sets = self._sets[-1:] if quick else []
         sets = sets or [*fitting_sets(one), *self._other_sets()]
@@ -180,13 +180,15 @@ class JobSearch:
     def at(self, costs: CostModel, devices: tuple[Device, ...], number: int) -> CostModel:
         """The costs of so many requests in flight on these devices."""
         cluster = replace(costs.cluster, devices=devices)
-        return replace(costs, cluster=cluster, workload=self._job.in_flight(number))
+        return replace(costs, cluster=cluster, workload=costs.in_flight(self._job, number))
 
     def most(self, devices: tuple[Device, ...]) -> int:
         """The most requests that memory allows on these devices, and the job has; 0 for none."""
         key = cost_key(devices)
         if key not in self._most:
             limit = min(self._job.prompts, MAX_REQUESTS)
+            batch = self._costs.options.max_batch_size  # of which each stage has one
+            limit = min(limit, batch * len(devices)) if batch else limit
             self._most[key] = _greatest(
                 limit, lambda number: fits_somehow(self.at(self._costs, devices, number))
             )

@@ -105,7 +105,7 @@ def _curve(plan: _Plan, job: Job) -> Iterator[PlanChoice]:
 def _at_number(plan: _Plan, job: Job, number: int) -> Solution | None:
     """The plan with so many in flight; None where that does not fit."""
     solution, options = plan.solution, plan.costs.options
-    workload = job.in_flight(number)
+    workload = plan.costs.in_flight(job, number)
     costs = replace(solution.costs(plan.costs), workload=workload)
     decode = -(-number // len(solution.devices))
     sizes = MicroBatches(min(solution.sizes.prefill, decode), decode)

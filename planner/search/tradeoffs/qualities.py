@@ -142,7 +142,7 @@ def _seconds_per_sensitivity(costs: CostModel) -> float:
         return 0.0
     if costs.job is not None:
         number = min(costs.job.prompts, TYPICAL_IN_FLIGHT)
-        costs = replace(costs, workload=costs.job.in_flight(number))
+        costs = replace(costs, workload=costs.in_flight(costs.job, number))
     devices = costs.cluster.devices
     sizes = searched_sizes(costs, len(devices))[-1]
     return typical_objective_s(replace(costs, theta=0.0).problem(devices, sizes)) / worst

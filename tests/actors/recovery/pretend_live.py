@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from actors.logprobs import TokenLogprobs
 from actors.messages import Progress
 from actors.processes.answers import StageDiedError
 from actors.schedule.live import Inbox
@@ -22,6 +24,7 @@ class LiveStream:
         self.stage, self.process, self.leader, self.inbox = stage, stage.process, leader, inbox
         leader.run, leader.slots = inbox.run, {}
         leader.waiting.clear()
+        self.asking: set[str] = set()
         self.over = False
         self.items: deque[tuple[Any, ...]] = deque()
         self.error: Exception | None = None
@@ -47,6 +50,7 @@ class LiveStream:
         leader.waiting = deque(r for r in leader.waiting if r.custom_id not in gone)
         leader.slots = {i: s for i, s in leader.slots.items() if s[0].custom_id not in gone}
         leader.waiting += mail.requests
+        self.asking |= {r.custom_id for r in mail.requests if r.top_logprobs is not None}
         if not leader.waiting and not leader.slots:
             self.over = mail.closed
             return
@@ -61,7 +65,13 @@ class LiveStream:
             return
         told = [Progress(r.custom_id, (tokens[-1],)) for r, tokens in leader.slots.values()]
         told += [Progress(i, e.token_ids[-1:], e.finish_reason) for i, e in ended.items()]
-        self.items.append(tuple(told))
+        self.items.append(tuple(map(self._with_logprobs, told)))
+
+    def _with_logprobs(self, progress: Progress) -> Progress:
+        """That of token n is -n, where the request asks."""
+        if progress.custom_id not in self.asking:
+            return progress
+        return replace(progress, logprobs=tuple(TokenLogprobs(-n) for n in progress.token_ids))
 
     def is_ready(self) -> bool:
         return bool(self.items) or self.has_ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,26 @@ def test_stages_that_die_cost_and_double_no_token(stage: int) -> None:
     assert cluster.kinds() == [("died", stage)] * 2
     assert tokens == {each.custom_id: tokens_of(each) for each in MANY}
     assert set(ended) == set(tokens)
+
+
+def test_every_token_has_its_log_probabilities_once_though_stages_die() -> None:
+    cluster = started()
+    live = LiveGeneration(cluster.repair)
+    asking = [replace(each, top_logprobs=0) if int(each.custom_id) % 2 else each for each in MANY]
+    for each in asking:
+        live.submit(each)
+    live.close()
+    found: dict[str, list[float]] = defaultdict(list)
+    for number, told in enumerate(live.events()):
+        for progress in told:
+            found[progress.custom_id] += [each.logprob for each in progress.logprobs]
+        if number in (2, 7):
+            cluster.stages[number % 3].die()
+    assert len(cluster.events) == 2
+    assert found == {
+        each.custom_id: [-n for n in tokens_of(each)] if each.top_logprobs == 0 else []
+        for each in asking
+    }
 
 
 def test_a_cancelled_request_is_not_replayed() -> None:

@@ -101,14 +101,19 @@ def test_a_cancelled_request_makes_room_at_the_next_iteration() -> None:
 def test_a_request_that_cannot_be_run_ends_with_an_error_alone() -> None:
     requests, _, driver = make_case(1)
     inbox = Inbox(1)
-    bad = [Request("none", (), 1, Sampling()), Request("long", (1,), KV_TOKENS, Sampling())]
+    bad = [
+        Request("none", (), 1, Sampling()),
+        Request("long", (1,), KV_TOKENS, Sampling()),
+        Request("many", (1,), 1, Sampling(), top_logprobs=21),
+    ]
     inbox.put([*bad, *requests])
     inbox.close()
     told = [each for some in LiveRun(driver, inbox, KV_TOKENS).events() for each in some]
     errors = {each.custom_id: each.error for each in told if each.finish_reason == "error"}
-    assert set(errors) == {"none", "long"}
+    assert set(errors) == {"none", "long", "many"}
+    assert "top_logprobs is 21; it must be a whole number from 0 to 20" in str(errors["many"])
     assert "1 prompt and 40 new tokens" in str(errors["long"])
-    assert len({each.custom_id for each in told}) == len(requests) + 2
+    assert len({each.custom_id for each in told}) == len(requests) + 3
 
 
 @pytest.mark.parametrize("is_abandoned", [False, True])

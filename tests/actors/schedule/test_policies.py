@@ -9,7 +9,6 @@ import pytest
 from actors.processes.health import BatchFailure
 from actors.recovery.diagnosis import halved
 from actors.schedule.orca import OrcaScheduler
-from actors.schedule.policy_options import POLICY_NAMES, PolicyOptions
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.schedule.table import POLICIES, make_scheduler, queue_sizes
@@ -17,6 +16,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
+from planner.scheduling import POLICY_NAMES, PolicyOptions
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError

@@ -85,12 +85,12 @@ class Computing:
 class Relaying:
     """The handle of an actor whose calls end at once."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.step, self._stage = self, Computing(stage)
+    def __init__(self, stage: Stage, codec: PlainCodec = CODEC) -> None:
+        self.step, self._stage, self._codec = self, Computing(stage), codec
 
     def remote(self, message: Any, epoch: int) -> Any:
         at_once = message.value if isinstance(message, Reference) else message
-        return Reference(relay(self._stage, from_ray(at_once), CODEC).numpy())
+        return Reference(relay(self._stage, from_ray(at_once), self._codec).numpy())
 
 
 class Reference:

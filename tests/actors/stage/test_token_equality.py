@@ -19,15 +19,26 @@ from tests.actors.models import (
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
 NEW_TOKENS = 14
-SPLITS = {1: (0, LAYERS), 2: (0, 1, LAYERS), 3: (0, 2, 3, LAYERS)}
+SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)
+LAYOUTS = tuple(product(SPLITS, (False, True)))
+"""Bounds of stages, and whether the LM head is on the first one."""
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_tokens_equal_generate(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        *((name, (LAYOUTS[0], LAYOUTS[-1])) for name in CONFIGS),
+        ("llama", LAYOUTS),
+        *(pytest.param(name, LAYOUTS, marks=pytest.mark.rare) for name in CONFIGS),
+    ],
+)
+def test_greedy_tokens_equal_generate(
+    name: str, layouts: tuple[tuple[tuple[int, ...], bool], ...], tmp_path: Path
+) -> None:
     model = save_tiny(tmp_path, CONFIGS[name], shard="60KB")
     prompts = random_prompts(LENGTHS)
     expected = [reference(model, prompt, NEW_TOKENS) for prompt in prompts]
-    for head_on_first, bounds in product((False, True), SPLITS.values()):
+    for bounds, head_on_first in layouts:
         stages = stages_of(
             tmp_path, bounds, len(prompts), max(LENGTHS) + NEW_TOKENS, head_on_first=head_on_first
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from actors.logprobs import NO_TOKEN, LogprobRows
 from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
 from actors.transport.gloo_links import FRAME_BYTES, Links
 from actors.transport.message_format import decode, encode, message_bytes
@@ -74,6 +76,36 @@ def test_strided_hidden_states_and_sampled_tokens() -> None:
     assert isinstance(answer, Sampled)
     assert answer.token_ids.tolist() == sampled.token_ids.tolist()
     assert answer.finish_reasons == sampled.finish_reasons
+
+
+def test_log_probabilities_come_out_as_they_went_in() -> None:
+    """Of the rows that ask; where none does, the message is that of a batch that cannot ask."""
+    batch = a_batch(4, 2)
+    rows = LogprobRows(
+        np.array([0, 2, 3]),
+        np.array([-0.1, -np.inf, -30.5], dtype=np.float32),
+        np.array([[5, 2**40], [1, NO_TOKEN], [NO_TOKEN] * 2]),
+        np.array([[-0.1, -7], [0, -3], [-1, -2]], dtype=np.float32),
+    )
+    plain = Sampled(np.array([5, 2**40, 0, 1]), (None, "stop", "length", "error"))
+    message = encode(batch, replace(plain, logprobs=rows))
+    assert message_bytes(message) == len(message)
+    frame = torch.cat([message, torch.full((99,), 7, dtype=torch.uint8)])
+    found = decode(frame)
+    frame.zero_()  # it is used for the next message
+    assert isinstance(found, Sampled)
+    assert found.token_ids.tolist() == plain.token_ids.tolist()
+    assert found.finish_reasons == plain.finish_reasons
+    assert found.logprobs is not None
+    assert found.logprobs.by_row() == rows.by_row()
+    assert len(encode(batch, plain)) == 64 + 4 * 16
+    asking = replace(batch, admitted=tuple(replace(a, top_logprobs=3) for a in batch.admitted))
+    hidden = torch.zeros(8, 1)
+    sent = decode(encode(asking, hidden))
+    assert not isinstance(sent, Sampled)
+    assert_equal(sent[0], asking)
+    assert b"logprobs" in encode(asking, hidden).numpy().tobytes()
+    assert b"logprobs" not in encode(batch, hidden).numpy().tobytes()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.logprobs import MOST_TOP_LOGPROBS, LogprobRows
 from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
 from actors.sampling_options import MOST_STOPS, STOP_CHARACTERS
 from actors.schedule.scheduler import QueueSizes
@@ -211,6 +212,10 @@ ADMITTED = asdict(a_batch().admitted[0])
                 {"prompt_tokens": [[]]},
                 {"sampling": None},
                 {"sampling": {"stop": ["x"], "temperature": "hot"}},
+                {"top_logprobs": MOST_TOP_LOGPROBS + 1},
+                {"top_logprobs": -1},
+                {"top_logprobs": True},
+                {"top_logprobs": "3"},
                 {"__class__": "x"},
             )
         ),
@@ -228,6 +233,62 @@ def test_answers_that_are_none(array: int, value: int) -> None:
     message = encode(a_batch(), Sampled(np.array([1, 2]), (None, "stop")))
     struct.pack_into("<q", message.numpy().data, message_format._PREFIX.size + 16 * array, value)
     with pytest.raises(StageLostError, match="tokens or reasons"):
+        decode(message, LIMITS)
+
+
+def with_logprobs(requests: int = 2, columns: int = 1 + MOST_TOP_LOGPROBS) -> Tensor:
+    """Tokens, of which the second has log-probabilities, and the first where there is room."""
+    rows = np.arange(max(requests - 2, 0), requests)
+    values = -np.ones((len(rows), columns), dtype=np.float32)
+    ids = np.ones((len(rows), columns - 1), dtype=np.int64)
+    asked = LogprobRows(rows, values[:, 0], ids, values[:, 1:])
+    return encode(a_batch(), Sampled(np.arange(requests), (None,) * requests, asked))
+
+
+def test_log_probabilities_are_within_limits_of_their_own() -> None:
+    """However narrow the hidden states are, and as few tokens as a micro-batch has."""
+    for requests in (1, 2, LIMITS.requests):
+        found = decode(with_logprobs(requests), LIMITS)
+        assert isinstance(found, Sampled)
+        assert found.logprobs is not None
+        assert found.logprobs.top.shape == (min(requests, 2), MOST_TOP_LOGPROBS)
+    with pytest.raises(StageLostError, match="7 requests, at most 6 were planned"):
+        message_bytes(with_logprobs(LIMITS.requests + 1), LIMITS)
+    with pytest.raises(StageLostError, match="2 rows of 22 log-probabilities for 2 tokens"):
+        message_bytes(with_logprobs(columns=2 + MOST_TOP_LOGPROBS), LIMITS)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rows", 3), ("rows", 0), ("columns", 0)])
+def test_log_probabilities_of_sizes_that_there_are_not(field: str, value: int) -> None:
+    message = with_field(with_logprobs(), field, value)
+    prefix = message_format._Prefix(*message_format._PREFIX.unpack_from(message.numpy().data))
+    message = with_field(message, "message", prefix.planned_bytes)
+    with pytest.raises(StageLostError, match="log-probabilities for 2 tokens"):
+        message_bytes(message, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (0, -1, "of tokens that there are not"),
+        (0, 1, "of tokens that there are not"),
+        (1 + MOST_TOP_LOGPROBS, 2, "of tokens that there are not"),
+        (1, -2, "log-probabilities that are none"),
+        (5, -(2**63), "log-probabilities that are none"),
+    ],
+)
+def test_log_probabilities_of_what_there_is_not(place: int, value: int, said: str) -> None:
+    message = with_logprobs()
+    begin = message_format._PREFIX.size + 2 * 2 * 8
+    struct.pack_into("<q", message.numpy().data, begin + 8 * place, value)
+    with pytest.raises(StageLostError, match=said):
+        decode(message, LIMITS)
+
+
+def test_log_probabilities_that_are_no_numbers() -> None:
+    message = with_logprobs()
+    struct.pack_into("<f", message.numpy().data, len(message) - 4, float("nan"))
+    with pytest.raises(StageLostError, match="log-probabilities that are none"):
         decode(message, LIMITS)
 
 

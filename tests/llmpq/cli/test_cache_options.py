@@ -8,7 +8,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import dist
-from llmpq.cli.dist_options import DIST_RULES, dist_parser, run_options
+from llmpq.cli.options.dist import DIST_RULES, dist_parser, run_options
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 

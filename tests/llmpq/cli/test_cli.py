@@ -198,6 +198,7 @@ def test_unwritable_plan_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------ llmpq-dist
 
 
+@pytest.mark.rare  # `test_security.py` runs such a process, `test_jobs_command.py` looks at tokens
 def test_a_batch_end_to_end_as_a_process(
     tiny: tuple[Path, Any], plan_file: Path, tmp_path: Path, process_environment: dict[str, str]
 ) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from llmpq.cli import algo, dist, evaluate, indicator, profile, submit
-from llmpq.cli.algo_options import ALGO_RULES, algo_parser
 from llmpq.cli.common import Parser
-from llmpq.cli.dist_options import DIST_RULES, dist_parser
+from llmpq.cli.options.algo import ALGO_RULES, algo_parser
+from llmpq.cli.options.dist import DIST_RULES, dist_parser
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions

@@ -19,6 +19,12 @@ from tests.llmpq.processes import children_of, name_of, wait_until_gone
 from tests.paths import ROOT
 
 MODEL = ROOT / "examples" / "demo_model"
+ONE_DEVICE = """
+name: one
+nodes: [{name: a, accelerators: {T4: 1}}]
+network: {internode_gbit_per_s: 100}
+emulate: {time_scale: 0}
+"""
 ROWS = 200
 LIMIT_S = 120.0
 
@@ -28,7 +34,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A command without its output; every other row is a long one."""
     folder = tmp_path_factory.mktemp("job")
     plan_file, prompts = folder / "plan.json", folder / "prompts.jsonl"
-    cluster = Cluster.from_yaml(ROOT / "cluster_specs" / "demo_mixed_cpu.yaml")
+    (folder / "cluster.yaml").write_text(ONE_DEVICE)
+    cluster = Cluster.from_yaml(folder / "cluster.yaml")
     cluster.plan(MODEL, Workload(8, 16, 200)).save(plan_file)
     rows = [
         {"custom_id": f"q{i}", "prompt": [5 + i] * 8, "max_new_tokens": 2 + 198 * (i % 2)}

@@ -32,7 +32,7 @@ def command(plan: Plan, folder: Path, *more: str) -> list[str]:
 
 def test_killed_at_once_and_resumed(
     tiny: tuple[Path, Any],
-    plan: Plan,
+    one_stage: Plan,
     tmp_path: Path,
     process_environment: dict[str, str],
     local_ray: None,
@@ -42,7 +42,7 @@ def test_killed_at_once_and_resumed(
     drawn = random_prompts(tuple(1 + i % 16 for i in range(16)))
     rows = [{"custom_id": f"q{i}", "prompt": list(drawn[i % 16])} for i in range(ROWS)]
     write_prompts(tmp_path / "in.jsonl", *rows)
-    arguments = command(plan, tmp_path, "--shard-rows", "1")
+    arguments = command(one_stage, tmp_path, "--shard-rows", "1")
     process = subprocess.Popen(
         [sys.executable, "-m", "llmpq.cli.dist", *arguments],
         stderr=subprocess.DEVNULL,
@@ -87,21 +87,21 @@ def test_killed_at_once_and_resumed(
     assert dist.main([*arguments, "--shard-rows", "0"]) == 2
 
 
-def test_streams_of_results(plan: Plan, tiny: tuple[Path, Any], local_ray: None) -> None:
+def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: None) -> None:
     """Rows are taken in as they are needed; `async for`, context manager, a Ray Dataset."""
     expected = reference(tiny[1], (5, 6, 7), NEW_TOKENS)
-    with plan.run([5, 6, 7] for _ in range(9)) as results:
+    with one_stage.run([5, 6, 7] for _ in range(9)) as results:
         first = next(results)
         assert list(first.token_ids) == expected
     assert next(results, None) is None
 
     async def collect() -> list[str]:
-        async with plan.run(iter([[5, 6, 7], [5], "text"])) as results:
+        async with one_stage.run(iter([[5, 6, 7], [5], "text"])) as results:
             return [result.custom_id async for result in results]
 
     assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
     rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
-    made = plan.run_dataset(ray.data.from_items(rows)).take_all()
+    made = one_stage.run_dataset(ray.data.from_items(rows)).take_all()
     assert sorted(len(row["token_ids"]) for row in made) == [2, len(expected)]
     assert expected in [list(row["token_ids"]) for row in made]
     assert all(row["custom_id"].startswith("p-") and row["error"] is None for row in made)

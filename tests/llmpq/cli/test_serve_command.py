@@ -26,6 +26,8 @@ def plan_file(plan: Plan, tmp_path: Path) -> str:
         (["--queue_limit", "-1"], "queue_limit is -1"),
         (["--prefill_chunk_tokens", "-2"], "prefill_chunk_tokens is -2"),
         (["--max_batch_size", "0"], "max_batch_size is 0"),
+        (["--file_limit_mib", "0"], "file_limit_mib is 0.0; give a number above 0"),
+        (["--batch_dir", "/dev/null/x"], "pass another --batch_dir"),
         ([], "the model folder has no tokenizer"),
     ],
 )
@@ -41,6 +43,7 @@ def test_bad_input_is_refused_with_exit_code_2(
     said = " ".join(capsys.readouterr().err.split())
     assert words in said
     assert "Traceback" not in said
+    assert not Path(f"{plan_file}.batches").exists()
 
 
 def test_a_plan_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

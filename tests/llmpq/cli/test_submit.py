@@ -17,7 +17,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import dist, submit
-from llmpq.cli.dist_options import dist_parser
+from llmpq.cli.options.dist import dist_parser
 from llmpq.cli.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs

@@ -4,6 +4,7 @@ stop and resume.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -53,15 +54,18 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
-def test_the_plain_form_plans_runs_and_reports(head: Head, tmp_path: Path) -> None:
+def test_the_plain_form_plans_runs_and_reports(
+    head: Head, tmp_path: Path, worker_environment: dict[str, str]
+) -> None:
     lines = (ROOT / "examples" / "demo_prompts.jsonl").read_text().splitlines()[:PROMPTS]
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text("\n".join([*lines, "{broken"]) + "\n")
     job = [sys.executable, "examples/batch_job.py", "--model", "examples/demo_model"]
     job += ["--cluster", "cluster_specs/demo_mixed_cpu.yaml", "--n", "8"]
     job += ["--input", str(prompts), "--output", str(output), "--run", "--shard-rows", "4"]
+    submit = [RAY, "job", "submit", "--address", head.address, "--working-dir", str(ROOT)]
     done = subprocess.run(
-        [RAY, "job", "submit", "--address", head.address, "--working-dir", str(ROOT), "--", *job],
+        [*submit, "--runtime-env-json", json.dumps(worker_environment), "--", *job],
         env=head.environment,
         capture_output=True,
         text=True,

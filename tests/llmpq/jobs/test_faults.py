@@ -57,9 +57,12 @@ SCENARIOS = {
     "errors again, Parquet": Scenario(target="out.parquet", before=7, retry=True),
 }
 
+RARE = ("longer input, folder", "overwrite folder", "errors again, folder", "errors again, Parquet")
+"""Targets and states that other scenarios have too, each with another."""
+
 ALL_MODES = ("new file", "new folder", "new CSV, Zstandard", "overwrite", "errors again")
 CASES = [
-    (name, mode)
+    pytest.param(name, mode, marks=[pytest.mark.rare] if name in RARE else [])
     for name, scenario in SCENARIOS.items()
     for mode in ("torn", "after", "full")
     if mode == "torn" or name in ALL_MODES

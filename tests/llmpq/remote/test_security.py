@@ -154,11 +154,11 @@ def ray_folder() -> Iterator[Path]:
 
 
 def test_no_secret_in_anything_a_run_leaves(
-    plan: Plan, tmp_path: Path, environment: dict[str, str], ray_folder: Path
+    one_stage: Plan, tmp_path: Path, environment: dict[str, str], ray_folder: Path
 ) -> None:
     """Plan, results, trace, manifest, cache, what is printed, and Ray's own logs."""
-    plan.save(tmp_path / "plan.json")
-    plan.report(tmp_path / "report.html")
+    one_stage.save(tmp_path / "plan.json")
+    one_stage.report(tmp_path / "report.html")
     (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
     done = subprocess.run(
         [

@@ -15,7 +15,7 @@ from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload.batch import workload_of_prompts
 from quant.common.errors import SpecError
 from tests.actors.models import reference
-from tests.llmpq.conftest import NEW_TOKENS, tiny_plan
+from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
 from tests.llmpq.processes import alive
 from tests.llmpq.small_tokenizers import BY_CONTENT, GIVES_UP, MANY_X, write_tokenizer
@@ -44,27 +44,11 @@ CAUSES = {
 }
 
 
-ONE_DEVICE = """
-name: one-emulated
-nodes: [{name: a, accelerators: {T4: 1}, usable_memory_gib: 0.01}]
-network: {internode_gbit_per_s: 100}
-emulate: {time_scale: 0}
-"""
-
-
 @pytest.fixture(scope="module")
 def model(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "model"
     shutil.copytree(tiny[0], folder)
     return write_tokenizer(folder, BY_CONTENT, GIVES_UP)
-
-
-@pytest.fixture(scope="module")
-def one_stage(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan of one stage, whose process is soon there."""
-    path = tmp_path_factory.mktemp("one") / "cluster.yaml"
-    path.write_text(ONE_DEVICE)
-    return tiny_plan(tiny[0], path)
 
 
 def rows_between(good: str, bad: dict[str, Any]) -> list[dict[str, Any]]:

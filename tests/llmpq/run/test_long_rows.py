@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from actors.recovery.policy import RecoveryEvent
 from llmpq import Cluster, Plan, Sampling, Workload
 from llmpq.cli.dist import main
 from llmpq.run.replan import replan
+from planner.cluster.spec import ClusterSpec
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
 from tests.actors.models import random_prompts, reference
@@ -20,23 +22,25 @@ from tests.actors.models import random_prompts, reference
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 CLUSTER = """
-name: two
-nodes: [{name: a, accelerators: {T4: 2}}]
-emulate: {time_scale: 0}
+name: played
+nodes: [{{name: a, accelerators: {{T4: {}}}}}]
+emulate: {{time_scale: 0}}
 """
 SHORT, LONG = Workload(6, 8, 4), Workload(2, 24, 12)
 LENGTHS = (3, 20, 8, 9, 1, 24, 25, 5)
 LIMITS = {4: 12, 7: 13}
 
 
-@pytest.fixture(scope="module")
-def spec(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> PlanSpec:
-    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
-    path.write_text(CLUSTER)
-    cluster = Cluster.from_yaml(path)
+def planned(model: Path, devices: int, workload: Workload) -> PlanSpec:
+    cluster = Cluster(ClusterSpec.from_dict(yaml.safe_load(CLUSTER.format(devices))))
     options: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
-    short, long = (cluster.plan(tiny[0], each, **options).spec for each in (SHORT, LONG))
-    return replace(short, long_rows=long)
+    return cluster.plan(model, workload, **options).spec
+
+
+@pytest.fixture(scope="module")
+def spec(tiny: tuple[Path, Any]) -> PlanSpec:
+    """Two plans of one stage each."""
+    return replace(planned(tiny[0], 1, SHORT), long_rows=planned(tiny[0], 1, LONG))
 
 
 PROMPTS = random_prompts(LENGTHS)
@@ -70,7 +74,7 @@ def test_long_rows_come_last_with_the_same_tokens(tiny: tuple[Path, Any], spec: 
     assert event.text.startswith("4 long prompts (of more than 8 tokens, 4 new ones) run now")
     summary = run.summary
     assert summary is not None
-    assert (summary.prompts, summary.errors, len(summary.stages)) == (8, 2, 2)
+    assert (summary.prompts, summary.errors, len(summary.stages)) == (8, 2, 1)
     assert summary.generated_tokens == sum(len(each.token_ids) for each in good.values())
 
 
@@ -86,15 +90,11 @@ def test_a_limit_that_only_long_rows_have_sends_all_rows_there(spec: PlanSpec) -
 
 @pytest.mark.parametrize("has_long", [True, False])
 def test_slots_hold_a_row_of_just_their_tokens_and_none_more(
-    tiny: tuple[Path, Any], spec: PlanSpec, tmp_path: Path, has_long: bool
+    tiny: tuple[Path, Any], spec: PlanSpec, has_long: bool
 ) -> None:
     """Neither of the rows is beyond the longest prompt or the longest output."""
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    slots = Workload(2, 8, 6, slot_tokens=10)
-    made = Cluster.from_yaml(tmp_path / "cluster.yaml").plan(
-        tiny[0], slots, dtype="float32", bits=[16], keep_all_devices=True
-    )
-    plan = replace(made.spec, long_rows=spec.long_rows if has_long else None)
+    made = planned(tiny[0], 1, Workload(2, 8, 6, slot_tokens=10))
+    plan = replace(made, long_rows=spec.long_rows if has_long else None)
     prompts = random_prompts((4, 8, 5, 8))
     limits = (6, 2, 6, 3)
     rows = [
@@ -129,7 +129,8 @@ def test_the_plan_for_long_rows_is_checked_too(spec: PlanSpec) -> None:
         plan.run([[3]])
 
 
-def test_devices_that_are_lost_are_in_neither_plan(spec: PlanSpec) -> None:
+def test_devices_that_are_lost_are_in_neither_plan(tiny: tuple[Path, Any]) -> None:
+    spec = replace(planned(tiny[0], 2, SHORT), long_rows=planned(tiny[0], 2, LONG))
     left = replan(PlanSpec.from_json(spec.to_json()), ["a/T4-16GB:1"])
     assert left.long_rows is not None
     for plan, workload in ((left, SHORT), (left.long_rows, LONG)):

@@ -10,6 +10,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
+from actors.messages import Request, Sampling
+from actors.processes.placement import place
+from actors.processes.reservation import copies_granted
 from actors.stage_group import GroupOptions, StageGroup, Timeouts
 from llmpq import Cluster, Plan, Workload
 from quant.common.errors import DeviceError
@@ -19,12 +22,12 @@ from tests.llmpq.conftest import NEW_TOKENS
 
 @pytest.fixture(scope="module")
 def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
-    """A head without devices, and a node each for T4, V100 and A100."""
+    """A head without devices, a node of a T4, and one of a V100 and an A100."""
     cluster = RayCluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )
-    for name in ("T4", "V100", "A100"):
-        cluster.add_node(num_cpus=1, resources={name: 1})
+    cluster.add_node(num_cpus=1, resources={"T4": 1})
+    cluster.add_node(num_cpus=2, resources={"V100": 1, "A100": 1})
     ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)
     yield
     ray.shutdown()
@@ -44,10 +47,14 @@ def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan
         )
         with pytest.raises(DeviceError, match="in use"):
             second.__enter__()
-    prompts = random_prompts((5, 11, 1, 8, 16, 2, 11))
-    results = {r.custom_id: r for r in plan.run([list(p) for p in prompts])}
+        placements = place(plan.stages, ray.cluster_resources())
+        assert copies_granted(placements, 2, limit_s=1.0) == 0
+        prompts = random_prompts((5, 11, 1, 8, 16, 2, 11))
+        requests = [Request(str(i), p, NEW_TOKENS, Sampling()) for i, p in enumerate(prompts)]
+        found = {each.custom_id: each for some in group.generate(requests) for each in some}
+    assert copies_granted(placements, 2) == 1
     for i, prompt in enumerate(prompts):
-        assert list(results[f"row-{i}"].token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
+        assert list(found[str(i)].token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
 
 
 @pytest.mark.usefixtures("ray_nodes")

@@ -8,7 +8,7 @@ import pytest
 
 from actors.messages import Sampling
 from llmpq import Plan
-from llmpq.cli.dist_options import dist_parser, run_options
+from llmpq.cli.options.dist import dist_parser, run_options
 from llmpq.errors import SpecError
 from llmpq.run.options import RunOptions
 

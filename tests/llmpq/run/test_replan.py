@@ -30,7 +30,10 @@ FILES = {"plan": "plan.json", "input": "in.jsonl", "output": "out.jsonl"}
 
 
 def planned(counts: tuple[int, int] = (2, 2), **options: Any) -> PlanSpec:
-    """At theta 1, unless a bound takes its place: which plan it is does not matter here."""
+    """At theta 1, unless a bound takes its place, and by four layers: which plan it is does not
+    matter here.
+    """
+    options = {"group": 4, **options}
     if "max_latency_s" not in options:
         options.setdefault("theta", 1.0)
     cluster = Cluster.from_counts(["T4", "V100-32G"], counts)
@@ -60,13 +63,13 @@ def test_lost_devices_are_in_no_later_plan_and_the_rest_is_planned_as_if_new() -
 
 
 def test_options_hold_but_not_a_latency_that_fewer_devices_cannot_keep(tmp_path: Path) -> None:
-    first = planned(bits=(4, 8), kv_bits="auto", dtype="float16")
+    first = planned((1, 2), bits=(4, 8), kv_bits="auto", dtype="float16")
     plan = replan(first, ["node1/V100-SXM2-32GB:0"])
     assert {bits for stage in plan.stages for bits in stage.bitwidths} <= {4, 8}
     assert plan.origin is not None
     assert plan.origin.options.kv_bits == "auto"
-    best_s = planned(theta=0.0).predicted.objective_latency_s
-    bounded = planned(max_latency_s=1.01 * best_s)
+    best_s = planned((1, 2), theta=0.0).predicted.objective_latency_s
+    bounded = planned((1, 2), max_latency_s=1.01 * best_s)
     with pytest.warns(UserWarning, match="max_latency_s"):
         slower = replan(bounded, ["node1/V100-SXM2-32GB:0"])
     assert slower.predicted.latency_s > 1.01 * best_s

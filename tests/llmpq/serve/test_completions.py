@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from llmpq.serve.options import ServeOptions
+from llmpq.serve.wire.answers import CompletionForm
+from llmpq.serve.wire.pieces import Piece, TokenText
 from tests.llmpq.serve.asking import COMPLETIONS, NOW_S, ask, completion, events
 from tests.llmpq.serve.pretend_engine import PretendEngine
 
@@ -205,6 +207,19 @@ def test_log_probabilities() -> None:
     found = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
     assert {name: [x for each in found for x in each[name]] for name in wanted} == wanted
     assert [chunk["text"] for chunk in chunks] == ["a", "é", ""]
+
+
+def test_the_chosen_token_is_told_beside_the_most_probable_ones() -> None:
+    """As OpenAI does; of tokens with one text the best counts."""
+    token = TokenText("c", 0, -3.0, (("a", -0.5), ("\ufffd", -1.0), ("\ufffd", -2.0)))
+    same = TokenText("\ufffd", 1, -2.0, token.top)
+    choice = CompletionForm(True).whole([Piece(0, "c\ufffd", 2, (token, same), "length")])
+    assert choice["logprobs"] == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-3.0, -2.0],
+        "tokens": ["c", "\ufffd"],
+        "top_logprobs": [{"a": -0.5, "\ufffd": -1.0, "c": -3.0}, {"a": -0.5, "\ufffd": -1.0}],
+    }
 
 
 def test_impossible_tokens_have_a_log_probability_that_json_can_write() -> None:

@@ -11,6 +11,7 @@ from planner.micro_batches import MicroBatches
 from planner.plan.job_forecast import JobForecast
 from planner.plan.simulate import FILLS_SHOWN, simulate_plan
 from planner.schedule.job_passes import job_passes
+from planner.scheduling import PolicyOptions
 from planner.workload import Job
 
 
@@ -27,6 +28,7 @@ class _Plan:
     """What the simulation reads of a plan for a job."""
 
     micro_batches = MicroBatches(2, 4)
+    policy = PolicyOptions()
     time_scale = 0.0
     stages = (_Stage(), _Stage())
 

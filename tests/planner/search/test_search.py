@@ -138,7 +138,7 @@ class Steps:
 def test_out_of_time_the_best_plan_so_far_comes_with_its_gap() -> None:
     names = ["T4-16GB", "V100-SXM2-32GB", "A100-40GB", "P100"]
     cluster = ClusterSpec.from_counts(names, [1] * 4)
-    options = PlanOptions(theta=20.0, search_time_limit=60.0, keep_all_devices=True)
+    options = PlanOptions(theta=20.0, search_time_limit=60.0, keep_all_devices=True, group=GROUP)
     shape = model_shape("opt-30b")
     optimum = find_plan(cluster, shape, "opt-30b", WORKLOAD, options)
     assert optimum.solver.status == "optimal"

@@ -91,6 +91,7 @@ def test_answers_thrice_as_long_lead_to_another_plan(
     assert not measured.slowdowns
 
 
+@pytest.mark.rare  # `test_control.py` finds no other plan for a pretend run
 @pytest.mark.usefixtures("quick")
 def test_without_another_plan_the_run_goes_on(
     planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch

@@ -23,31 +23,16 @@ from planner.plan.simulate import simulate_plan
 from tests.actors.models import random_prompts
 from tests.llmpq.conftest import BATCH, EMULATED, NEW_TOKENS, PROMPT_LENGTH
 
-REPORT_MS = 500  # in place of Ray's 10 s, so that metrics are there soon
 PROMPTS = 12
 JOB = "watched"
 
 
 @pytest.fixture(scope="module")
-def group(
-    tiny: tuple[Path, Any], plan: Plan, worker_environment: dict[str, str]
-) -> Iterator[StageGroup]:
-    """Three stages that note all, under a Ray that reports metrics often; runs add up."""
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        num_cpus=2,
-        runtime_env=worker_environment,
-        _system_config={"metrics_report_interval_ms": REPORT_MS},
-    )
-    try:
-        with StageGroup(
-            plan.spec, str(tiny[0]), GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
-        ) as stages:
-            yield stages
-    finally:
-        ray.shutdown()
+def group(local_ray: None, tiny: tuple[Path, Any], plan: Plan) -> Iterator[StageGroup]:
+    """Three stages that note all; runs add up."""
+    options = GroupOptions(telemetry=TelemetryOptions(JOB, trace=True))
+    with StageGroup(plan.spec, str(tiny[0]), options) as stages:
+        yield stages
 
 
 def requests() -> list[Request]:

@@ -11,6 +11,7 @@ from llmpq.workload.batch import DEFAULT_WORKLOAD
 from llmpq.workload.input_job import LONG_ROWS, SEPARATE
 from planner.option_rules import Rule
 from planner.options import FRONT_RULES, PLAN_RULES, PROFILE_USES, QUALITIES, PlanOptions
+from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
 from planner.search.job.in_flight import JOB_GAP
 from quant.scheme import BITWIDTHS, ROUNDINGS
 
@@ -235,6 +236,14 @@ def _add_search(add: Any, default: PlanOptions) -> None:
         const=True,
         help="do not try to leave out devices that do not help",
     )
+    add("--policy", choices=POLICY_NAMES,
+        help="scheduling to plan for: micro-batches of one phase, or first come, first served at "
+        "every iteration (static)")  # fmt: skip
+    add("--max_batch_size", type=int,
+        help="most requests in a micro-batch of orca (what is best by simulation)")  # fmt: skip
+    add("--prefill_chunk_tokens", type=int,
+        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all "
+        f"({PREFILL_CHUNK_TOKENS})")  # fmt: skip
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
 

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from actors.messages import TRANSPORTS
-from actors.schedule.policy_options import POLICY_NAMES
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
+from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
 from quant.common.errors import SpecError
 
 _RUN_OPTIONS = (*(field.name for field in dataclasses.fields(RunOptions)), *SAMPLING_OPTIONS)
@@ -123,20 +123,19 @@ def _add_stages(parser: Parser) -> None:
     add(
         "--policy",
         choices=POLICY_NAMES,
-        default="static",
         help="scheduling: the plan's micro-batches, or first come, first served at every "
-        "iteration (static)",
+        "iteration (the plan's)",
     )
     add(
         "--max_batch_size",
         type=int,
-        help="most requests in a micro-batch of orca (the plan's decode micro-batch)",
+        help="most requests in a micro-batch of orca (the plan's, or its decode micro-batch)",
     )
     add(
         "--prefill_chunk_tokens",
         type=int,
-        default=0,
-        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all (0)",
+        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all (the plan's, "
+        f"or {PREFILL_CHUNK_TOKENS})",
     )
 
 

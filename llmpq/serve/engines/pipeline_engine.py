@@ -8,10 +8,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from actors.logprobs import MOST_TOP_LOGPROBS, TokenLogprobs
 from actors.messages import Progress, Request, Sampling
 from llmpq.rows.row import Row
 from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
@@ -22,16 +22,15 @@ from llmpq.serve.engine import (
     EngineStoppingError,
     GenerationError,
     GenerationRequest,
-    PromptError,
-    PromptTooLongError,
     QueueState,
     TokenEvent,
+    TokenLogprob,
 )
-from llmpq.tokenizing.requests import load_tokenizer
-from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
+from llmpq.serve.engines.tokenizer import ModelTokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
 from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
-from quant.common.errors import LlmpqError, SpecError
+from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
@@ -48,10 +47,17 @@ class PipelineEngine:
 
     Everything that can be checked without the stages is checked here: raises what
     `llmpq.run.run.Run` raises for a plan, a model and options that do not go together. `start`
-    loads the stages meanwhile, `close` ends them.
+    loads the stages meanwhile, `close` ends them. `tokenizer` may be another engine's, which then
+    has to be closed later than this one.
     """
 
-    def __init__(self, plan: PlanSpec, options: RunOptions, source: str = "the plan") -> None:
+    def __init__(
+        self,
+        plan: PlanSpec,
+        options: RunOptions,
+        source: str = "the plan",
+        tokenizer: ModelTokenizer | None = None,
+    ) -> None:
         self._plan, self._options = plan, options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         folder = resolve(self._checkpoint, weights=False)
@@ -65,10 +71,11 @@ class PipelineEngine:
             slot_tokens=room.total_length,
             default_new_tokens=found.sampling.max_new_tokens or room.new_tokens,
             vocab_size=shape.vocab_size,
+            top_logprobs=MOST_TOP_LOGPROBS,
         )
         limits = Limits(options.row_s, most_tokens=room.prompt_length)
-        self._encoder = _Tokenizer(load_tokenizer(folder, limits))
-        self._decoder = _Tokenizer(load_tokenizer(folder))
+        self._owns_tokenizer = tokenizer is None
+        self.tokenizer = tokenizer or ModelTokenizer(folder, limits)
         self._status: EngineStatus = "loading"
         self._created_s = int(time.time())
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
@@ -77,15 +84,21 @@ class PipelineEngine:
         self._live: LiveGeneration | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
+        self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="llmpq-engine", daemon=True)
 
     def start(self) -> None:
         """Begin to load the stages; `status` tells when they are ready."""
         self._thread.start()
 
+    def wait_loaded(self) -> None:
+        """Wait until the stages are ready or have failed, or the engine is closed."""
+        self._loaded.wait()
+
     def close(self) -> None:
         """End the stages, and the generations that there are."""
         self._closing.set()
+        self._loaded.set()
         live = self._live
         if live is not None:
             for custom_id in list(self._answers):
@@ -93,8 +106,8 @@ class PipelineEngine:
             live.close()
         if self._thread.is_alive():  # loading cannot be ended but by the end of Ray
             self._thread.join(None if live is not None else LOADING_S)
-        self._encoder.close()
-        self._decoder.close()
+        if self._owns_tokenizer:
+            self.tokenizer.close()
 
     @property
     def model_name(self) -> str:
@@ -130,32 +143,16 @@ class PipelineEngine:
             running=len(self._running),
             slots=room.global_batch,
             kv_tokens_used=sum(self._reserved[each] for each in self._running),
-            kv_tokens=room.global_batch * room.total_length,
+            kv_tokens=room.kv_tokens,
         )
 
     async def encode(self, row: Row) -> tuple[int, ...]:
         """Token ids of a prompt, as `Engine.encode`."""
-        if row.token_ids is not None:
-            return row.token_ids
-        task = {"text": row.text} if row.messages is None else {"chat": row.messages}
-        most = self._encoder.most_characters
-        if row.text is not None and most is not None and len(row.text) > most:
-            raise PromptTooLongError(f"{len(row.text)} characters")
-        answer = await self._encoder.ask(task)
-        if answer.error is not None:
-            raise PromptError(f"{answer.of}: {answer.error}")
-        if answer.characters is not None:
-            raise PromptTooLongError(f"{answer.characters} characters")
-        if answer.tokens is not None:
-            raise PromptTooLongError(f"{answer.tokens} tokens")
-        return answer.ids or ()
+        return await self.tokenizer.encode(row)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, as `Engine.decode`."""
-        answer = await self._decoder.ask({"ids": tuple(token_ids)})
-        if answer.text is None:
-            raise GenerationError("the tokens of the answer could not be made into text")
-        return answer.text
+        return await self.tokenizer.decode(token_ids)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """The tokens of an answer, as `Engine.generate`."""
@@ -173,6 +170,7 @@ class PipelineEngine:
                 request.max_new_tokens,
                 request.sampling,
                 draw_id=request.draw_id,
+                top_logprobs=request.top_logprobs,
             )
         )
         ended = False
@@ -198,6 +196,7 @@ class PipelineEngine:
                     return
                 self._live = group.live()
                 self._status = "ready"
+                self._loaded.set()
                 for told in self._live.events():
                     self._call(self._deliver, told)
         except LlmpqError as error:
@@ -206,6 +205,7 @@ class PipelineEngine:
             self._fail(f"{type(error).__name__}: {error}")
         else:
             self._status = "draining"
+        self._loaded.set()
         self._call(self._give_up)
 
     def _fail(self, why: str) -> None:
@@ -225,7 +225,7 @@ class PipelineEngine:
             transport=options.transport,
             recovery=options.recovery,
             on_event=lambda event: _LOG.warning("%s: %s", event.kind, event.text),
-            policy=options.scheduling,
+            policy=options.scheduling(self._plan),
         )
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -246,34 +246,6 @@ class PipelineEngine:
             answers.put_nowait(None)
 
 
-class _Tokenizer:
-    """A model's tokenizer process, asked by one thread in the order in which it is called."""
-
-    def __init__(self, process: TokenizerProcess | None) -> None:
-        if process is None:
-            raise SpecError(
-                "the model folder has no tokenizer; serving makes text of tokens, so put "
-                "tokenizer.json there"
-            )
-        self._process = process
-        self._thread = ThreadPoolExecutor(1, "llmpq-tokenizer")
-
-    @property
-    def most_characters(self) -> int | None:
-        """Characters of a prompt beyond which it has too many tokens."""
-        return self._process.most_characters
-
-    async def ask(self, task: Mapping[str, object]) -> Answer:
-        """The answer to a task of the tokenizer's process."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._process.ask, task)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 def _events(progress: Progress | None) -> Sequence[TokenEvent]:
     """The tokens of `progress`; raises `GenerationError` where it says that there is an error."""
     if progress is None:
@@ -281,5 +253,12 @@ def _events(progress: Progress | None) -> Sequence[TokenEvent]:
     reason = progress.finish_reason
     if reason == "error":
         raise GenerationError(progress.error or "the model's output was not finite")
-    *before, last = (TokenEvent(token) for token in progress.token_ids)
-    return (*before, TokenEvent(last.token_id, reason))
+    ends = (*(None for _ in progress.token_ids[1:]), reason)
+    if not progress.logprobs:
+        return [TokenEvent(*each) for each in zip(progress.token_ids, ends, strict=True)]
+    told = zip(progress.token_ids, ends, progress.logprobs, strict=True)
+    return [TokenEvent(token, end, *_logprobs(found)) for token, end, found in told]
+
+
+def _logprobs(found: TokenLogprobs) -> tuple[float, tuple[TokenLogprob, ...]]:
+    return found.logprob, tuple(TokenLogprob(*each) for each in found.top)

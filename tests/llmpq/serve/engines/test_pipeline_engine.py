@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmpq import Cluster, Plan, Workload
@@ -17,8 +21,12 @@ from llmpq.serve.engine import (
     GenerationRequest,
     PromptTooLongError,
     TokenEvent,
+    TokenLogprob,
 )
-from llmpq.serve.pipeline_engine import PipelineEngine
+from llmpq.serve.engines.pipeline_engine import PipelineEngine
+from llmpq.serve.options import ServeOptions
+from llmpq.serve.service import Service
+from tests.llmpq.serve.asking import COMPLETIONS, client_of
 from tests.paths import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -44,10 +52,15 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return Cluster.from_yaml(path).plan(MODEL, Workload(4, 32, NEW_TOKENS), **options)
 
 
+@cache
+def model_and_tokenizer() -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    return model, AutoTokenizer.from_pretrained(MODEL)
+
+
 def expected(text: str) -> tuple[tuple[int, ...], list[int]]:
     """Token ids of the prompt, and those that the whole model generates."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model, tokenizer = model_and_tokenizer()
     given = tokenizer(text, return_tensors="pt")
     made = model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
     prompt = given["input_ids"][0].tolist()
@@ -82,22 +95,69 @@ def request(engine: PipelineEngine, name: str, ids: tuple[int, ...]) -> Generati
     return GenerationRequest(name, ids, NEW_TOKENS, engine.sampling, name)
 
 
+def logprobs_of(prompt: tuple[int, ...], tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities of the whole model, in the plan's dtype, for each of the new tokens."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tuple(tokens)])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1)
+
+
+def assert_logprobs(events: list[TokenEvent], prompt: tuple[int, ...]) -> None:
+    """The tokens are greedy ones, each with those of the three most probable."""
+    wanted = logprobs_of(prompt, [event.token_id for event in events])
+    for event, row in zip(events, wanted, strict=True):
+        best = row.topk(3)
+        assert event.logprob is not None
+        assert event.logprob == pytest.approx(best.values[0].item(), abs=1e-4)
+        assert event.top[0] == TokenLogprob(event.token_id, event.logprob)
+        assert [each.token_id for each in event.top] == best.indices.tolist()
+        assert [each.logprob for each in event.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+async def assert_completions_have_them(engine: PipelineEngine) -> None:
+    """Over HTTP, of tokens that are drawn."""
+    body = {"model": engine.model_name, "prompt": PROMPTS[1], "logprobs": 2}
+    body |= {"temperature": 1.5, "seed": 1}
+    async with client_of(Service(engine, ServeOptions())) as client:
+        answer = (await client.post(COMPLETIONS, json=body)).json()
+        both = await client.post(COMPLETIONS, json=body | {"logprobs": 0, "top_p": 1e-9})
+    (choice,) = answer["choices"]
+    told = choice["logprobs"]
+    assert "".join(told["tokens"]) == choice["text"]
+    lengths = [len(token) for token in told["tokens"]]
+    assert told["text_offset"] == [sum(lengths[:number]) for number in range(len(lengths))]
+    for token, own, top in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
+        assert top[token] >= own
+        assert 2 <= len(top) <= 3
+    best = both.json()["choices"][0]["logprobs"]
+    alone = zip(best["tokens"], best["token_logprobs"], strict=True)
+    assert best["top_logprobs"] == [{token: own} for token, own in alone]
+
+
 def test_many_answers_at_once_are_those_of_generate(plan: Plan) -> None:
     async def use(engine: PipelineEngine) -> None:
         async def answer(number: int, text: str) -> None:
             await asyncio.sleep(0.02 * number)
             ids = await engine.encode(Row("p", text=text))
-            events = [e async for e in engine.generate(request(engine, str(number), ids))]
+            asked = replace(request(engine, str(number), ids), top_logprobs=(None, 3)[number % 2])
+            events = [e async for e in engine.generate(asked)]
             prompt, tokens = expected(text)
             assert ids == prompt
             assert [event.token_id for event in events] == tokens
             assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
             assert events[-1].finish_reason in ("stop", "length")
-            assert await engine.decode(tokens) == AutoTokenizer.from_pretrained(MODEL).decode(
-                tokens, skip_special_tokens=True
-            )
+            if number % 2:
+                assert_logprobs(events, prompt)
+            assert {e.logprob is None for e in events} == {number % 2 == 0}
+            _, tokenizer = model_and_tokenizer()
+            whole = tokenizer.decode(tokens, skip_special_tokens=True)
+            assert await engine.decode(tokens) == whole
 
         await asyncio.gather(*(answer(i, text) for i, text in enumerate(PROMPTS)))
+        await assert_completions_have_them(engine)
         assert (engine.queue.waiting, engine.queue.running, engine.queue.kv_tokens_used) == (0,) * 3
 
     with_engine(plan, use)

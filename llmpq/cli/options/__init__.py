@@ -1,0 +1,1 @@
+"""The options of the commands that have many, one command a file."""

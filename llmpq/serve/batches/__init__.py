@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: work that runs behind online requests and survives the server."""

@@ -1,0 +1,213 @@
+"""What clients ask of files and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from fastapi import Request
+
+from llmpq.serve.batches.bodies import BatchBody, BatchPage, FilePage
+from llmpq.serve.batches.runner import Runner
+from llmpq.serve.batches.storage.records import (
+    WINDOW_S,
+    Batch,
+    StoredFile,
+    new_batch_id,
+)
+from llmpq.serve.batches.storage.store import MOST_RECORDS, BatchStore
+from llmpq.serve.batches.uploading import Uploads, disk_error
+from llmpq.serve.service import Service
+from llmpq.serve.wire.answers import Json
+from llmpq.serve.wire.errors import bad_request, conflict, not_found, queue_full
+
+MOST_UNFINISHED = 100
+"""Batches that wait or run at once."""
+
+T = TypeVar("T")
+RecordT = TypeVar("RecordT", Batch, StoredFile)
+
+
+class Batches:
+    """Files and batches in `store`, over the engine of `service`; all is called in one event loop.
+
+    Methods raise `ApiError`: 404 for what does not exist, 409 where a state does not allow it, 507
+    where the disk fails.
+    """
+
+    def __init__(self, store: BatchStore, service: Service) -> None:
+        self._store = store
+        self._service = service
+        self._uploads = Uploads(store, service)
+        self._runner = Runner(store, service)
+
+    def start(self) -> None:
+        """Go on with the batches that are not finished."""
+        self._runner.start()
+
+    async def close(self) -> None:
+        """Stop; what is done is kept, and the rest goes on at the next start."""
+        await self._runner.close()
+
+    async def upload(self, request: Request) -> Json:
+        """Take a file."""
+        self._service.gate.check_open()
+        try:
+            with self._store.arriving() as arrival:
+                described = await self._uploads.take(request, arrival)
+                kept = await self._runner.keep(partial(arrival.keep, described))
+        except OSError as error:
+            raise disk_error(error) from error
+        return kept.content
+
+    def file(self, file_id: str) -> StoredFile:
+        """A file."""
+        found = self._store.files.get(file_id)
+        is_expired = (
+            found is not None
+            and found.expires_at is not None
+            and found.expires_at <= self._service.clock()
+        )
+        if found is None or (is_expired and not self._store.users(file_id)):
+            raise not_found("file", file_id)
+        return found
+
+    def files(self, page: FilePage) -> Json:
+        """A page of files."""
+        found = [each for each in self._store.files if page.purpose in (None, each.purpose)]
+        if page.order == "desc":
+            found.reverse()
+        return _listed(_page(found, page.after, page.limit), lambda file: file.content)
+
+    def content_path(self, file_id: str) -> Path:
+        """Path of a file's content."""
+        return self._store.path(self.file(file_id).id)
+
+    async def delete_file(self, file_id: str) -> Json:
+        """Delete a file that no batch needs."""
+
+        def delete() -> None:
+            self.file(file_id)
+            users = self._store.users(file_id)
+            if users:
+                raise conflict(
+                    f"the file {file_id} is the input of {users[0]}, which is not finished; cancel "
+                    "that first",
+                    "file_in_use",
+                )
+            self._store.remove_file(file_id)
+
+        await self._kept(delete)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    async def create(self, body: BatchBody) -> Json:
+        """Begin a batch."""
+
+        def make() -> Batch:
+            file = self._store.files.get(body.input_file_id)
+            if file is None:
+                raise not_found("file", body.input_file_id)
+            if file.purpose != "batch":
+                raise bad_request(
+                    f"the file {file.id} was made by a batch; send one with purpose 'batch'",
+                    "input_file_id",
+                )
+            if len(self._store.unfinished()) >= MOST_UNFINISHED:
+                raise queue_full(self._service.options.retry_after_s)
+            if len(self._store.batches) >= MOST_RECORDS:
+                raise queue_full(self._service.options.retry_after_s)
+            now_s = int(self._service.clock())
+            kept = body.output_expires_after
+            batch = Batch(
+                new_batch_id(),
+                self._store.batches.next_number,
+                body.endpoint,
+                file.id,
+                now_s,
+                now_s + WINDOW_S,
+                metadata=body.metadata,
+                output_s=None if kept is None else kept.seconds,
+            )
+            self._store.batches.put(batch)
+            return batch
+
+        self.file(body.input_file_id)
+        batch = await self._kept(make)
+        self._runner.follow(batch.id)
+        return batch.content
+
+    def batch(self, batch_id: str) -> Json:
+        """A batch as it is now."""
+        return self._content(self._found(batch_id))
+
+    def batches(self, page: BatchPage) -> Json:
+        """A page of batches, the newest first."""
+        found = list(self._store.batches)[::-1]
+        return _listed(_page(found, page.after, page.limit), self._content)
+
+    async def cancel(self, batch_id: str) -> Json:
+        """Cancel a batch; what is done is kept."""
+
+        def turn() -> Batch:
+            batch = self._found(batch_id)
+            if batch.status == "cancelling":
+                return batch
+            if batch.status not in ("validating", "in_progress"):
+                raise conflict(
+                    f"the batch {batch_id} is {batch.status}; it cannot be cancelled any more",
+                    "batch_not_cancellable",
+                )
+            cancelling = batch.turned("cancelling", int(self._service.clock()))
+            self._store.batches.put(cancelling)
+            return cancelling
+
+        batch = await self._kept(turn)
+        self._runner.end(batch_id)
+        return self._content(batch)
+
+    def _found(self, batch_id: str) -> Batch:
+        found = self._store.batches.get(batch_id)
+        if found is None:
+            raise not_found("batch", batch_id)
+        return found
+
+    def _content(self, batch: Batch) -> Mapping[str, object]:
+        counts = self._runner.counts.get(batch.id)
+        if counts is not None and not batch.is_finished:
+            batch = replace(batch, request_counts=counts)
+        return batch.content
+
+    async def _kept(self, change: Callable[[], T]) -> T:
+        try:
+            return await self._runner.keep(change)
+        except OSError as error:
+            raise disk_error(error) from error
+
+
+def _page(
+    records: Sequence[RecordT], after: str | None, limit: int
+) -> tuple[Sequence[RecordT], bool]:
+    """The records behind the one called `after`, and whether there are more."""
+    begin = 0
+    if after is not None:
+        places = (place for place, each in enumerate(records) if each.id == after)
+        begin = next(places, -1) + 1
+        if not begin:
+            raise not_found("entry", after)
+    return records[begin : begin + limit], len(records) > begin + limit
+
+
+def _listed(
+    page: tuple[Sequence[RecordT], bool], content: Callable[[RecordT], Mapping[str, object]]
+) -> Json:
+    records, has_more = page
+    return {
+        "object": "list",
+        "data": [content(each) for each in records],
+        "first_id": records[0].id if records else None,
+        "last_id": records[-1].id if records else None,
+        "has_more": has_more,
+    }

@@ -1,0 +1,255 @@
+"""Batches on their way: checked as they come, run one after another, ended when it is time.
+
+A batch stays as it is on disk where the disk fails or the server ends, and goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from llmpq.serve.batches import lines
+from llmpq.serve.batches.answering import Answering
+from llmpq.serve.batches.behind import BehindOnline
+from llmpq.serve.batches.finishing import finish
+from llmpq.serve.batches.job import BatchJob, Scan, scan
+from llmpq.serve.batches.storage.records import Batch, Counts
+from llmpq.serve.batches.storage.store import BatchStore
+from llmpq.serve.service import Service
+from llmpq.serve.wire.boundary import log_fault
+from quant.common.errors import InputError
+
+RETRY_S = 30.0
+"""Seconds after which a batch is tried again that the disk has stopped."""
+
+LOOK_S = 1.0
+"""Seconds between looks for what has expired."""
+
+MOST_AT_ONCE = 256
+"""Lines in work at most, however many slots the engine has."""
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs the batches of `store`; all is called in one event loop.
+
+    `counts`: lines done of the batches that run, beyond what their records say.
+    """
+
+    def __init__(self, store: BatchStore, service: Service) -> None:
+        self.counts: dict[str, Counts] = {}
+        self._store = store
+        self._service = service
+        self._engine = BehindOnline(service.engine, service.gate)
+        self._records = ThreadPoolExecutor(1, "llmpq-batch-records")
+        self._jobs = ThreadPoolExecutor(1, "llmpq-batch-job")
+        self._turn = asyncio.Lock()
+        self._ends: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opened: set[BatchJob] = set()
+
+    def start(self) -> None:
+        """Go on with the batches that are not finished."""
+        self._begin(self._look())
+        for batch in self._store.unfinished():
+            self.follow(batch.id)
+
+    def follow(self, batch_id: str) -> None:
+        """Bring a batch to its end."""
+        self._ends[batch_id] = asyncio.Event()
+        self._begin(self._follow(batch_id))
+
+    def end(self, batch_id: str) -> None:
+        """End a batch early; its record says why."""
+        if batch_id in self._ends:
+            self._ends[batch_id].set()
+
+    async def close(self) -> None:
+        """Stop; what is done is committed, and the rest goes on at the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in tuple(self._opened):  # one that was being opened when its task ended
+            await self._in_job(partial(self._close, job))
+        self._records.shutdown()
+        self._jobs.shutdown()
+
+    async def keep(self, change: Callable[[], T]) -> T:
+        """Change records, one change after another."""
+        return await asyncio.get_running_loop().run_in_executor(self._records, change)
+
+    async def _in_job(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        """End batches whose time is over, and remove files whose time is over."""
+        while True:
+            now_s = self._service.clock()
+            for batch in self._store.unfinished():
+                if batch.expires_at <= now_s:
+                    self.end(batch.id)
+            try:
+                await self.keep(partial(self._store.remove_expired, now_s))
+            except OSError as error:
+                _LOG.error("expired files cannot be removed: %s", error.strerror)
+            await asyncio.sleep(LOOK_S)
+
+    async def _follow(self, batch_id: str) -> None:
+        while True:
+            try:
+                await self._through(batch_id)
+                break
+            except InputError as error:
+                why = str(error)
+            except OSError as error:
+                why = str(error)
+            except Exception as error:  # one batch's fault must not end the others
+                log_fault(batch_id, error)
+                why = "a fault of the server"
+            _LOG.error("%s waits for %g s: %s", batch_id, RETRY_S, why)
+            await asyncio.sleep(RETRY_S)
+        self.counts.pop(batch_id, None)
+        del self._ends[batch_id]
+
+    async def _through(self, batch_id: str) -> None:
+        """All states of a batch up to its last."""
+        batch = self._batch(batch_id)
+        if batch.is_finished:  # what followed its end has failed
+            return
+        source = self._store.path(batch.input_file_id)
+        most = self._service.options.body_limit_bytes
+        found = await self._in_job(partial(scan, source, most))
+        if not await self.keep(partial(self._check, batch_id, found)):
+            return
+        async with self._run_in_turn(batch_id):
+            job = await self._in_job(partial(self._open, batch))
+            try:
+                answering = Answering(self._service, self._engine, batch.endpoint, found)
+                await self._run(batch_id, job, answering)
+                await self._in_job(job.finish)
+                await self.keep(partial(self._turn_to_finalizing, batch_id, job.counts))
+                now_s = int(self._service.clock())
+                await self.keep(partial(finish, self._store, batch_id, job, now_s))
+            finally:
+                await self._in_job(partial(self._close, job))
+        await self.keep(partial(self._store.remove_job, batch_id))
+
+    def _batch(self, batch_id: str) -> Batch:
+        found = self._store.batches.get(batch_id)
+        assert found is not None, "a batch is removed long after its end"
+        return found
+
+    def _check(self, batch_id: str, found: Scan) -> bool:
+        """Whether a batch with such an input can run; notes what was found."""
+        batch, now_s = self._batch(batch_id), int(self._service.clock())
+        if found.problem is not None:
+            failed = batch.turned("failed", now_s)
+            self._store.batches.put(replace(failed, problems=(found.problem,)))
+            self._store.remove_job(batch_id)
+            return False
+        if batch.status in ("validating", "cancelling") and not batch.request_counts.total:
+            batch = replace(batch, request_counts=Counts(total=found.lines))
+            if batch.status == "validating":
+                batch = batch.turned("in_progress", now_s)
+            self._store.batches.put(batch)
+        return True
+
+    @asynccontextmanager
+    async def _run_in_turn(self, batch_id: str) -> AsyncGenerator[None, None]:
+        """Wait for the batches that came before, unless this one ends early: that is soon done."""
+        waiting = asyncio.create_task(self._turn.acquire())
+        ending = asyncio.create_task(self._ends[batch_id].wait())
+        if self._batch(batch_id).status == "cancelling":
+            self.end(batch_id)
+        try:
+            await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
+            yield
+        finally:
+            for task in (waiting, ending):
+                task.cancel()
+            await asyncio.gather(waiting, ending, return_exceptions=True)
+            if waiting.done() and not waiting.cancelled():
+                self._turn.release()
+
+    def _open(self, batch: Batch) -> BatchJob:
+        store = self._store
+        job = BatchJob(
+            batch.id, store.path(batch.input_file_id), store.job_path(batch.id), store.disk
+        )
+        self._opened.add(job)
+        self.counts[batch.id] = job.counts
+        return job
+
+    def _close(self, job: BatchJob) -> None:
+        self._opened.discard(job)
+        job.close()
+
+    async def _run(self, batch_id: str, job: BatchJob, answering: Answering) -> None:
+        """Answer all lines: by the engine until the batch ends early, then by saying so."""
+        end = self._ends[batch_id]
+        if not end.is_set():
+            running = asyncio.create_task(self._run_lines(batch_id, job, answering))
+            ending = asyncio.create_task(end.wait())
+            try:
+                await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
+                if running.done():
+                    running.result()
+            finally:
+                running.cancel()
+                ending.cancel()
+                await asyncio.gather(running, ending, return_exceptions=True)
+        if end.is_set():
+            is_cancelled = self._batch(batch_id).status == "cancelling"
+            await self._in_job(partial(_end_rest, job, answering, is_cancelled))
+        self.counts[batch_id] = job.counts
+
+    async def _run_lines(self, batch_id: str, job: BatchJob, answering: Answering) -> None:
+        todo = job.todo()
+
+        async def work() -> None:
+            while (line := await self._in_job(partial(next, todo, None))) is not None:
+                answer = await answering.answer(line)
+                await self._in_job(partial(job.write, line, answer))
+                self.counts[batch_id] = job.counts
+
+        slots = self._service.engine.queue.slots
+        async with _one_error(), asyncio.TaskGroup() as group:
+            for _ in range(min(max(1, slots), MOST_AT_ONCE)):
+                group.create_task(work())
+
+    def _turn_to_finalizing(self, batch_id: str, counts: Counts) -> None:
+        batch = replace(self._batch(batch_id), request_counts=counts)
+        if batch.status == "in_progress":
+            batch = batch.turned("finalizing", int(self._service.clock()))
+        self._store.batches.put(batch)
+
+
+def _end_rest(job: BatchJob, answering: Answering, is_cancelled: bool) -> None:
+    """Say of all lines that are left why they do not run."""
+    code, why = lines.EXPIRED, "the batch's completion window ended before it ran"
+    if is_cancelled:
+        code, why = lines.CANCELLED, "the batch was cancelled before it ran"
+    for line in job.todo():
+        job.write(line, answering.ended(line, code, why))
+
+
+@asynccontextmanager
+async def _one_error() -> AsyncGenerator[None, None]:
+    """The first error of a group of tasks, as itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from group

@@ -1,0 +1,1 @@
+"""The folder of files and batches, which outlives the server."""

@@ -1,0 +1,173 @@
+"""A file on its way from a client to the disk, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from http import HTTPStatus
+
+from fastapi import Request
+from python_multipart.multipart import parse_options_header
+
+from llmpq.serve.batches.bodies import UploadFields, upload_fields
+from llmpq.serve.batches.storage.records import StoredFile
+from llmpq.serve.batches.storage.store import KEPT_S, MOST_RECORDS, Arrival, BatchStore
+from llmpq.serve.service import Service
+from llmpq.serve.wire.errors import ApiError, bad_body, bad_request, no_room, queue_full
+from llmpq.serve.wire.multipart import FIELD_BYTES, MOST_FIELDS, MultipartForm
+from quant.common.units import MIB
+
+MOST_UPLOADS = 8
+"""Files that arrive at once."""
+
+FORM_BYTES = 2 * MOST_FIELDS * FIELD_BYTES
+"""Bytes of a form beside its file, at most."""
+
+DROPPED_BYTES = 16 * MIB
+"""Bytes of a file that are read, and dropped, after it was refused."""
+
+_BLOCK_BYTES = MIB
+_MOST_NAME = 255
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Uploads:
+    """Takes files into `store`."""
+
+    def __init__(self, store: BatchStore, service: Service) -> None:
+        self._store = store
+        self._service = service
+        self._arriving = 0
+
+    async def take(self, request: Request, arrival: Arrival) -> StoredFile:
+        """The file of a request, written aside; it still has to be kept.
+
+        Raises `ApiError`: 400 for what is malformed, 413, 408 and 429 beyond the limits, 415 for
+        what is no form.
+        """
+        self._check_number()
+        self._arriving += 1
+        try:
+            return await self._read(request, arrival)
+        finally:
+            self._arriving -= 1
+
+    async def _read(self, request: Request, arrival: Arrival) -> StoredFile:
+        async with aclosing(self._parts(request)) as parts:
+            try:
+                form = MultipartForm(_boundary(request.headers.get("content-type", "")))
+                self._check_length(request.headers.get("content-length", ""))
+                await self._write(parts, form, arrival)
+            except ApiError:
+                await _drop(parts)
+                raise
+        form.close()
+        fields = upload_fields(form.fields)
+        if form.filename is None:
+            raise bad_request("file is missing; send one", "file")
+        if not arrival.bytes:
+            raise bad_request("file is empty; send one line a request", "file")
+        return self._described(form.filename, fields)
+
+    async def _write(
+        self, parts: AsyncGenerator[bytes, None], form: MultipartForm, arrival: Arrival
+    ) -> None:
+        block = bytearray()
+        async for part in parts:
+            data = form.feed(part)
+            arrival.count(len(data))
+            if arrival.bytes > self._file_limit:
+                raise self._too_large()
+            block += data
+            if len(block) >= _BLOCK_BYTES:
+                self._check_room()
+                await asyncio.to_thread(arrival.write, bytes(block))
+                block.clear()
+        self._check_room()
+        await asyncio.to_thread(arrival.write, bytes(block))
+
+    def _check_number(self) -> None:
+        """Raise `ApiError` where there are too many files, or too many arrive."""
+        if len(self._store.files) >= MOST_RECORDS:
+            raise bad_body(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"there are {MOST_RECORDS} files; delete some that are not needed any more",
+            )
+        if self._arriving >= MOST_UPLOADS:
+            raise queue_full(self._service.options.retry_after_s)
+
+    async def _parts(self, request: Request) -> AsyncGenerator[bytes, None]:
+        within_s = self._service.options.body_s
+        stream = aiter(request.stream())
+        while True:
+            try:
+                async with asyncio.timeout(within_s):
+                    part = await anext(stream, None)
+            except TimeoutError as error:
+                raise bad_body(
+                    HTTPStatus.REQUEST_TIMEOUT, f"nothing of the file came for {within_s:g} s"
+                ) from error
+            if part is None:
+                return
+            yield part
+
+    def _check_length(self, length: str) -> None:
+        if length.isdecimal() and int(length[:20]) > self._file_limit + FORM_BYTES:
+            raise self._too_large()
+
+    def _check_room(self) -> None:
+        most = self._store.options.store_limit_bytes
+        if self._store.stored_bytes > most:
+            raise bad_body(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"with this file the server would hold {self._store.stored_bytes} bytes, more than "
+                f"{most}; delete files that are not needed any more",
+            )
+
+    @property
+    def _file_limit(self) -> int:
+        return self._store.options.file_limit_bytes
+
+    def _too_large(self) -> ApiError:
+        return bad_body(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the file has more than {self._file_limit} bytes; split it",
+        )
+
+    def _described(self, name: str, fields: UploadFields) -> StoredFile:
+        now_s = int(self._service.clock())
+        kept_s = KEPT_S if fields.expires_after is None else fields.expires_after.seconds
+        shown = os.path.basename(name.replace("\\", "/"))[:_MOST_NAME] or "file"
+        return StoredFile("", 0, 0, now_s, shown, "batch", now_s + kept_s)
+
+
+async def _drop(parts: AsyncGenerator[bytes, None]) -> None:
+    """Read on for a while: a client that is still sending may not look at an answer before."""
+    left = DROPPED_BYTES
+    with suppress(ApiError):
+        async for part in parts:
+            left -= len(part)
+            if left < 0:
+                return
+
+
+def _boundary(content_type: str) -> bytes:
+    kind, options = parse_options_header(content_type)
+    if kind.lower() != b"multipart/form-data":
+        raise bad_body(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"Content-Type is {content_type or 'missing'!r:.80}; send multipart/form-data",
+        )
+    boundary = options.get(b"boundary", b"")
+    if not boundary:
+        raise bad_request("Content-Type has no boundary")
+    return boundary
+
+
+def disk_error(error: OSError) -> ApiError:
+    """507: what is told where the disk fails."""
+    why = "the server's disk is full" if error.errno in _FULL else "the server's disk has failed"
+    return no_room(f"{why} ({error.strerror}); nothing was changed: try again later")

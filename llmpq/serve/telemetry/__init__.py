@@ -1,0 +1,1 @@
+"""What the server tells of its load and of the times of its answers."""

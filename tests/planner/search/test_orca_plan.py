@@ -1,0 +1,163 @@
+"""Plans for the policy `orca`: their memory, their forecast, and which edited ones are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from llmpq.run.options import RunOptions
+from planner.cluster.spec import ClusterSpec
+from planner.costs.memory import kv_token_bytes
+from planner.explanation.planned_assignment import planned_assignment
+from planner.explanation.rebuilt_costs import rebuilt_costs
+from planner.lengths import Lengths
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.check import check_plan
+from planner.plan.simulate import simulate_plan
+from planner.plan.spec import PlanSpec
+from planner.schedule.orca import MixedPass
+from planner.scheduling import PolicyOptions
+from planner.search.search import PricedPlan, find_priced_plan
+from planner.workload import HOLES, Job, Workload
+from quant.common.errors import SpecError
+
+LENGTHS = Lengths((200,) * 31 + (1500,), (40,) * 31 + (400,))
+MODEL = "opt-13b"
+
+
+def planned(policy: str, **options: object) -> PricedPlan:
+    cluster = ClusterSpec.from_counts(["V100"], [2])
+    given = {"quality": "fast", "bits": (8, 16), "relative_gap": 0.02, **options}
+    chosen = PlanOptions.of({"policy": policy, **given})
+    return find_priced_plan(cluster, model_shape(MODEL), MODEL, Job(400, LENGTHS), chosen)
+
+
+@pytest.fixture(scope="module")
+def orca() -> PricedPlan:
+    return planned("orca")
+
+
+@pytest.fixture(scope="module")
+def static() -> PricedPlan:
+    return planned("static")
+
+
+def test_the_same_memory_holds_more_requests(orca: PricedPlan, static: PricedPlan) -> None:
+    more, fewer = orca.plan.workload, static.plan.workload
+    assert more.global_batch > 2 * fewer.global_batch
+    assert more.n_slots is not None
+    assert fewer.n_slots is None
+    # each row is there as long as its output is
+    weighted = (31 * 240 * 40 + 1900 * 400) / (31 * 40 + 400)
+    assert more.n_slots == pytest.approx(more.global_batch * weighted / (1 - HOLES), abs=1)
+    assert orca.plan.predicted.tokens_per_s > static.plan.predicted.tokens_per_s
+
+
+def test_a_stage_has_the_bytes_of_its_token_slots(orca: PricedPlan) -> None:
+    plan = orca.plan
+    for stage in plan.stages:
+        token = 2 * kv_token_bytes(model_shape(MODEL), 16, stage.dtype)
+        assert stage.memory.kv_cache == len(stage.layers) * token * plan.workload.kv_tokens
+        assert stage.memory_bytes <= stage.memory_limit_bytes
+    check_plan(plan, model_shape(MODEL))
+
+
+def test_the_file_has_the_policy(orca: PricedPlan, static: PricedPlan) -> None:
+    content = json.loads(orca.plan.to_json())
+    assert content["policy"]["name"] == "orca"
+    assert content["policy"]["max_batch_size"] == orca.plan.policy.max_batch_size
+    assert PlanSpec.from_json(orca.plan.to_json()) == orca.plan
+    older = json.loads(static.plan.to_json())
+    del older["policy"], older["workload"]["n_slots"]
+    assert PlanSpec.from_json(json.dumps(older)).policy == PolicyOptions("static")
+    check_plan(static.plan, model_shape(MODEL))
+
+
+def test_the_forecast_is_that_of_the_policy(orca: PricedPlan) -> None:
+    plan = orca.plan
+    for costs in (orca.costs, rebuilt_costs(plan)):
+        found = planned_assignment(plan, costs).forecast()
+        assert found.seconds == pytest.approx(plan.predicted.latency_s, rel=1e-9)
+        assert found.tokens_per_s == pytest.approx(plan.job.tokens_per_s)  # type: ignore[union-attr]
+    assert all(isinstance(each, MixedPass) for each in simulate_plan(plan).passes)
+    assert 0.5 < max(plan.predicted.busy_share) <= 1.0
+
+
+def test_emulated_devices_keep_to_the_times_of_the_forecast() -> None:
+    values = {
+        "name": "played",
+        "nodes": [{"name": "a", "accelerators": {"T4": 2}}],
+        "emulate": {"time_scale": 1.0},
+    }
+    options = PlanOptions(policy="orca", theta=1.0, bits=(8,), in_flight=24)
+    cluster, shape = ClusterSpec.from_dict(values, "played"), model_shape("opt-1.3b")
+    found = find_priced_plan(cluster, shape, "opt-1.3b", Job(60, LENGTHS), options)
+    assert all(stage.modelled is not None for stage in found.plan.stages)
+    forecast = planned_assignment(found.plan, found.costs).simulate()
+    by_file = simulate_plan(found.plan)
+    assert len(by_file.passes) == len(forecast.passes)
+    assert by_file.latency_s == pytest.approx(forecast.latency_s, rel=0.03)
+
+
+def test_what_a_user_fixes_is_kept() -> None:
+    plan = planned("orca", max_batch_size=3, prefill_chunk_tokens=99, in_flight=8).plan
+    assert plan.policy == PolicyOptions("orca", 3, 99)
+    check_plan(plan, model_shape(MODEL))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"workload": {"n_slots": 1000}}, r"n_slots is 1000; .* must be 1900 to"),
+        ({"workload": {"n_slots": 4000}}, r"field stages.0.memory.kv_cache"),
+        ({"policy": {"max_batch_size": None}}, r"field policy.max_batch_size: null"),
+        (
+            {"policy": {"name": "static", "max_batch_size": None, "prefill_chunk_tokens": 0}},
+            r"field workload.n_slots: \d+, but",
+        ),
+        ({"policy": {"name": "static"}}, r"max_batch_size has no effect with policy static"),
+        ({"policy": {"name": "fifo"}}, r"policy"),
+        ({"policy": {"max_batch_size": 4000}}, r"field stages.0.memory.temporary"),
+    ],
+)
+def test_an_edited_plan_is_refused(
+    orca: PricedPlan, edit: dict[str, dict[str, object]], message: str
+) -> None:
+    content = json.loads(orca.plan.to_json())
+    for section, values in edit.items():
+        content[section] |= values
+    with pytest.raises(SpecError, match=message):
+        check_plan(PlanSpec.from_json(json.dumps(content)), model_shape(MODEL))
+
+
+def test_a_run_takes_the_plans_policy_unless_told_another(
+    orca: PricedPlan, static: PricedPlan
+) -> None:
+    assert RunOptions().scheduling(orca.plan) == orca.plan.policy
+    assert RunOptions().scheduling(static.plan) == PolicyOptions("static")
+    assert RunOptions(policy="static").scheduling(orca.plan) == PolicyOptions("static")
+    assert RunOptions(max_batch_size=5).scheduling(orca.plan) == replace(
+        orca.plan.policy, max_batch_size=5
+    )
+    assert RunOptions(policy="orca").scheduling(static.plan).max_batch_size is None
+    with pytest.raises(SpecError, match="max_batch_size has no effect with policy static"):
+        RunOptions(max_batch_size=5).scheduling(static.plan)
+    with pytest.raises(SpecError, match="max_batch_size has no effect with policy static"):
+        RunOptions(policy="static", max_batch_size=5)
+    with pytest.raises(SpecError, match="has no effect with policy static"):
+        PlanOptions(max_batch_size=5)
+
+
+def test_token_slots_of_a_workload() -> None:
+    job = Job(99, LENGTHS)
+    assert job.in_flight(1, "orca").kv_tokens == 1900
+    assert job.in_flight(10).equal_slots == 10
+    ten = job.in_flight(10, "orca")
+    assert 1900 < ten.kv_tokens < 19000
+    assert ten.reservable_tokens == int((1 - HOLES) * ten.kv_tokens)
+    alike = Job.of(99, 30, 5).in_flight(10, "orca")
+    assert alike == Workload(10, 30, 5)
+    assert alike.reservable_tokens == alike.kv_tokens == 350
