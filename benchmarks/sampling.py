@@ -1,4 +1,5 @@
-"""Milliseconds of choosing one token for each request of a decode step, with and without penalties.
+"""Milliseconds of choosing one token for each request of a decode step, with and without penalties
+and log-probabilities.
 
     python -m benchmarks.sampling
 
@@ -26,7 +27,10 @@ KINDS = {
     "greedy": [GREEDY] * REQUESTS,
     "one of them with penalties": [PENALISED] + [GREEDY] * (REQUESTS - 1),
     "all with penalties": [PENALISED] * REQUESTS,
+    "one of them with 20 log-probabilities": [GREEDY] * REQUESTS,
+    "all with 20 log-probabilities": [GREEDY] * REQUESTS,
 }
+ASKING = {"one of them with 20 log-probabilities": 1, "all with 20 log-probabilities": REQUESTS}
 
 
 def main() -> None:
@@ -39,7 +43,14 @@ def main() -> None:
     samplers = {kind: Sampler(()) for kind in KINDS}
     for kind, sampling in KINDS.items():
         admitted = tuple(
-            Admission(i, str(i), 10**6, s, (), tokens if s is PENALISED else ())
+            Admission(
+                i,
+                str(i),
+                10**6,
+                s,
+                prompt_tokens=tokens if s is PENALISED else (),
+                top_logprobs=20 if i < ASKING.get(kind, 0) else None,
+            )
             for i, s in enumerate(sampling)
         )
         first = MicroBatch(slots, slots * 0, slots * 0 + 1, slots, admitted)
