@@ -35,7 +35,8 @@ class Request:
     `generated`: its first new tokens where it goes on after a fault; `max_new_tokens` counts them.
     `draw_id`: what random draws are keyed by in the place of `custom_id`, unless it is empty.
     `top_logprobs`: how many of the most probable tokens are told beside each new one, with all
-    their log-probabilities; None for none at all. No choice depends on it.
+    their log-probabilities; None for none at all. No choice depends on it. `expected_tokens`: the
+    new tokens that a predictor expects of it, `generated` among them; None: as many as it may have.
     """
 
     custom_id: str
@@ -45,6 +46,7 @@ class Request:
     generated: tuple[int, ...] = ()
     draw_id: str = ""
     top_logprobs: int | None = None
+    expected_tokens: int | None = None
 
 
 @dataclass(frozen=True)

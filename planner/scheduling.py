@@ -7,12 +7,16 @@ from typing import Literal
 
 from quant.common.errors import SpecError
 
-PolicyName = Literal["static", "orca"]
+PolicyName = Literal["static", "orca", "s3"]
 """`static`: the plan's micro-batches of either phase; `orca`: whoever came first, for every
-iteration anew, both phases in one micro-batch. `actors.schedule.table` has a scheduler for each."""
+iteration anew, both phases in one micro-batch; `s3`: as `orca`, but each request reserves room for
+the answer that is expected of it, and the longest that fits joins first. `actors.schedule.table`
+has a scheduler for each."""
 
-POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca")
+POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3")
 STATIC: PolicyName = "static"
+TOKEN_POLICIES: frozenset[PolicyName] = frozenset({"orca", "s3"})
+"""Those that count KV memory in tokens and mix both phases in a micro-batch."""
 
 PREFILL_CHUNK_TOKENS = 64
 """Tokens of a part of a prompt that `orca` gives where nobody says otherwise.
@@ -24,7 +28,7 @@ tokens per second of whole prompts, as stages wait less for long ones, and with 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy by its `name`, and for `orca` the most requests in a micro-batch (None: as many as
+    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch (None: as many as
     the plan's decode micro-batch has) and the tokens of a prompt that one micro-batch takes at
     most (0: a prompt is never parted).
 
@@ -53,10 +57,10 @@ class PolicyOptions:
                 continue
             if type(value) is not int or value < least:
                 raise SpecError(f"{option} is {value!r}; it must be a whole number from {least}")
-            if self.name != "orca":
+            if self.name not in TOKEN_POLICIES:
                 raise SpecError(
                     f"{option} has no effect with policy {self.name}; leave it out, or choose "
-                    "policy orca"
+                    "policy orca or s3"
                 )
 
 
@@ -65,5 +69,5 @@ def policy_options(
 ) -> PolicyOptions:
     """The policy with what a user has said of it; None stands for what was not said."""
     if prefill_chunk_tokens is None:
-        prefill_chunk_tokens = PREFILL_CHUNK_TOKENS if name == "orca" else 0
+        prefill_chunk_tokens = PREFILL_CHUNK_TOKENS if name in TOKEN_POLICIES else 0
     return PolicyOptions(name, max_batch_size, prefill_chunk_tokens)
