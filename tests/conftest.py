@@ -9,6 +9,10 @@ import signal
 import tempfile
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Workers that Ray starts before anyone asks are of no use: those of tests are forks.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Ray gives workers the last place, behind the other process of tests that does not wait for them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell that starts tests in the background has them ignore SIGINT, and so all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,9 +22,13 @@ USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 os.environ["XDG_CACHE_HOME"] = USER_CACHE
 
 
+gc.disable()  # next to nothing of what is imported and collected is garbage
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no search for garbage need look through it."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -111,6 +111,7 @@ def ray_address() -> Iterator[str]:
 
     often = {"metrics_report_interval_ms": METRICS_MS}
     head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False}
+    head["no_monitor"] = True  # nothing scales it
     head["_system_config"] = often
     cluster = RayCluster(initialize_head=True, head_node_args=head)
     yield cluster.address

@@ -126,23 +126,33 @@ def test_stopped_while_it_runs_then_submitted_again(
     assert not [p for p in files_of(head) if TOKEN.encode() in p.read_bytes()]
 
 
+@pytest.mark.parametrize(
+    ("rows", "wanted", "words"),
+    [
+        ([{"custom_id": "a", "prompt": [5] * 99}], 3, "1 rows have errors"),
+        pytest.param(
+            [{"custom_id": "a", "prompt": [5]}] * 2,
+            2,
+            "stands in in.jsonl:1 already",
+            marks=pytest.mark.rare,  # the code goes the same way
+        ),
+    ],
+    ids=["error rows", "bad input"],
+)
 def test_bad_input_and_error_rows_have_their_exit_codes(
-    head: Head, plan_file: str, tmp_path: Path
+    rows: list[dict[str, Any]],
+    wanted: int,
+    words: str,
+    head: Head,
+    plan_file: str,
+    tmp_path: Path,
 ) -> None:
-    twice = write_prompts(tmp_path / "twice.jsonl", *[{"custom_id": "a", "prompt": [5]}] * 2)
-    long = write_prompts(tmp_path / "long.jsonl", {"custom_id": "a", "prompt": [5] * 99})
-    jobs = {
-        name: head.command("--plan", plan_file, "--input", str(path), "--output", str(out))
-        for name, path, out in (
-            ("bad", twice, tmp_path / "bad.jsonl"),
-            ("errors", long, tmp_path / "errors.jsonl"),
-        )
-    }
-    code, log, _ = finished(jobs["bad"])
-    assert (code, "stands in twice.jsonl:1 already" in log) == (2, True), log
-    code, log, _ = finished(jobs["errors"])
-    assert (code, "1 rows have errors" in log) == (3, True), log
-    assert results_in(tmp_path / "errors.jsonl")["a"]["error"]
+    prompts, output = write_prompts(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    job = head.command("--plan", plan_file, "--input", str(prompts), "--output", str(output))
+    code, log, _ = finished(job)
+    assert (code, words in log) == (wanted, True), log
+    if wanted == 3:
+        assert results_in(output)["a"]["error"]
 
 
 TOLD = ("is not its own", "keeps one from being sent", "none was found")
