@@ -7,6 +7,13 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.llmpq.forked_workers import fork_server
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # Workers that Ray starts before anyone asks are of no use: those of tests are forks.
@@ -31,5 +38,20 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SHARED = ExitStack()
+"""What processes of tests that run beside each other share."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all processes of pytest-xdist fork Ray's workers from one."""
+    config = node.config
+    if not hasattr(config, "fork_server"):
+        folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
+        config.fork_server = str(SHARED.enter_context(fork_server(Path(folder))))
+    node.workerinput["fork_server"] = config.fork_server
+
+
 def pytest_unconfigure() -> None:
+    SHARED.close()
     shutil.rmtree(USER_CACHE, ignore_errors=True)
