@@ -167,10 +167,20 @@ def tokens(folder: Path) -> list[dict[str, str]]:
     return [dict(paths[:1]), {"RAY_AUTH_MODE": "disabled"}, dict(paths[1:])]
 
 
-def test_without_its_token_the_head_is_closed(head: Head, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param((0, 3), id="wrong and right"),
+        pytest.param((1, 2), id="none", marks=pytest.mark.rare),  # `test_token.py` has the words
+    ],
+)
+def test_without_its_token_the_head_is_closed(
+    chosen: tuple[int, ...], head: Head, tmp_path: Path
+) -> None:
     given = [*tokens(tmp_path), {}]
-    processes = [head.command("--follow-job", "any", **variables) for variables in given]
-    for process, words in zip(processes, [*TOLD, "knows no job any"], strict=True):
+    told = [*TOLD, "knows no job any"]
+    processes = [head.command("--follow-job", "any", **given[number]) for number in chosen]
+    for process, words in zip(processes, [told[number] for number in chosen], strict=True):
         code, _, error = finished(process)
         assert (code, words in error, "Traceback" in error) == (2, True, False), error
 
