@@ -1,8 +1,8 @@
 """Attention of fresh prompts on a CPU: products of blocks of queries with the keys up to them.
 
-PyTorch's flash kernel takes 1.5 to 2 times as long at head sizes of 64 and 128 on processors without
-tiles for matrices (AMX), and half as long on those with them. Scores and their shares are float32
-in both.
+PyTorch's flash kernel takes 1.5 to 2 times as long at head sizes of 64 and 128 on processors
+without tiles for matrices (AMX), and half as long on those with them. Scores and their shares are
+float32 in both.
 """
 
 from __future__ import annotations
