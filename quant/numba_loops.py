@@ -83,6 +83,7 @@ def prefetching() -> Any:
     from numba.core import cgutils, types
     from numba.extending import intrinsic
 
+    helpers: Any = cgutils  # without annotations
     number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
     to_read, in_second_level, data = (ir.Constant(number, each) for each in (0, 2, 1))
@@ -91,10 +92,10 @@ def prefetching() -> Any:
         matrix, row, column = arguments
         type_ = signature.args[0]
         held = context.make_array(type_)(context, builder, matrix)
-        place = cgutils.get_item_pointer(
+        place = helpers.get_item_pointer(
             context, builder, type_, held, [row, column], wraparound=False
         )
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        fetch = helpers.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         builder.call(fetch, [builder.bitcast(place, pointer), to_read, in_second_level, data])
         return context.get_dummy_value()
 
