@@ -72,3 +72,33 @@ def widening(dtype: torch.dtype) -> Any:
         return builder.bitcast(word, ir.FloatType())  # bfloat16: the upper half of a float32
 
     return intrinsic(lambda context, bits: (types.float32(types.uint16), code))
+
+
+@cache
+def prefetching() -> Any:
+    """A compiled function that has a processor fetch the element of a matrix in this row and
+    column, to be read soon. The place may lie beyond the matrix.
+    """
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+
+    helpers: Any = cgutils  # without annotations
+    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    to_read, in_second_level, data = (ir.Constant(number, each) for each in (0, 2, 1))
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        matrix, row, column = arguments
+        type_ = signature.args[0]
+        held = context.make_array(type_)(context, builder, matrix)
+        place = helpers.get_item_pointer(
+            context, builder, type_, held, [row, column], wraparound=False
+        )
+        fetch = helpers.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(fetch, [builder.bitcast(place, pointer), to_read, in_second_level, data])
+        return context.get_dummy_value()
+
+    return intrinsic(
+        lambda context, matrix, row, column: (types.void(matrix, types.int64, types.int64), code)
+    )

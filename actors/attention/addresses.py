@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -135,8 +136,12 @@ class Addresses:
         for tokens, ranges in self.blocks:
             own = new[tokens].unflatten(0, (ranges.count, ranges.length))
             ranges.view(stored).copy_(own.transpose(1, 2))
-        if self._scattered is not None:
-            rows, slots = self._scattered
+        if self._scattered is None:
+            return
+        rows, slots = self._scattered
+        if stored.device.type == "cpu":  # an eighth of the time of torch's assignment
+            as_array(stored)[:, slots.numpy()] = as_array(new[rows].transpose(0, 1))
+        else:
             stored[:, slots] = new[rows].transpose(0, 1)
 
     def read(self, stored: Tensor) -> Tensor:
@@ -150,6 +155,14 @@ class Addresses:
         picked = stored.index_select(1, self._index.flatten())
         apart: Tensor = picked.unflatten(1, self._index.shape)
         return apart.transpose(0, 1)
+
+
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """The memory of a tensor on the host as a numpy array, 16-bit types as their bits."""
+    array: npt.NDArray[Any] = (
+        tensor.view(torch.uint16) if tensor.element_size() == 2 else tensor
+    ).numpy()
+    return array
 
 
 def _blocks(batch: MicroBatch, device: torch.device) -> tuple[Block, ...]:

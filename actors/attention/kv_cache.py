@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.attention.addresses import Addresses
+from actors.attention.addresses import Addresses, as_array
 from actors.messages import MicroBatch, Move, TokenRange
 from quant.scheme import FULL_BITS
 
@@ -67,10 +67,10 @@ class Stored:
     @cached_property
     def arrays(self) -> HeldArrays:
         """The memory of the cache for compiled code on a CPU."""
-        numbers = _as_array(self.numbers)
+        numbers = as_array(self.numbers)
         if self.scales is None:
             return HeldArrays(numbers, np.broadcast_to(_NO_SCALE, numbers.shape[:-1]))
-        return HeldArrays(numbers, _as_array(self.scales))
+        return HeldArrays(numbers, as_array(self.scales))
 
     def clear(self, room: TokenRange) -> None:
         """Set token slots to zero; codes are finite, so that a scale of zero is enough."""
@@ -102,13 +102,6 @@ class Stored:
         if self.scales is None:
             return numbers
         return numbers * pick(self.scales).to(dtype)[..., None]
-
-
-def _as_array(stored: Tensor) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = (
-        stored.view(torch.uint16) if stored.element_size() == 2 else stored
-    ).numpy()
-    return array
 
 
 def quantized(numbers: Tensor) -> tuple[Tensor, Tensor]:

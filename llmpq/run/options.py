@@ -13,9 +13,16 @@ from actors.recovery.policy import OnDeviceLoss, Recovery
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
+from planner.cluster.accelerators import find_accelerator
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyName, PolicyOptions, policy_options
+from planner.scheduling import (
+    CPU_PREFILL_CHUNK_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    PolicyName,
+    PolicyOptions,
+    policy_options,
+)
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
 
@@ -141,9 +148,18 @@ class RunOptions:
         if name == planned.name == "orca":
             most = planned.max_batch_size if most is None else most
             chunk = planned.prefill_chunk_tokens if chunk is None else chunk
-        return policy_options(name, most, chunk)
+        usual = CPU_PREFILL_CHUNK_TOKENS if _is_on_cpus(plan) else PREFILL_CHUNK_TOKENS
+        return policy_options(name, most, chunk, usual)
 
     @property
     def trace_path(self) -> Path | None:
         """The trace file, if one is to be written."""
         return None if self.trace is None else Path(self.trace)
+
+
+def _is_on_cpus(plan: PlanSpec) -> bool:
+    """Whether all stages of `plan` compute on CPUs, and none stands for another device."""
+    return not any(
+        stage.emulated or find_accelerator(stage.accelerator).compute_capability
+        for stage in plan.stages
+    )

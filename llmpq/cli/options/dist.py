@@ -13,7 +13,7 @@ from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
-from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
+from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, POLICY_NAMES, PREFILL_CHUNK_TOKENS
 from quant.common.errors import SpecError
 
 _RUN_OPTIONS = (*(field.name for field in dataclasses.fields(RunOptions)), *SAMPLING_OPTIONS)
@@ -135,7 +135,7 @@ def _add_stages(parser: Parser) -> None:
         "--prefill_chunk_tokens",
         type=int,
         help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all (the plan's, "
-        f"or {PREFILL_CHUNK_TOKENS})",
+        f"or {PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
-from planner.scheduling import PREFILL_CHUNK_TOKENS
+from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
 
 NO_BATCHES = "none"
 """Value of `--batch_dir` for a server without files and batches."""
@@ -95,5 +95,5 @@ def _add_stages(parser: Parser) -> None:
         "--prefill_chunk_tokens",
         type=int,
         help="tokens of a prompt that a micro-batch takes at most, 0 is all (the plan's, or "
-        f"{PREFILL_CHUNK_TOKENS})",
+        f"{PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from actors.attention import cpu_prefill
 from actors.attention.cpu_prefill import QUERIES_AT_ONCE, attend_fresh, prefers_blocks
 
 
@@ -39,9 +40,11 @@ def test_values_that_are_not_finite_stay_so() -> None:
     assert not found[:, 10:].isfinite().any()  # nor need those before be: it is one request
 
 
-def test_what_is_left_to_pytorch() -> None:
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_what_is_left_to_pytorch(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_prefill, "has_matrix_tiles", lambda: has_tiles)
     long = torch.zeros(1, 2, 64, 8)
-    assert prefers_blocks(long.bfloat16())
+    assert prefers_blocks(long.bfloat16()) is not has_tiles
     assert not prefers_blocks(long)
     assert not prefers_blocks(long[:, :, :5].bfloat16())
     assert not prefers_blocks(long.bfloat16().to("meta"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from planner.plan.check import check_plan
 from planner.plan.simulate import simulate_plan
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import MixedPass
-from planner.scheduling import PolicyOptions
+from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, PolicyOptions
 from planner.search.search import PricedPlan, find_priced_plan
 from planner.workload import HOLES, Job, Workload
 from quant.common.errors import SpecError
@@ -131,6 +132,29 @@ def test_an_edited_plan_is_refused(
         content[section] |= values
     with pytest.raises(SpecError, match=message):
         check_plan(PlanSpec.from_json(json.dumps(content)), model_shape(MODEL))
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ([{}, {}], PREFILL_CHUNK_TOKENS),
+        ([{"accelerator": "CPU"}, {"accelerator": "CPU"}], CPU_PREFILL_CHUNK_TOKENS),
+        ([{"accelerator": "CPU"}, {}], PREFILL_CHUNK_TOKENS),
+        ([{"accelerator": "CPU"}, {"accelerator": "CPU", "emulated": True}], PREFILL_CHUNK_TOKENS),
+    ],
+)
+def test_parts_of_prompts_are_longer_where_all_stages_are_cpus(
+    static: PricedPlan, orca: PricedPlan, changed: list[dict[str, Any]], expected: int
+) -> None:
+    def on(plan: PlanSpec) -> PlanSpec:
+        stages = [replace(plan.stages[0], **each) for each in changed]
+        return replace(plan, stages=tuple(stages))
+
+    assert RunOptions(policy="orca").scheduling(on(static.plan)).prefill_chunk_tokens == expected
+    own = orca.plan.policy.prefill_chunk_tokens
+    assert RunOptions().scheduling(on(orca.plan)).prefill_chunk_tokens == own
+    told = RunOptions(policy="orca", prefill_chunk_tokens=7)
+    assert told.scheduling(on(static.plan)).prefill_chunk_tokens == 7
 
 
 def test_a_run_takes_the_plans_policy_unless_told_another(
