@@ -102,7 +102,7 @@ def forecast_job(
     """
     slots = min(slots, job.prompts)
     count = _simulated_rows(job, slots, _passes(job, slots, sizes, stages), most_passes)
-    rows = JobRows.of(job.lengths, count)
+    rows = JobRows.of(job, count)
     schedule = job_schedule(rows, slots, sizes, stages)
     part, marks = _simulate(schedule, rows, stages, seconds_of)
     if count == job.prompts:  # the sample may not come a whole number of times
