@@ -127,9 +127,10 @@ class AssumedPredictor:
         held = np.zeros(size.shape)
         begun = np.zeros(size.shape, dtype=np.int64)
         while (begun < outputs).any():
-            until = np.clip(size - prompts, begun, outputs)
+            # the last token needs no room, as it is not computed with
+            until = np.clip(size - prompts + 1, begun, outputs)
             held += (until - begun) * size
-            begun, size = until, grown_reservation(size, most)
+            begun, size = until, np.minimum(2 * size, most)
         return float((shares * held).sum() / outputs.sum())
 
 
@@ -138,10 +139,3 @@ def first_reservation(prompts: IntArray, expected: IntArray, most: IntArray) -> 
     they may need.
     """
     return np.minimum(prompts + expected, most)
-
-
-def grown_reservation(size: IntArray, most: IntArray) -> IntArray:
-    """Token slots of requests [rows] that have outgrown `size` of them (S3: the assigned memory is
-    doubled).
-    """
-    return np.minimum(2 * size, most)

@@ -54,7 +54,7 @@ def test_reservations_are_those_of_a_walk_over_all_tokens(seed: int) -> None:
         for expected, share in shares_of(predictor, output).items():
             size = min(prompt + expected, most)
             for token in range(1, output + 1):
-                if prompt + token > size:
+                if prompt + token - 1 > size:
                     size = min(2 * size, most)
                 held += share * size
     mean = held / sum(lengths.output_tokens)
