@@ -14,8 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.assumed_predictor import first_reservation
+from planner.micro_batches import MicroBatches
 from planner.schedule.orca import Cohort, OrcaSchedule, OrcaSizes
 from planner.schedule.static import JobRows
+from planner.scheduling import PREDICTING
 
 POOL_PER_SLOT = 4
 """Requests that wait in the pool, for each slot, as in `actors.schedule.s3`."""
@@ -25,6 +27,13 @@ OVERTAKES_PER_SLOT = 4
 
 _TAKEN = -(2**60)
 """The overtakes of a request that does not wait: however many are added, it is not held for."""
+
+
+def most_waiting(sizes: MicroBatches | OrcaSizes, stages: int) -> int:
+    """How many requests the pool of a policy with these sizes holds; 0 without one."""
+    if isinstance(sizes, MicroBatches) or sizes.policy != PREDICTING:
+        return 0
+    return POOL_PER_SLOT * stages * sizes.max_batch_size
 
 
 class _Decoding(NamedTuple):
@@ -95,9 +104,9 @@ class S3Schedule(OrcaSchedule):
         expected = most - prompts if rows.expected is None else np.maximum(1, rows.expected)
         self._reserved = first_reservation(prompts, expected, most).tolist()
         self._chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
-        slots = stages * sizes.max_batch_size
-        self._pool_size = POOL_PER_SLOT * slots
-        self._pool = Pool(len(self._reserved), OVERTAKES_PER_SLOT * slots)
+        self._pool_size = most_waiting(sizes, stages)
+        overtakes = OVERTAKES_PER_SLOT * stages * sizes.max_batch_size
+        self._pool = Pool(len(self._reserved), overtakes)
         self._queued = 0
         self._overtaken: dict[int, int] = {}  # of requests with a reservation
         self._decoding: dict[int, _Decoding] = {}
