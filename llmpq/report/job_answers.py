@@ -175,23 +175,24 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
     lengths, slots = job.job.lengths, plan.workload
     predicted, longest = job.job.mean_predicted, lengths.mean_reserved
     token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
-    in_flight = slots.global_batch
+    assumed, in_flight = job.job.predictor, slots.global_batch
+    if assumed is None or assumed.source == LONGEST:
+        return (
+            f"KV memory of a request: {size(longest * token_bytes)} in the mean ({longest:,.0f} "
+            "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
+            "llmpq-lengths for less"
+        )
     fewer = min(in_flight, int(slots.reservable_tokens / longest))
     return (
         f"KV memory of a request: {size(predicted * token_bytes)} expected in the mean "
         f"({predicted:,.0f} tokens), {size(longest * token_bytes)} reserved for the longest "
         f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
-        f"({_predictor(job.job.predictor)})"
+        f"({_predictor(assumed)})"
     )
 
 
-def _predictor(assumed: AssumedPredictor | None) -> str:
+def _predictor(assumed: AssumedPredictor) -> str:
     """What was assumed of predictions."""
-    if assumed is None or assumed.source == LONGEST:
-        return (
-            "no predictor: every answer is expected to be the longest; --predictor FOLDER of "
-            "llmpq-lengths"
-        )
     if assumed.source == ORACLE:
         return f"oracle: always the right one of {len(assumed.buckets)} lengths"
     return (
