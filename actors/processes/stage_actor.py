@@ -303,7 +303,9 @@ class _Leader:
             return None
         scheduler, slots = self._scheduler, self._sizes.slots
         under_way = self._driver.under_way
-        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
+        return QueueDepth(
+            scheduler.waiting, scheduler.in_slots, slots, under_way, scheduler.supervision
+        )
 
     def slot_tokens(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
