@@ -147,6 +147,8 @@ class StageActor(BoardKeeper):
 
     def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
+        if self._stage is not None:
+            self._stage.forget_parked()
         tokens = None if self._leader is None else self._leader.slot_tokens()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()

@@ -59,7 +59,9 @@ class QueueSizes:
         requests = self.prefill_micro_batch + self.decode_micro_batch
         if self.max_batch_size:
             requests, rows = self.max_batch_size, self._most_rows(max_tokens)
-        return Limits(requests, rows, columns, self.slots, max_tokens, kv_tokens)
+        return Limits(
+            requests, rows, columns, self.slots, max_tokens, kv_tokens, self.parked_tokens
+        )
 
     def _most_rows(self, max_tokens: int) -> int:
         """The most tokens in a mixed micro-batch; all of them have a token slot."""
