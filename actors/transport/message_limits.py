@@ -33,11 +33,6 @@ class Limits:
     kv_tokens: int
     parked_tokens: int = 0
 
-    @property
-    def drops(self) -> int:
-        """The most keys of parked tokens that are dropped at once."""
-        return 1 + self.parked_tokens
-
 
 def refuse(what: str) -> NoReturn:
     raise StageLostError(

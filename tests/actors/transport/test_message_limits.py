@@ -30,7 +30,7 @@ LIMITS = QueueSizes(8, 2, 4, ROOM).limits(ROOM, 8 * ROOM, columns=6)
 FIELDS = {
     name: place
     for place, name in enumerate(
-        ("message", "kind", "requests", "moves", "text", "dtype", "rows", "columns")
+        ("message", "kind", "requests", "changes", "text", "dtype", "rows", "columns")
     )
 }
 HUGE = (2**31, 2**62, 2**63, 2**64 - 1)
@@ -81,7 +81,7 @@ def test_sizes_beyond_the_plan_take_no_memory(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [*((name, 2**40) for name in ("rows", "columns", "text")), ("moves", 129)]
+    ("field", "value"), [*((name, 2**40) for name in ("rows", "columns", "text")), ("changes", 129)]
 )
 def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
     field: str, value: int
