@@ -138,4 +138,4 @@ def first_reservation(prompts: IntArray, expected: IntArray, most: IntArray) -> 
     """Token slots of requests [rows] of which so many new tokens are `expected`; `most`: those that
     they may need.
     """
-    return np.minimum(prompts + expected, most)
+    return np.asarray(np.minimum(prompts + expected, most), dtype=np.int64)
