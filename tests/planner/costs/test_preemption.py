@@ -38,7 +38,7 @@ def test_copying_pays_from_where_its_starts_are_made_up_for(
     starts_s = 2 * tensors * COPY_LAUNCH_S
     cheaper = [n for n in range(1, 1001) if s_per_token * n > 2e-4 * n + starts_s]
     assert found == (cheaper[0] if cheaper else 0)
-    assert (found > 0) == (s_per_token > 2.01e-4 or (s_per_token > 2e-4 and not tensors))
+    assert (found > 0) == (s_per_token > 2e-4)
 
 
 def test_the_slowest_stage_counts_either_way() -> None:
