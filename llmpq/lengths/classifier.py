@@ -38,14 +38,20 @@ IMPROVING_STEPS = 32
 """Steps of one training beside a run, of as many rows each as `BATCH_ROWS`."""
 
 BATCH_ROWS = 32
+EPOCHS = 10
+LEAST_STEPS = 200
 _WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """How a classifier is trained; `learning_rate` None is that of its kind."""
+    """How a classifier is trained.
 
-    epochs: int = 10
+    `learning_rate` None is that of its kind, `epochs` None `EPOCHS`, or as many as are
+    `LEAST_STEPS` steps where there are few rows.
+    """
+
+    epochs: int | None = None
     learning_rate: float | None = None
     seed: int = 0
 
@@ -190,13 +196,14 @@ def _train(
     rate = options.learning_rate or _learning_rate(classifier)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=_WEIGHT_DECAY)
     batches = -(-len(examples) // BATCH_ROWS)
-    total = max(1, options.epochs * batches)
+    epochs = options.epochs or max(EPOCHS, -(-LEAST_STEPS // batches))
+    total = epochs * batches
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
     draw = np.random.default_rng(options.seed)
     labels = buckets_of([each.tokens for each in examples], classifier.buckets)
     with _seeded(options.seed), torch.enable_grad():
         model.train()
-        for _ in range(options.epochs):
+        for _ in range(epochs):
             order = draw.permutation(len(examples))
             for begin in range(0, len(order), BATCH_ROWS):
                 rows = order[begin : begin + BATCH_ROWS]

@@ -169,7 +169,5 @@ def _trained(
         )
     else:
         start = classifier.from_nothing(buckets, ids.vocab_size, ids.digest, options.seed)
-    tuning = classifier.TuningOptions(seed=options.seed)
-    if options.epochs is not None:
-        tuning = classifier.TuningOptions(options.epochs, seed=options.seed)
+    tuning = classifier.TuningOptions(options.epochs, seed=options.seed)
     return classifier.train_classifier(prompts, tokens, start, tuning)

@@ -75,5 +75,5 @@ def _add_training(parser: Parser) -> None:
     )
     add("--buckets", type=int, default=BUCKETS, help="buckets of lengths")
     add("--longest", type=int, metavar="TOKENS", help="most tokens of an answer (the longest one)")
-    add("--epochs", type=int, help="times that a classifier sees each row (10)")
+    add("--epochs", type=int, help="times that a classifier sees each row (10, more of few rows)")
     add("--seed", type=int, default=0, help="seed of held-out rows and of the training")

@@ -186,6 +186,7 @@ class PredictorProcess:
         if self.failure is None:
             self.failure = why
         self._process.kill()
+        self._process.wait()
 
     def _write(self, task: Mapping[str, Any], deadline_s: float) -> None:
         left = memoryview(json.dumps(task).encode() + b"\n")

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -140,6 +141,16 @@ def _loaded(settings: Mapping[str, Any]) -> tuple[Worker | None, dict[str, Any]]
     return worker, {"reads_ids": model.tokenizer is not None, "reads_text": model.reads_text}
 
 
+def import_rooms_alone(root: Path) -> None:
+    """Let rooms of the llmpq in `root` be imported without what `llmpq/__init__.py` imports for its
+    users: planning, with its solvers, takes a second and some memory.
+    """
+    sys.path.insert(0, str(root))
+    package = ModuleType("llmpq")
+    package.__path__ = [str(root / "llmpq")]
+    sys.modules["llmpq"] = package
+
+
 def serve(settings: Mapping[str, Any]) -> None:
     """Load, then answer until there are no more tasks."""
     channel = os.dup(1)
@@ -169,7 +180,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started it
     os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = "1"  # torch reads it when it is imported
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    import_rooms_alone(Path(__file__).resolve().parents[3])
     with suppress(BrokenPipeError):  # the process that asked has ended
         serve(json.loads(sys.argv[1]))
     os._exit(0)  # a training that goes on is not waited for
