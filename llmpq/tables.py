@@ -19,6 +19,7 @@ from planner.explanation.explain import StageLimits
 from planner.phases import PHASES, Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
+from planner.scheduling import TOKEN_POLICIES
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.units import GIB, MIB
 
@@ -56,10 +57,10 @@ def _headline(plan: PlanSpec) -> str:
 
 def _micro_batches_text(plan: PlanSpec) -> str:
     sizes, policy = plan.micro_batches, plan.policy
-    if policy.name != "orca":
+    if policy.name not in TOKEN_POLICIES:
         return f"{sizes.prefill} (prefill), {sizes.decode} (decode)"
     parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
-    most = f"of up to {policy.max_batch_size} requests of both phases (policy orca"
+    most = f"of up to {policy.max_batch_size} requests of both phases (policy {policy.name}"
     return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
 
 
@@ -227,10 +228,23 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
         f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
         f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s{beside}{rate} "
         f"(loading {summary.load_s:.1f} s)",
+        *_supervised(summary),
         *map(str, slow_stages(plan, summary.stages)),
     ]
     text = Text("\n".join(lines))
     return Group(table, text) if summary.stages else text
+
+
+def _supervised(summary: RunSummary) -> list[str]:
+    """A line about requests that outgrew their reservations, where there were any."""
+    queues = [stats.queue for stats in summary.stages if stats.queue is not None]
+    return [
+        f"{counts.doublings} reservations were too short: {counts.grown} grew, {counts.parked} "
+        f"requests were parked in host memory ({counts.parked_tokens} tokens), "
+        f"{counts.recomputed} computed again ({counts.recomputed_tokens} tokens)"
+        for counts in (queue.supervision for queue in queues)
+        if counts.doublings
+    ]
 
 
 def _measured_and_planned(

@@ -24,6 +24,7 @@ from actors.messages import (
     FinishReason,
     MicroBatch,
     Move,
+    Park,
     Sampled,
     Sampling,
     TokenIds,
@@ -34,15 +35,16 @@ from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch
 from quant.common.errors import LlmpqError
 
 _PREFIX = struct.Struct("<QQQQQQQQ")
-"""Bytes of the whole message, kind, requests, moves, bytes of JSON, dtype, rows, columns."""
+"""Bytes of the whole message, kind, requests, changes, bytes of JSON, dtype, rows, columns."""
 
 _BATCH, _SAMPLED = 0, 1
 _SAMPLED_ARRAYS = 2  # tokens, reasons
-_BATCH_ARRAYS = 5  # slots, starts, counts, begins, samples
-_MOVE_NUMBERS = 3
+_BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
+_CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
+_MOVE, _PARK, _RESTORE, _DROP = range(4)
 _ALIGNMENT = 64
+_NO_CHANGES: TokenIds = np.zeros((0, _CHANGE_NUMBERS), dtype=np.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NO_MOVES: TokenIds = np.zeros((0, _MOVE_NUMBERS), dtype=np.int64)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
 
 
@@ -52,7 +54,7 @@ class _Prefix(NamedTuple):
     message_bytes: int
     kind: int
     requests: int
-    moves: int
+    changes: int
     text_bytes: int
     dtype: int
     rows: int
@@ -62,7 +64,7 @@ class _Prefix(NamedTuple):
     def array_bytes(self) -> int:
         if self.kind == _SAMPLED:
             return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * self.columns)
-        return 8 * (_BATCH_ARRAYS * self.requests + _MOVE_NUMBERS * self.moves)
+        return 8 * (_BATCH_ARRAYS * self.requests + _CHANGE_NUMBERS * self.changes)
 
     @property
     def tensor_begin(self) -> int:
@@ -81,13 +83,13 @@ def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
         ids, values = logprob_arrays(result.logprobs)
-        return _message(_SAMPLED, (result.token_ids, codes, ids), _NO_MOVES, b"", values)
+        return _message(_SAMPLED, (result.token_ids, codes, ids), _NO_CHANGES, b"", values)
     admitted = json.dumps([_to_json(admission) for admission in batch.admitted]).encode()
     samples = np.ones_like(batch.slots) if batch.samples is None else batch.samples.astype(np.int64)
-    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples)
-    moves = np.array([astuple(move) for move in batch.moves], dtype=np.int64)
+    sizes = np.zeros_like(batch.slots) if batch.sizes is None else batch.sizes
+    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples, sizes)
     text = admitted if batch.admitted else b""
-    return _message(_BATCH, arrays, moves.reshape(-1, _MOVE_NUMBERS), text, result)
+    return _message(_BATCH, arrays, _changes(batch), text, result)
 
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
@@ -153,7 +155,7 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
         refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
     is_sampled = prefix.kind == _SAMPLED
-    if is_sampled and prefix.moves + prefix.text_bytes + prefix.dtype:
+    if is_sampled and prefix.changes + prefix.text_bytes + prefix.dtype:
         refuse("brings more than the tokens that it says")
     if is_sampled:
         check_logprob_sizes(prefix.requests, prefix.rows, prefix.columns)
@@ -164,7 +166,7 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     if limits is not None:
         for what, most in (
             ("requests", limits.requests),
-            ("moves", limits.kv_tokens),
+            ("changes", limits.kv_tokens + limits.parked_tokens),
             ("rows", limits.requests if is_sampled else limits.rows),
             ("columns", prefix.columns if is_sampled else limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
@@ -185,27 +187,46 @@ def _sampled(numbers: TokenIds, requests: int, values: Tensor) -> Sampled:
 
 
 def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
-    """The micro-batch of the arrays and moves that follow the prefix."""
+    """The micro-batch of the arrays and changes that follow the prefix."""
     arrays = numbers[: _BATCH_ARRAYS * requests].reshape(_BATCH_ARRAYS, requests)
-    moves = numbers[_BATCH_ARRAYS * requests :].reshape(-1, _MOVE_NUMBERS)
-    slots, starts, counts, begins, samples = arrays
+    slots, starts, counts, begins, samples, sizes = arrays
     if ((samples != 0) & (samples != 1)).any():
         refuse("does not say whether requests are sampled")
+    changes: dict[int, list[list[int]]] = {each: [] for each in range(_DROP + 1)}
+    for kind, *fields in numbers[arrays.size :].reshape(-1, _CHANGE_NUMBERS).tolist():
+        if kind not in changes:
+            refuse(f"makes a change of kind {kind}")
+        changes[kind].append(fields)
     return MicroBatch(
         slots,
         starts,
         counts,
         begins,
         admitted,
-        tuple(Move(*move) for move in moves.tolist()),
+        tuple(Move(*fields) for fields in changes[_MOVE]),
         None if samples.all() else samples.astype(np.bool_),
+        sizes if sizes.any() else None,
+        tuple(Park(*fields) for fields in changes[_PARK]),
+        tuple(Park(*fields) for fields in changes[_RESTORE]),
+        tuple(key for key, *_ in changes[_DROP]),
     )
 
 
+def _changes(batch: MicroBatch) -> TokenIds:
+    """What a micro-batch changes in the KV cache and beside it, `[changes, 4]`."""
+    rows = [
+        *((_MOVE, *astuple(move)) for move in batch.moves),
+        *((_PARK, *astuple(park)) for park in batch.parks),
+        *((_RESTORE, *astuple(back)) for back in batch.restores),
+        *((_DROP, key, 0, 0) for key in batch.drops),
+    ]
+    return np.array(rows, dtype=np.int64) if rows else _NO_CHANGES
+
+
 def _message(
-    kind: int, arrays: Sequence[TokenIds], moves: TokenIds, text: bytes, tensor: Tensor | None
+    kind: int, arrays: Sequence[TokenIds], changes: TokenIds, text: bytes, tensor: Tensor | None
 ) -> Tensor:
-    flat = np.concatenate([*arrays, moves.ravel()]).view(np.uint8)
+    flat = np.concatenate([*arrays, changes.ravel()]).view(np.uint8)
     end = _PREFIX.size + flat.size + len(text)
     begin = _aligned(end)
     tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
@@ -213,7 +234,7 @@ def _message(
     message = host_memory(begin + tensor.nbytes)
     data = message.numpy()
     dtype = _DTYPES.index(tensor.dtype)
-    prefix = (len(data), kind, len(arrays[0]), len(moves), len(text), dtype, rows, columns)
+    prefix = (len(data), kind, len(arrays[0]), len(changes), len(text), dtype, rows, columns)
     _PREFIX.pack_into(data.data, 0, *prefix)
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)
