@@ -83,7 +83,8 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     times = stage.modelled
     if times is None:
         prompts = plan.micro_batches.prefill * plan.workload.prompt_length
-        return tokens * (stage.prefill_s / prompts)
+        linear_s: FloatArray = tokens * (stage.prefill_s / prompts)
+        return linear_s
     curve = times.prefill[0]
     whole_s = np.interp(tokens, curve.lengths, curve.seconds) / curve.requests
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
