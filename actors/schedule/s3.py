@@ -27,14 +27,15 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 
 POOL_PER_SLOT = 4
-"""Requests in the pool for each slot before a run begins to draw from a queue: so many different
-lengths that one fits nearly always, and small beside the keys and values of as many requests."""
+"""Requests in the pool for each slot before a run begins to draw from a queue: so many that one of
+them fits nearly always, and small beside the keys and values of as many. In a simulation of 2,500
+requests 1 to 16 for each slot took within 2% of the same time, with right and with wrong lengths.
+"""
 
 OVERTAKES_PER_SLOT = 4
-"""How often a request is overtaken at most, for each slot. All slots are taken anew that often
-while it waits; with fewer, short ones that wait hold the bin so often that it is hardly sorted by
-length, and with more, the last of a pool of `POOL_PER_SLOT` would wait longer than all others of it
-take."""
+"""How often a request is overtaken at most, for each slot: all slots are taken anew that often
+while it waits. With 1 the memory that is held for those who wait cost up to 2% in that simulation;
+16 brought nothing more."""
 
 
 class S3Scheduler(TokenSlotScheduler):
