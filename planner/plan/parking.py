@@ -79,12 +79,11 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     """Seconds by which a micro-batch is longer with a prompt of 1 to `longest` tokens `[longest]`:
     weights are read and kernels started for the others anyway.
     """
-    tokens = np.arange(1, longest + 1)
+    tokens = np.arange(1, longest + 1, dtype=np.float64)
     times = stage.modelled
     if times is None:
         prompts = plan.micro_batches.prefill * plan.workload.prompt_length
-        linear_s: FloatArray = tokens * (stage.prefill_s / prompts)
-        return linear_s
+        return tokens * (stage.prefill_s / prompts)
     curve = times.prefill[0]
     whole_s = np.interp(tokens, curve.lengths, curve.seconds) / curve.requests
     return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
