@@ -26,6 +26,7 @@ from planner.micro_batches import MicroBatches
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
+from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec
 from planner.schedule.static import Pass, static_schedule
 from planner.search.search import find_plan
@@ -288,7 +289,8 @@ def emulated_plan(tmp_path_factory: pytest.TempPathFactory) -> PlanSpec:
 def test_modelled_times_follow_the_plan(emulated_plan: PlanSpec) -> None:
     stage = emulated_plan.stages[1]
     assert stage.modelled is not None
-    assert emulated_times(emulated_plan, stage) == ScaledTimes(stage.modelled, 0.25)
+    wanted = ScaledTimes(stage.modelled, 0.25, host_copies(emulated_plan)[1])
+    assert emulated_times(emulated_plan, stage) == wanted
     assert emulated_times(emulated_plan, replace(stage, emulated=False)) is None
     assert emulated_times(replace(emulated_plan, time_scale=0.0), stage) is None
     older = emulated_times(emulated_plan, replace(stage, modelled=None))
