@@ -15,7 +15,7 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +26,9 @@ from benchmarks.machine import processor_name
 from llmpq import Cluster, Plan, Workload
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.finished_rows import FinishedRow, LearntRow, as_prompts
-from llmpq.lengths.folder import load_predictor, save_predictor, tokenizer_digest
+from llmpq.lengths.folder import save_predictor, tokenizer_digest
 from llmpq.lengths.predictor import Bucketed
-from llmpq.lengths.training import KINDS, Judgement, ServedIds, TrainingOptions, train
+from llmpq.lengths.training import KINDS, Judgement, Kind, ServedIds, TrainingOptions, train
 from llmpq.rows.row import Row
 from planner.model.finding import model_shape
 
@@ -88,8 +88,8 @@ def _cells(found: Agreement) -> str:
     return f"| {found.accuracy:.1%} | {found.too_short:.1%} | {off} | {error}"
 
 
-def beside_a_run(times: int, rounds: int) -> Iterator[str]:
-    """Markdown of the second part: `times` the demo prompts, `rounds` runs of each kind."""
+def beside_a_run(times: int, rounds: int, kinds: Sequence[Kind]) -> Iterator[str]:
+    """Markdown of the second part: `times` the demo prompts, `rounds` runs with each of `kinds`."""
     lines = Path("examples/demo_prompts.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     rows = [
@@ -99,37 +99,48 @@ def beside_a_run(times: int, rounds: int) -> Iterator[str]:
     ]
     plan = Cluster.from_yaml(CLUSTER).plan(MODEL, Workload(16, 192, NEW_TOKENS))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         learnt = _answers(plan, rows)
-        yield from _compared(plan, rows, learnt, folder, rounds)
+        yield "| predictor | accuracy | tokens/s beside | tokens/s from a file | ratio | said |"
+        yield "|---|---|---|---|---|---|"
+        for kind in kinds:
+            yield _compared(plan, rows, _trained(kind, learnt, Path(name)), rounds)
 
 
-def _compared(
-    plan: Plan, rows: Sequence[Any], learnt: Sequence[LearntRow], folder: Path, rounds: int
-) -> Iterator[str]:
-    limited = [replace(each, prompt=replace(each.prompt, limit=NEW_TOKENS)) for each in learnt]
-    yield "| predictor | accuracy | tokens/s beside | tokens/s from a file | ratio | said |"
-    yield "|---|---|---|---|---|---|"
-    for kind in KINDS:
-        model, judged = train(limited, TrainingOptions(kind=kind), ids_of_model())
-        save_predictor(folder / kind, model, judged.confusion)
-        trace = folder / f"{kind}.csv"
-        prompts = [each.prompt for each in limited]
-        expected = Bucketed(load_predictor(folder / kind)).expect(prompts)
-        told = (f"{p.custom_id},{n}\n" for p, n in zip(prompts, expected, strict=True))
-        trace.write_text("custom_id,expected_tokens\n" + "".join(told))
-        rates: dict[str, list[float]] = {"beside": [], "file": []}
-        said = ""
-        for _ in range(rounds):
-            found, said = _rate(plan, rows, str(folder / kind))
-            rates["beside"].append(found)
-            rates["file"].append(_rate(plan, rows, f"trace:{trace}")[0])
-        ratios = [a / b for a, b in zip(rates["beside"], rates["file"], strict=True)]
-        beside, file = (median(rates[which]) for which in ("beside", "file"))
-        yield (
-            f"| {kind} | {judged.predictor.accuracy:.1%} | {beside:.0f} | {file:.0f} | "
-            f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | {said} |"
-        )
+@dataclass(frozen=True)
+class Trained:
+    """A predictor's folder, a file of the same predictions, and its accuracy on held-out rows."""
+
+    folder: Path
+    trace: Path
+    accuracy: float
+
+
+def _trained(kind: Kind, learnt: Sequence[LearntRow], folder: Path) -> Trained:
+    """Train one on the answers `learnt`, and write what it expects of all of them."""
+    model, judged = train(learnt, TrainingOptions(kind=kind), ids_of_model())
+    found = Trained(folder / kind, folder / f"{kind}.csv", judged.predictor.accuracy)
+    save_predictor(found.folder, model, judged.confusion)
+    prompts = [replace(each.prompt, limit=NEW_TOKENS) for each in learnt]
+    expected = Bucketed(model).expect(prompts)
+    told = (f"{p.custom_id},{tokens}\n" for p, tokens in zip(prompts, expected, strict=True))
+    found.trace.write_text("custom_id,expected_tokens\n" + "".join(told))
+    return found
+
+
+def _compared(plan: Plan, rows: Sequence[Any], predictor: Trained, rounds: int) -> str:
+    """A line of the table: both runs in turns."""
+    beside, file = [], []
+    said = ""
+    for _ in range(rounds):
+        rate, said = _rate(plan, rows, str(predictor.folder))
+        beside.append(rate)
+        file.append(_rate(plan, rows, f"trace:{predictor.trace}")[0])
+    ratios = [a / b for a, b in zip(beside, file, strict=True)]
+    return (
+        f"| {predictor.folder.name} | {predictor.accuracy:.1%} | {median(beside):.0f} | "
+        f"{median(file):.0f} | {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | "
+        f"{said} |"
+    )
 
 
 def _answers(plan: Plan, rows: Sequence[Any]) -> list[LearntRow]:
@@ -161,13 +172,14 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=6, help="the demo prompts so many times")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=["accuracy", "run"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(processor_name())
     if "accuracy" in options.parts:
         print("\n".join(accuracy(options.rows)), flush=True)
     if "run" in options.parts:
-        for line in beside_a_run(options.times, options.rounds):
+        for line in beside_a_run(options.times, options.rounds, options.kinds):
             print(line, flush=True)
 
 
