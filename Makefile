@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := demo_output
 # Whole files to each of two processes, in the order of the tree: the long ones come before the many short ones.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The many processes that tests start compile our code once, also for who keeps Python from writing what it compiled.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: install demo serve-demo test test-all check gpu clean
 

@@ -28,9 +28,9 @@ tokens per second of whole prompts, as stages wait less for long ones, and with 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch (None: as many as
-    the plan's decode micro-batch has) and the tokens of a prompt that one micro-batch takes at
-    most (0: a prompt is never parted).
+    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch
+    (None: as many as the plan's decode micro-batch has) and the tokens of a prompt that one
+    micro-batch takes at most (0: a prompt is never parted).
 
     Raises `SpecError` for a policy that does not exist, a number out of range, and for options that
     the policy does not have.

@@ -7,8 +7,19 @@ import os
 import shutil
 import signal
 import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.llmpq.forked_workers import fork_server
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Workers that Ray starts before anyone asks are of no use: those of tests are forks.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+# Ray gives workers the last place, behind the other process of tests that does not wait for them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell that starts tests in the background has them ignore SIGINT, and so all they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -18,10 +29,29 @@ USER_CACHE = tempfile.mkdtemp(prefix="llmpq-test-cache-")
 os.environ["XDG_CACHE_HOME"] = USER_CACHE
 
 
+gc.disable()  # next to nothing of what is imported and collected is garbage
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no search for garbage need look through it."""
     gc.freeze()
+    gc.enable()
+
+
+SHARED = ExitStack()
+"""What processes of tests that run beside each other share."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have all processes of pytest-xdist fork Ray's workers from one."""
+    config = node.config
+    if not hasattr(config, "fork_server"):
+        folder = SHARED.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
+        config.fork_server = str(SHARED.enter_context(fork_server(Path(folder))))
+    node.workerinput["fork_server"] = config.fork_server
 
 
 def pytest_unconfigure() -> None:
+    SHARED.close()
     shutil.rmtree(USER_CACHE, ignore_errors=True)

@@ -17,7 +17,7 @@ class Rooms:
     A stage is not told when a request ends. So where a range is given to another request, the one
     that had it before is taken for ended; if that is computed once more, the cache of one of them
     is spoilt, which is an error. Checking a micro-batch takes some microseconds for each request
-    that comes, moves or grows, and about fifty for all others together.
+    that comes, moves or grows, and about ten for all others together.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -18,7 +18,8 @@ class Waiting:
     """A request, the number of its arrival, and the token slots that it reserves.
 
     `parked`: how many of its tokens lie in host memory, where it was preempted. `overtaken`: how
-    many that came later were admitted while it waited.
+    many that came later were admitted while it waited. `is_urgent`: it goes before all that are
+    not, as if it were overtaken too often.
     """
 
     request: Request
@@ -26,15 +27,16 @@ class Waiting:
     size: int
     parked: int = 0
     overtaken: int = 0
+    is_urgent: bool = False
 
 
 class RequestPool:
     """Requests by the size of their reservation, the longest first, and among equal ones those that
     came first (decreasing first fit, S3 section 3).
 
-    Whoever was overtaken `most_overtakes` times is next, whether it fits or not; of several, the
-    one that came first. Then nobody is overtaken more often: when one is taken that came later,
-    none that came before it has been overtaken that often, or it would be next itself.
+    Whoever was overtaken `most_overtakes` times or is urgent is next, whether it fits or not; of
+    several, the one that came first. Then nobody is overtaken more often: when one is taken that
+    came later, none that came before it has been overtaken that often, or it would be next itself.
 
     Taking one of thousands takes microseconds: sizes are looked up by bisection, and overtakes are
     counted in an array.
@@ -62,7 +64,8 @@ class RequestPool:
         arrivals = np.array([each.arrival for each in newcomers], dtype=np.int64)
         places = np.searchsorted(self._arrivals, arrivals)
         self._arrivals = np.insert(self._arrivals, places, arrivals)
-        overtaken = [each.overtaken for each in newcomers]
+        most = self._most_overtakes
+        overtaken = [most if each.is_urgent else each.overtaken for each in newcomers]
         self._overtaken = np.insert(self._overtaken, places, overtaken)
 
     def next(self, free: int) -> Waiting | None:
@@ -84,7 +87,7 @@ class RequestPool:
         self._overtaken[:place] += 1
         overtaken = int(self._overtaken[place])
         self._remove(waiting)
-        return replace(waiting, overtaken=overtaken)
+        return waiting if waiting.is_urgent else replace(waiting, overtaken=overtaken)
 
     def give_up(self, custom_id: str) -> list[Waiting]:
         """Take out what waits by this id."""

@@ -27,14 +27,15 @@ from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 
 POOL_PER_SLOT = 4
-"""Requests in the pool for each slot before a run begins to draw from a queue: so many different
-lengths that one fits nearly always, and small beside the keys and values of as many requests."""
+"""Requests in the pool for each slot before a run begins to draw from a queue: so many that one of
+them fits nearly always, and small beside the keys and values of as many. In a simulation of 2,500
+requests 1 to 16 for each slot took within 2% of the same time, with right and with wrong lengths.
+"""
 
 OVERTAKES_PER_SLOT = 4
-"""How often a request is overtaken at most, for each slot. All slots are taken anew that often
-while it waits; with fewer, short ones that wait hold the bin so often that it is hardly sorted by
-length, and with more, the last of a pool of `POOL_PER_SLOT` would wait longer than all others of it
-take."""
+"""How often a request is overtaken at most, for each slot: all slots are taken anew that often
+while it waits. With 1 the memory that is held for those who wait cost up to 2% in that simulation;
+16 brought nothing more."""
 
 
 class S3Scheduler(TokenSlotScheduler):
@@ -52,6 +53,11 @@ class S3Scheduler(TokenSlotScheduler):
     its tokens when it is admitted again. Its keys and values are parked in host memory meanwhile,
     or computed again: see `QueueSizes.park_tokens_from`. Of several that cannot grow the one that
     came last is preempted first, which may make room for the others.
+
+    Beyond the paper, preempted requests go before all others, so that nobody waits for the rest of
+    an answer while others begin theirs. By their length alone they wait for a room of twice their
+    size, which shorter ones take piece by piece: in a simulation of 4,000 requests with wrong
+    predictions that took up to 4% longer, and 4 to 13 times as many tokens were parked.
 
     Prompts are given in parts as under `orca`, and never more than `max_batch_tokens` at once: what
     is computed again may be longer than prompts are.
@@ -157,7 +163,8 @@ class S3Scheduler(TokenSlotScheduler):
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)
         self._leave(slot)
-        again = Waiting(request, before.arrival, size, tokens if parks else 0, before.overtaken)
+        parked = tokens if parks else 0
+        again = Waiting(request, before.arrival, size, parked, before.overtaken, is_urgent=True)
         self._pool.add([again])
 
     def _is_parked(self, tokens: int) -> bool:

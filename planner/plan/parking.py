@@ -79,7 +79,7 @@ def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
     """Seconds by which a micro-batch is longer with a prompt of 1 to `longest` tokens `[longest]`:
     weights are read and kernels started for the others anyway.
     """
-    tokens = np.arange(1, longest + 1)
+    tokens = np.arange(1, longest + 1, dtype=np.float64)
     times = stage.modelled
     if times is None:
         prompts = plan.micro_batches.prefill * plan.workload.prompt_length

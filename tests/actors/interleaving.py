@@ -132,6 +132,7 @@ class RandomPolicy:
             tuple(Admission.of(each.slot, each.request, each.room) for each in newcomers),
             moves,
             np.array(parts) == missing,
+            sizes=np.array([each.room.size for each in rows]),
         )
         return batch, np.concatenate([np.array(text, dtype=np.int64) for text in texts])
 

@@ -14,7 +14,7 @@ import pytest
 from llmpq import Cluster, Plan, Workload
 from llmpq.remote.token import make_token
 from tests.actors.models import CONFIGS, save_tiny
-from tests.llmpq.forked_workers import forked_workers
+from tests.llmpq.forked_workers import fork_server, forked_workers
 
 NEW_TOKENS = 8
 PROMPT_LENGTH = 16
@@ -83,10 +83,14 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def worker_environment() -> Iterator[dict[str, str]]:
-    """Ray's `runtime_env` for workers that start fast."""
-    with TemporaryDirectory(prefix="llmpq-") as name, forked_workers(Path(name)) as environment:
-        yield environment
+def worker_environment(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """Ray's `runtime_env` for workers that start fast, by the server of all processes of tests."""
+    shared = getattr(request.config, "workerinput", {}).get("fork_server")
+    if shared is not None:
+        yield forked_workers(Path(shared))
+        return
+    with TemporaryDirectory(prefix="llmpq-") as name, fork_server(Path(name)) as address:
+        yield forked_workers(address)
 
 
 @pytest.fixture
@@ -111,6 +115,7 @@ def ray_address() -> Iterator[str]:
 
     often = {"metrics_report_interval_ms": METRICS_MS}
     head = {"num_cpus": 2, "include_dashboard": False, "include_log_monitor": False}
+    head["no_monitor"] = True  # nothing scales it
     head["_system_config"] = often
     cluster = RayCluster(initialize_head=True, head_node_args=head)
     yield cluster.address

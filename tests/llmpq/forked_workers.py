@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,22 +22,32 @@ _MOST_BYTES = 1 << 20
 """Most bytes of a worker's arguments and environment."""
 
 
+START_S = 120.0
+
+
 @contextmanager
-def forked_workers(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield the `runtime_env` of a Ray whose workers are forked, through a socket in `folder`."""
+def fork_server(folder: Path) -> Iterator[Path]:
+    """Start the process that forks; yield the address of its socket in `folder`, not there yet."""
     address = folder / "workers"
-    python = [sys.executable, str(Path(__file__))]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [*python, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables
+        [sys.executable, str(Path(__file__)), address], stdin=subprocess.PIPE, env=variables
     )
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline(), "the process to fork from has ended"
-        yield {"py_executable": " ".join([python[0], "-S", "-E", python[1], str(address)])}
+        yield address
     finally:
         process.kill()
         process.communicate()
+
+
+def forked_workers(address: Path) -> dict[str, str]:
+    """The `runtime_env` of a Ray whose workers are forked, once something listens at `address`."""
+    deadline = time.monotonic() + START_S
+    while not address.exists():
+        assert time.monotonic() < deadline, "the process to fork from does not listen"
+        time.sleep(0.02)
+    python = [sys.executable, "-S", "-E", str(Path(__file__))]
+    return {"py_executable": " ".join([*python, str(address)])}
 
 
 def serve(address: str) -> None:
@@ -45,10 +56,10 @@ def serve(address: str) -> None:
     gc.freeze()  # a fork that searches for garbage would copy all pages of what is imported
     assert "ray" not in sys.modules, "Ray cannot be imported before a fork"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
+        listener.bind(f"{address}.new")
         listener.listen()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets forks that have ended
-        print("ready", flush=True)
+        os.rename(f"{address}.new", address)  # who sees it can connect
         while True:
             connection, _ = listener.accept()
             if os.fork() == 0:

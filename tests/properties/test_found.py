@@ -39,19 +39,24 @@ def changed(seed: bytes, *path: str | int, value: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-PLAN, LINE, CONFIG = plan_seeds()[0], line_seeds()[3], config_seeds()[0]
+def changed_plan(*path: str | int, value: Any) -> bytes:
+    """The same of a plan, which is made when it is asked for: it takes seconds."""
+    return changed(plan_seeds()[0], *path, value=value)
+
+
+LINE, CONFIG = line_seeds()[3], config_seeds()[0]
 _NPY = b"\x93NUMPY\x02\x00\x10\x00\x00\x00{'descr': '<f8',"
 
 FOUND: dict[str, tuple[str, Callable[[], bytes]]] = {
     "busy shares of other stages": (
-        "plan JSON", lambda: changed(PLAN, "predicted", "busy_share", value=[])),
+        "plan JSON", lambda: changed_plan("predicted", "busy_share", value=[])),
     "a bottleneck beyond the stages": (
-        "plan JSON", lambda: changed(PLAN, "predicted", "decode_bottleneck", value=99)),
+        "plan JSON", lambda: changed_plan("predicted", "decode_bottleneck", value=99)),
     "half a figure": (
-        "plan JSON", lambda: changed(PLAN, "baselines", 0, "sensitivity", value=None)),
-    "no latency": ("plan JSON", lambda: changed(PLAN, "predicted", "latency_s", value=0)),
-    "no memory": ("plan JSON", lambda: changed(PLAN, "stages", 0, "memory_limit_bytes", value=0)),
-    "half a pair in a plan": ("plan JSON", lambda: changed(PLAN, "cluster", value="\ud800")),
+        "plan JSON", lambda: changed_plan("baselines", 0, "sensitivity", value=None)),
+    "no latency": ("plan JSON", lambda: changed_plan("predicted", "latency_s", value=0)),
+    "no memory": ("plan JSON", lambda: changed_plan("stages", 0, "memory_limit_bytes", value=0)),
+    "half a pair in a plan": ("plan JSON", lambda: changed_plan("cluster", value="\ud800")),
     "half a pair in a message": (
         "prompt line",
         lambda: changed(LINE, "body", "messages", 0, "content", value="\ud800")),

@@ -3,7 +3,7 @@ against.
 
 From the paper (section 3): the pool in decreasing order of length, through which one goes once and
 admits whoever fits; doubled reservations of those that outgrow theirs. Beyond it: growth where they
-are, and the bound on overtakes.
+are, preempted ones before all others, and the bound on overtakes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class SimRequest:
     state: str = "waiting"
     overtaken: int = 0
     parked: bool = False
+    preempted: bool = False
     gone: bool = False  # cancelled while under way
 
     @property
@@ -92,6 +93,7 @@ class S3Simulation:
                 in_all = self.in_host_memory + last.written
                 last.parked = 0 < self.park_from <= last.written and in_all <= self.parked_tokens
                 last.state, last.size = "waiting", min(2 * last.size, last.most)
+                last.preempted = True
                 if last.parked:
                     self.parked += 1
                 else:
@@ -101,7 +103,7 @@ class S3Simulation:
     def fitting(self) -> SimRequest | None:
         """Who is admitted next."""
         waiting = self.of_state("waiting")
-        held = [each for each in waiting if each.overtaken >= self.most_overtakes]
+        held = [e for e in waiting if e.preempted or e.overtaken >= self.most_overtakes]
         for each in held[:1] or sorted(waiting, key=lambda e: (-e.size, e.arrival)):
             if self.reserved + each.size <= self.n_slots:
                 return each
@@ -123,7 +125,7 @@ class S3Simulation:
                 break
             for each in self.of_state("waiting"):
                 each.overtaken += each.arrival < following.arrival
-            following.state, following.parked = "ready", False
+            following.state, following.parked, following.preempted = "ready", False, False
             tokens += self.part(following)
             chosen.append(following)
             rows += 1

@@ -357,19 +357,22 @@ def test_the_memory_is_held_for_whoever_was_overtaken_too_often() -> None:
     assert sorted(admitted) == list(range(100))
 
 
-def test_what_waits_longest_is_not_passed_by_what_was_preempted() -> None:
-    """A count goes on where a request is preempted: it is over all of its waiting."""
+def test_who_was_preempted_goes_before_all_others() -> None:
+    """Of several the one that came first, and before it only who was overtaken too often."""
     pool = RequestPool(2)
-    pool.add(waiting_of([5, 4, 3, 2]))
-    for arrival in (1, 2):
-        pool.take(pool._waiting[arrival])
-    first = pool.next(10)
-    assert first is not None
-    taken = pool.take(first)
-    assert (taken.arrival, taken.overtaken) == (0, 2)
-    pool.add([replace(taken, size=50)])
-    assert pool.next(49) is None
-    assert pool.next(50) is not None
+    first, *others = waiting_of([5, 4, 3, 2])
+    pool.add([first, replace(others[1], is_urgent=True), replace(others[2], is_urgent=True)])
+    assert pool.next(2) is None
+    for free, arrival in ((3, 2), (2, 3)):
+        following = pool.next(free)
+        assert following is not None
+        assert following.arrival == arrival
+        assert pool.take(following).overtaken == 0
+    pool.add([replace(others[0], is_urgent=True)])
+    assert pool.next(4) is None, "the first one was overtaken twice"
+    following = pool.next(5)
+    assert following is not None
+    assert pool.take(following).overtaken == 2
 
 
 @pytest.mark.parametrize(

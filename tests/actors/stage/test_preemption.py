@@ -313,6 +313,30 @@ def test_what_is_parked_comes_back_bit_for_bit(kv_bits: int) -> None:
     assert cache.parked.tokens == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_copies_of_a_gpu_are_pinned_and_keep_their_order(kv_bits: int) -> None:
+    """Queued without waiting between kernels that write to the same token slots."""
+    form = CacheForm(torch.float16, torch.device("cuda"), kv_bits)
+    tokens = 4096
+    cache = KVCache(range(8), CacheShape(2 * tokens, 8, 128), form, tokens)
+    where = cache.addresses(batch_in_ranges([0], [0], [2 * tokens], slot_tokens=2 * tokens))
+    for layer in range(8):
+        cache.append(layer, where, *torch.randn(2, 2 * tokens, 8, 128, device="cuda").half())
+    rooms = admission(0, 0, tokens), admission(1, tokens, tokens)
+    for each in rooms:
+        cache._rooms.follow(step(each.slot, 0, each.room.begin, tokens, admitted=(each,)))
+    before = content(cache, 0, tokens - 1)
+    cache.prepare(step(1, 5, tokens, tokens, parks=(Park(0, 0, tokens - 1),)))
+    assert all(copy.is_pinned() for _, copies in cache.parked._held.values() for copy in copies)
+    back = Park(0, tokens, tokens - 1)
+    cache.prepare(step(2, 0, 0, tokens, admitted=(admission(2, 0, tokens),)))
+    there = admission(3, tokens, tokens)
+    cache.prepare(step(3, 9, tokens, tokens, admitted=(there,), restores=(back,)))
+    assert all(map(torch.equal, content(cache, tokens, tokens - 1), before))
+
+
 def test_parked_tokens_are_bounded_and_dropped() -> None:
     cache = held_cache(16, parked_tokens=9)
     for slot, begin in enumerate((0, 8, 16)):

@@ -18,7 +18,7 @@ from tests.actors.models import (
 )
 
 LENGTHS = (5, 11, 1, 8, 17, 2, 11)
-NEW_TOKENS = 14
+NEW_TOKENS = 11
 SPLITS = (0, LAYERS), (0, 1, LAYERS), (0, 2, 3, LAYERS)
 LAYOUTS = tuple(product(SPLITS, (False, True)))
 """Bounds of stages, and whether the LM head is on the first one."""
@@ -61,7 +61,7 @@ def test_equal_length_batches_take_the_dense_path_to_the_same_tokens(
 def test_micro_batch_sizes_do_not_change_tokens(prefill: int, decode: int, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, CONFIGS["llama"])
     prompts = random_prompts(LENGTHS)
-    counts = [3, 14, 1, 9, 14, 6, 2]
+    counts = [3, NEW_TOKENS, 1, 9, NEW_TOKENS, 6, 2]
     expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
     stages = stages_of(tmp_path, (0, 2, LAYERS), len(prompts), max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, counts, prefill, decode) == expected
@@ -84,7 +84,7 @@ def test_newcomers_join_running_groups_without_changing_tokens(
     """A queue five times as long as the slots, with ends at all times."""
     model = save_tiny(tmp_path, CONFIGS[name])
     prompts = random_prompts(LENGTHS * 3)
-    counts = [1 + 5 * i % 14 for i in range(len(prompts))]
+    counts = [1 + 5 * i % NEW_TOKENS for i in range(len(prompts))]
     expected = [reference(model, p, n) for p, n in zip(prompts, counts, strict=True)]
     stages = stages_of(tmp_path, bounds, 4, max(LENGTHS) + NEW_TOKENS)
     assert generate(stages, prompts, counts, prefill=2, decode=2) == expected

@@ -126,23 +126,33 @@ def test_stopped_while_it_runs_then_submitted_again(
     assert not [p for p in files_of(head) if TOKEN.encode() in p.read_bytes()]
 
 
+@pytest.mark.parametrize(
+    ("rows", "wanted", "words"),
+    [
+        ([{"custom_id": "a", "prompt": [5] * 99}], 3, "1 rows have errors"),
+        pytest.param(
+            [{"custom_id": "a", "prompt": [5]}] * 2,
+            2,
+            "stands in in.jsonl:1 already",
+            marks=pytest.mark.rare,  # the code goes the same way
+        ),
+    ],
+    ids=["error rows", "bad input"],
+)
 def test_bad_input_and_error_rows_have_their_exit_codes(
-    head: Head, plan_file: str, tmp_path: Path
+    rows: list[dict[str, Any]],
+    wanted: int,
+    words: str,
+    head: Head,
+    plan_file: str,
+    tmp_path: Path,
 ) -> None:
-    twice = write_prompts(tmp_path / "twice.jsonl", *[{"custom_id": "a", "prompt": [5]}] * 2)
-    long = write_prompts(tmp_path / "long.jsonl", {"custom_id": "a", "prompt": [5] * 99})
-    jobs = {
-        name: head.command("--plan", plan_file, "--input", str(path), "--output", str(out))
-        for name, path, out in (
-            ("bad", twice, tmp_path / "bad.jsonl"),
-            ("errors", long, tmp_path / "errors.jsonl"),
-        )
-    }
-    code, log, _ = finished(jobs["bad"])
-    assert (code, "stands in twice.jsonl:1 already" in log) == (2, True), log
-    code, log, _ = finished(jobs["errors"])
-    assert (code, "1 rows have errors" in log) == (3, True), log
-    assert results_in(tmp_path / "errors.jsonl")["a"]["error"]
+    prompts, output = write_prompts(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    job = head.command("--plan", plan_file, "--input", str(prompts), "--output", str(output))
+    code, log, _ = finished(job)
+    assert (code, words in log) == (wanted, True), log
+    if wanted == 3:
+        assert results_in(output)["a"]["error"]
 
 
 TOLD = ("is not its own", "keeps one from being sent", "none was found")
@@ -157,10 +167,20 @@ def tokens(folder: Path) -> list[dict[str, str]]:
     return [dict(paths[:1]), {"RAY_AUTH_MODE": "disabled"}, dict(paths[1:])]
 
 
-def test_without_its_token_the_head_is_closed(head: Head, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param((0, 3), id="wrong and right"),
+        pytest.param((1, 2), id="none", marks=pytest.mark.rare),  # `test_token.py` has the words
+    ],
+)
+def test_without_its_token_the_head_is_closed(
+    chosen: tuple[int, ...], head: Head, tmp_path: Path
+) -> None:
     given = [*tokens(tmp_path), {}]
-    processes = [head.command("--follow-job", "any", **variables) for variables in given]
-    for process, words in zip(processes, [*TOLD, "knows no job any"], strict=True):
+    told = [*TOLD, "knows no job any"]
+    processes = [head.command("--follow-job", "any", **given[number]) for number in chosen]
+    for process, words in zip(processes, [told[number] for number in chosen], strict=True):
         code, _, error = finished(process)
         assert (code, words in error, "Traceback" in error) == (2, True, False), error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,11 @@ def test_kinds_that_meet_are_paired_once() -> None:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_hops_are_timed_both_ways_and_only_once(tmp_path: Path) -> None:
+def test_hops_are_timed_both_ways_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pair on two nodes cannot be placed on one: it is reported, the other one is measured."""
+    monkeypatch.setattr("llmpq.profile.links.measure_hops", partial(measure_hops, turns=5))
     told: list[str] = []
     cluster = ClusterSpec.from_dict(CPUS)
     rows = profile_links(tmp_path / "t.csv", cluster, told.append)

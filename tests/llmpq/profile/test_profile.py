@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from actors.profiling.links import measure_hops
 from llmpq.cli import algo, profile
 from llmpq.profile.layers import workload_of
 from planner.profiles.links import links_beside, links_path
@@ -40,7 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def times(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("profile") / "times.csv"
-    assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmpq.profile.links.measure_hops", partial(measure_hops, turns=5))
+        assert profile.main(["--model", model, "-o", str(path), "--threads", "1", *FEW]) == 0
     return path
 
 

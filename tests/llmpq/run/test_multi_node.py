@@ -23,9 +23,8 @@ from tests.llmpq.conftest import NEW_TOKENS
 @pytest.fixture(scope="module")
 def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
     """A head without devices, a node of a T4, and one of a V100 and an A100."""
-    cluster = RayCluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
+    head = {"num_cpus": 1, "include_dashboard": False, "include_log_monitor": False}
+    cluster = RayCluster(initialize_head=True, head_node_args=head | {"no_monitor": True})
     cluster.add_node(num_cpus=1, resources={"T4": 1})
     cluster.add_node(num_cpus=2, resources={"V100": 1, "A100": 1})
     ray.init(address=cluster.address, log_to_driver=False, runtime_env=worker_environment)

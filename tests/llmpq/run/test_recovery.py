@@ -27,7 +27,7 @@ from tests.llmpq.faulty import LARGEST, FaultyActor
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
-COUNT = 400
+COUNT = 240
 PROMPTS = random_prompts([1 + i % PROMPT_LENGTH for i in range(COUNT)])
 SAMPLED = Sampling(temperature=1.0, top_k=20, seed=3, ignore_eos=True)
 

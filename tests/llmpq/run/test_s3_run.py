@@ -61,7 +61,10 @@ def expected(tiny: tuple[Path, Any]) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize(("transport", "parks"), [("gloo", True), ("ray", False)])
+@pytest.mark.parametrize(
+    ("transport", "parks"),
+    [("gloo", True), pytest.param("ray", False, marks=pytest.mark.rare)],
+)
 def test_a_stage_dies_while_requests_are_preempted(
     tiny: tuple[Path, Any],
     plan: Plan,

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from actors.messages import Request, Sampling
-from actors.recovery.generation import CHUNKS_AHEAD, LEAST_CHUNK_REQUESTS
+from actors.recovery.generation import CHUNKS_AHEAD
 from actors.recovery.policy import Recovery
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
@@ -21,7 +21,14 @@ from quant.common.errors import StageLostError
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 
-COUNT = 3 * LEAST_CHUNK_REQUESTS + 5
+CHUNK_REQUESTS = 16
+"""In place of `LEAST_CHUNK_REQUESTS`, and more than the slots of the plan."""
+COUNT = 3 * CHUNK_REQUESTS + 5
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.recovery.generation.LEAST_CHUNK_REQUESTS", CHUNK_REQUESTS)
 
 
 class Source:
@@ -55,8 +62,8 @@ def test_a_long_queue_is_taken_in_as_needed_and_each_request_ends_once(
         for each in finished:
             assert each.custom_id not in ended
             ended[each.custom_id] = each.token_ids
-        chunks_used = len(ended) // LEAST_CHUNK_REQUESTS
-        assert source.taken <= (chunks_used + 1 + CHUNKS_AHEAD) * LEAST_CHUNK_REQUESTS
+        chunks_used = len(ended) // CHUNK_REQUESTS
+        assert source.taken <= (chunks_used + 1 + CHUNKS_AHEAD) * CHUNK_REQUESTS
         assert len(group.stats()) == 3, "answered while the stages compute"
     left = group.generate(Source(prompts))
     next(left)
@@ -73,7 +80,7 @@ def test_a_killed_stage_is_named_within_seconds_where_it_is_not_replaced(
     group: StageGroup,
 ) -> None:
     """As when memory is short: the kernel gives the process no chance to say good-bye."""
-    running = group.generate(Source(random_prompts([5] * 50 * COUNT)))
+    running = group.generate(Source(random_prompts([5] * 200 * COUNT)))
     next(running)
     actors = ray._private.state.actors()
     os.kill(actors[group.stages[2].actor_id]["Pid"], signal.SIGKILL)

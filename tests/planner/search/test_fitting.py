@@ -29,7 +29,7 @@ from quant.common.units import MIB
 
 SHAPE = model_shape("opt-125m")
 SEEDS = range(24)
-RARE_SEEDS = [pytest.param(seed, marks=pytest.mark.rare) for seed in SEEDS if seed % 2]
+RARE_SEEDS = [pytest.param(seed, marks=pytest.mark.rare) for seed in SEEDS if seed % 3]
 
 
 def planned(request: PlanningRequest) -> PlanSpec:
@@ -180,7 +180,7 @@ def test_the_cases_are_of_every_sort() -> None:
     assert len(requests) - len(fitting) >= 5
 
 
-@pytest.mark.parametrize("seed", [*SEEDS[::2], *RARE_SEEDS])
+@pytest.mark.parametrize("seed", [*SEEDS[::3], *RARE_SEEDS])
 def test_what_fits_is_planned_and_remedies_are_true(seed: int) -> None:
     request = small_request(seed)
     if fits_brutally(request):

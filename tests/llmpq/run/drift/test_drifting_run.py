@@ -26,7 +26,7 @@ nodes:
   - {name: a, accelerators: {T4: 2}}
 emulate: {time_scale: 0}
 """
-PROMPT, NEW, PLANNED_NEW, ROWS = 4, 12, 4, 1200
+PROMPT, NEW, PLANNED_NEW, ROWS = 4, 12, 4, 700
 
 
 LENGTHS = Lengths((PROMPT,) * 100, (PLANNED_NEW,) * 99 + (NEW,))

@@ -95,7 +95,7 @@ def test_the_states_of_a_batch(tmp_path: Path) -> None:
             assert refused.status_code == 409
             assert "is completed" in error_of(refused)["message"]
             assert (await made.client.delete(f"/v1/files/{file['id']}")).status_code == 200
-            assert not made.store.job_path(batch["id"]).exists()
+            await made.until(batch["id"], lambda _: not made.store.job_path(batch["id"]).exists())
 
     run(scenario)
 
