@@ -55,6 +55,12 @@ def _train(options: argparse.Namespace) -> int:
     save_predictor(target, model, judgement.confusion, options.overwrite)
     console().print(_table(judgement, f"{model.kind}, {model.trained_rows} rows learnt from"))
     console().print(_confusion(judgement, model.buckets))
+    if judgement.predictor.accuracy <= judgement.majority.accuracy:
+        console().print(
+            "It is right no more often than the most frequent bucket alone: give it more rows, or "
+            "the answers do not depend on what it reads.",
+            soft_wrap=True,
+        )
     _write_json(figures, judgement, model.buckets)
     return EXIT_DONE
 

@@ -23,6 +23,9 @@ from quant.common.errors import SpecError
 MOST_ROWS = 4096
 """Rows that are learnt from, the latest ones; their features take about 5 MB."""
 
+MOST_WEIGHT = 8.0
+"""Of a later row beside one of the training, so that few of them are no noise."""
+
 WEIGHTS_FILE = "model.safetensors"
 
 _EXTRA = "scikit-learn grows the trees: pip install 'llmpq[lengths]', or choose --kind classifier"
@@ -123,14 +126,20 @@ class Boosting:
         return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
     def improved(self, examples: Sequence[Example], rest: Rest) -> Self:
-        """Trees grown again, from the rows kept and `examples`."""
-        features = np.vstack([self.features, *(each.encoded for each in examples)])
-        tokens = np.concatenate([self.tokens, [each.tokens for each in examples]])
+        """Trees grown again, from the rows kept and `examples`.
+
+        These together weigh as much as the rows kept, but each at most `MOST_WEIGHT` times one.
+        """
+        features = np.vstack([self.features, *(each.encoded for each in examples)])[-MOST_ROWS:]
+        tokens = np.concatenate([self.tokens, [each.tokens for each in examples]])[-MOST_ROWS:]
+        weights = np.ones(len(tokens))
+        kept = len(tokens) - len(examples)
+        weights[kept:] = np.clip(kept / max(1, len(examples)), 1, MOST_WEIGHT)
         return replace(
             self,
-            trees=grown(features[-MOST_ROWS:], tokens[-MOST_ROWS:], self.buckets, rest),
-            features=features[-MOST_ROWS:],
-            tokens=tokens[-MOST_ROWS:],
+            trees=grown(features, buckets_of(tokens, self.buckets), self.buckets, rest, weights),
+            features=features,
+            tokens=tokens,
             trained_rows=self.trained_rows + len(examples),
         )
 
@@ -190,18 +199,23 @@ def train_boosting(
     reads_text = any(each.text for each in prompts)
     features = np.stack(encoded(prompts, tokenizer is not None, reads_text))[-MOST_ROWS:]
     lengths = np.asarray(tokens, dtype=np.int64)[-MOST_ROWS:]
-    trees = grown(features, lengths, buckets, lambda: None, options or TreeOptions())
+    found = buckets_of(lengths, buckets)
+    weights = np.ones(len(lengths))
+    trees = grown(features, found, buckets, lambda: None, weights, options or TreeOptions())
     return Boosting(buckets, trees, features, lengths, tokenizer, reads_text, len(prompts))
 
 
 def grown(
     features: Features,
-    tokens: IntArray,
+    found: IntArray,
     buckets: tuple[int, ...],
     rest: Rest,
+    weights: FloatArray,
     options: TreeOptions = TreeOptions(),
 ) -> Trees:
-    """Trees for rows [rows] of at least two buckets, with `rest` after each round."""
+    """Trees for rows [rows] of these `weights` [rows] and of the buckets `found` [rows], at least
+    two; with `rest` after each round.
+    """
     try:
         from sklearn.ensemble import GradientBoostingClassifier
     except ImportError as error:
@@ -221,7 +235,7 @@ def grown(
         init="zero",  # so that all it predicts with is in the trees
         random_state=options.seed,
     )
-    model.fit(features, buckets_of(tokens, buckets), monitor=monitor)
+    model.fit(features, found, sample_weight=weights, monitor=monitor)
     return _arrays(model, len(buckets))
 
 

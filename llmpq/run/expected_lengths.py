@@ -134,4 +134,6 @@ def figures_text(figures: PredictionFigures) -> str:
     if figures.learnt:
         times = "once" if figures.learnt == 1 else f"{figures.learnt} times"
         learnt = f"; the predictor was improved {times}"
+    if figures.failure is not None:
+        learnt += f"; it could not learn ({figures.failure})"
     return f"{right}{learnt}; it took {busy_s:.1f} s of a processor ({share:.1%} of the time)"

@@ -133,6 +133,17 @@ def test_the_command_trains_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(command) == 0
 
 
+def test_a_predictor_that_has_learnt_nothing_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that are all alike, with answers of two lengths in turns."""
+    rows = [LearntRow(Prompt(f"r{n}", 9, (1,), "x"), 1 + 8 * (n % 2)) for n in range(40)]
+    given = rows_file(tmp_path / "in.jsonl", rows)
+    pytest.importorskip("sklearn")
+    assert main(["train", "--input", given, "-o", str(tmp_path / "p")]) == 0
+    assert "no more often than the most frequent bucket" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

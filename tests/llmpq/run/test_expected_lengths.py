@@ -15,10 +15,10 @@ import pytest
 from actors.messages import Finished, Request, Sampling
 from llmpq import Plan
 from llmpq.lengths.predictor import Known, Prompt
-from llmpq.lengths.process.predictor_process import PredictorProcess
+from llmpq.lengths.process.predictor_process import PredictionFigures, PredictorProcess
 from llmpq.lengths.sources import Direct, open_source, wait_loaded
 from llmpq.rows.row import BadRow
-from llmpq.run.expected_lengths import AHEAD, TOGETHER, ExpectedLengths
+from llmpq.run.expected_lengths import AHEAD, TOGETHER, ExpectedLengths, figures_text
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
 from planner.scheduling import PolicyOptions
@@ -115,6 +115,16 @@ def test_a_lost_predictor_is_said_once_and_the_rows_go_on(process: PredictorProc
     lengths.end(None)
     assert len(said) == 1
     assert "its process ended (exit code -9)" in said[0]
+
+
+def test_the_figures_are_a_sentence() -> None:
+    figures = PredictionFigures(90, 80, 60, 0.5, 1.5, 2, 1, None, 100.0)
+    assert figures_text(figures) == (
+        "60 of 80 answers had the length that was predicted; the predictor was improved 2 times; "
+        "it took 2.0 s of a processor (2.0% of the time)"
+    )
+    failed = replace(figures, learnt=0, failure="SpecError: scikit-learn grows the trees")
+    assert "it could not learn (SpecError: scikit-learn grows" in figures_text(failed)
 
 
 def test_what_was_learnt_is_written_where_that_is_wanted(
