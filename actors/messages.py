@@ -84,6 +84,21 @@ class Move:
 
 
 @dataclass(frozen=True)
+class Park:
+    """`tokens` tokens of a request whose keys and values go from token slot `begin` on to host
+    memory, to lie there under `key`; or the way back.
+    """
+
+    key: int
+    begin: int
+    tokens: int
+
+
+EVERY_KEY = -1
+"""Stands for the keys of all that lies in host memory."""
+
+
+@dataclass(frozen=True)
 class Admission:
     """A request that takes a slot, as stages must know it.
 
@@ -131,7 +146,12 @@ class MicroBatch:
     has the token slot begin + p. `admitted` lists the requests that begin with this micro-batch.
     `moves` are made before it, in their order, and before the rooms of `admitted` are cleared.
     `samples` `[requests]` tells whose next token is sampled (None: everyone's): a part of a prompt
-    that is not the last one has none yet.
+    that is not the last one has none yet. `sizes` `[requests]` are the token slots of the requests'
+    ranges (None: not told), which may have grown.
+
+    Requests that are preempted have their tokens parked in host memory, or not: `drops` are keys of
+    what is forgotten there first of all, `parks` are made then, before the moves, and `restores`
+    after rooms are cleared.
     """
 
     slots: npt.NDArray[np.int64]
@@ -141,6 +161,10 @@ class MicroBatch:
     admitted: tuple[Admission, ...] = ()
     moves: tuple[Move, ...] = ()
     samples: npt.NDArray[np.bool_] | None = None
+    sizes: npt.NDArray[np.int64] | None = None
+    parks: tuple[Park, ...] = ()
+    restores: tuple[Park, ...] = ()
+    drops: tuple[int, ...] = ()
 
     @cached_property
     def decode_rows(self) -> npt.NDArray[np.bool_]:
@@ -196,7 +220,7 @@ class MicroBatch:
         return [*parts, self.of_rows(slice(first, None))]
 
     def of_rows(self, rows: slice | TokenIds) -> MicroBatch:
-        """Some of its requests, without admissions, moves and what is sampled."""
+        """Some of its requests: their tokens and where these lie."""
         return MicroBatch(self.slots[rows], self.starts[rows], self.counts[rows], self.begins[rows])
 
     @cached_property
@@ -276,15 +300,48 @@ class PhaseWork:
 
 
 @dataclass(frozen=True)
+class Supervision:
+    """What was done in a run about requests that outgrew their reservation, which is doubled then.
+
+    `grown`: how often it grew where it was, or at the cost of moves. Else the request was preempted
+    and came back to the queue: `parked` times with its keys and values in host memory, which are
+    `parked_tokens` tokens in all and `parked_now` at present, and `recomputed` times without; then
+    `recomputed_tokens` tokens are computed again.
+    """
+
+    grown: int = 0
+    parked: int = 0
+    parked_tokens: int = 0
+    parked_now: int = 0
+    recomputed: int = 0
+    recomputed_tokens: int = 0
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request was preempted."""
+        return self.parked + self.recomputed
+
+    @property
+    def doublings(self) -> int:
+        """How often a reservation was doubled."""
+        return self.grown + self.preemptions
+
+
+NO_SUPERVISION = Supervision()
+
+
+@dataclass(frozen=True)
 class QueueDepth:
-    """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
-    micro-batches on their way through the pipeline.
+    """The queue of the first stage's scheduler: requests that wait and requests in KV slots,
+    micro-batches on their way through the pipeline, and what became of those that outgrew their
+    reservation.
     """
 
     waiting: int
     in_slots: int
     slots: int
     micro_batches: int
+    supervision: Supervision = NO_SUPERVISION
 
 
 @dataclass(frozen=True)

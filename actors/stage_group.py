@@ -162,7 +162,11 @@ class StageGroup:
         return actor
 
     def _spec(self, stage: StagePlan) -> StageSpec:
-        spec = replace(stage_spec(self._plan, stage), slots=self._slots)
+        spec = replace(
+            stage_spec(self._plan, stage),
+            slots=self._slots,
+            parked_tokens=self._pipeline.sizes.parked_tokens,
+        )
         if self._plan.stand_in is None:
             return spec
         return stand_in_spec(spec, model_shape(self._checkpoint))

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from actors.attention.addresses import Addresses
-from actors.messages import MicroBatch, Move, TokenRange
+from actors.attention.parked import ParkedTokens
+from actors.attention.rooms import Rooms
+from actors.messages import MicroBatch, Move, Park, TokenRange
 from quant.scheme import FULL_BITS
 
 SCALE_DTYPE = torch.bfloat16
@@ -83,6 +85,12 @@ class Stored:
                 tokens = held[:, move.begin : move.begin + move.tokens]
                 overlap = abs(move.to - move.begin) < move.tokens
                 held[:, move.to : move.to + move.tokens] = tokens.clone() if overlap else tokens
+
+    def of_tokens(self, begin: int, tokens: int) -> Iterator[Tensor]:
+        """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`."""
+        yield self.numbers[:, begin : begin + tokens]
+        if self.scales is not None:
+            yield self.scales[:, begin : begin + tokens]
 
     def write(self, where: Addresses, new: Tensor) -> None:
         """Store `new` `[sum(counts), kv_heads, head_dim]`, as codes where there are scales."""
@@ -152,20 +160,43 @@ class KVCache:
     Attention reads all of them from here, also within a prompt: what a token sees of another does
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
     on as it would have.
+
+    Up to `parked_tokens` tokens of requests that were preempted lie in host memory.
     """
 
-    def __init__(self, layers: range, shape: CacheShape, form: CacheForm) -> None:
+    def __init__(
+        self, layers: range, shape: CacheShape, form: CacheForm, parked_tokens: int = 0
+    ) -> None:
         sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
         self.held_dtype = form.held_dtype
         self._device = form.device
         self._keys = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
         self._values = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
+        self._rooms = Rooms(shape.tokens)
+        self.parked = ParkedTokens(parked_tokens, form.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         return sum(each.nbytes for each in self._all())
+
+    def prepare(self, batch: MicroBatch) -> None:
+        """Do what `batch` asks for before it is computed: park, move, clear and restore.
+
+        Raises RuntimeError where its tokens do not lie in the ranges of its requests.
+        """
+        self._rooms.follow(batch)
+        self.parked.forget(batch.drops)
+        for park in batch.parks:
+            self.parked.park(park, self._of_tokens(park))
+        self.move(batch.moves)
+        self.clear([admission.room for admission in batch.admitted])
+        for back in batch.restores:
+            self.parked.restore(back, self._of_tokens(back))
+
+    def _of_tokens(self, park: Park) -> list[Tensor]:
+        return [part for each in self._all() for part in each.of_tokens(park.begin, park.tokens)]
 
     def clear(self, rooms: Sequence[TokenRange]) -> None:
         """Forget what was in `rooms`, as it may not have been finite; each is a request's own from

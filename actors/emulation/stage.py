@@ -52,6 +52,10 @@ class EmulatedStage:
         """Compute LM head and sampling as `Stage.finish`, in their real time."""
         return self._stage.finish(batch, last_hidden)
 
+    def forget_parked(self) -> None:
+        """Free the host memory of requests that were preempted, as `Stage.forget_parked`."""
+        self._stage.forget_parked()
+
     def stats(self) -> StageStats:
         """Work done and bytes held so far by the stage that computes."""
         return self._stage.stats()

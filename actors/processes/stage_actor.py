@@ -147,6 +147,8 @@ class StageActor(BoardKeeper):
 
     def leave_run(self) -> RunReport:
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
+        if self._stage is not None:
+            self._stage.forget_parked()
         tokens = None if self._leader is None else self._leader.slot_tokens()
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
@@ -303,7 +305,9 @@ class _Leader:
             return None
         scheduler, slots = self._scheduler, self._sizes.slots
         under_way = self._driver.under_way
-        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way)
+        return QueueDepth(
+            scheduler.waiting, scheduler.in_slots, slots, under_way, scheduler.supervision
+        )
 
     def slot_tokens(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""

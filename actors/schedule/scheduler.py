@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.messages import Finished, MicroBatch, Request, Sampled, Supervision, TokenIds
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyName
@@ -22,7 +22,10 @@ class QueueSizes:
     them 0. `kv_tokens`: the token slots of the KV cache, of which requests may reserve `n_slots`
     (0: all; holes that are left spare moves). `max_batch_size`: most requests in a micro-batch;
     `max_batch_tokens`: most tokens of more than one (0: any number). Prompts longer than
-    `prefill_chunk_tokens` are given in parts of that many tokens (0: none are).
+    `prefill_chunk_tokens` are given in parts of that many tokens (0: none are). A request that is
+    preempted with at least `park_tokens_from` tokens has its keys and values copied to host memory
+    (0: none has), where at most `parked_tokens` of all requests lie on each stage; those of others
+    are computed again.
     """
 
     slots: int
@@ -35,6 +38,8 @@ class QueueSizes:
     max_batch_size: int = 0
     max_batch_tokens: int = 0
     prefill_chunk_tokens: int = 0
+    park_tokens_from: int = 0
+    parked_tokens: int = 0
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
@@ -54,7 +59,9 @@ class QueueSizes:
         requests = self.prefill_micro_batch + self.decode_micro_batch
         if self.max_batch_size:
             requests, rows = self.max_batch_size, self._most_rows(max_tokens)
-        return Limits(requests, rows, columns, self.slots, max_tokens, kv_tokens)
+        return Limits(
+            requests, rows, columns, self.slots, max_tokens, kv_tokens, self.parked_tokens
+        )
 
     def _most_rows(self, max_tokens: int) -> int:
         """The most tokens in a mixed micro-batch; all of them have a token slot."""
@@ -100,6 +107,10 @@ class Scheduler(Protocol):
     @property
     def in_slots(self) -> int:
         """Number of requests that have a KV slot."""
+
+    @property
+    def supervision(self) -> Supervision:
+        """What was done so far about requests that outgrew their reservation."""
 
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens.

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.messages import (
+    NO_SUPERVISION,
     Admission,
     Finished,
     MicroBatch,
     Request,
     Sampled,
+    Supervision,
     TokenIds,
     TokenRange,
 )
@@ -111,6 +113,11 @@ class StaticScheduler:
         """Number of requests that have one."""
         return len(self._requests)
 
+    @property
+    def supervision(self) -> Supervision:
+        """Nothing: every slot has room for the longest request."""
+        return NO_SUPERVISION
+
     def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
         """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
         requests.
@@ -178,8 +185,7 @@ class StaticScheduler:
         self._prompt[slot_array] = counts - self._given[slot_array]
         for slot, request in zip(slots, requests, strict=True):
             self._tokens[slot, : len(request.generated)] = request.generated
-        starts, begins = np.zeros_like(slot_array), slot_array * self._slot_tokens
-        return MicroBatch(slot_array, starts, counts, begins, admitted), tokens
+        return self._batch(slot_array, np.zeros_like(slot_array), counts, admitted), tokens
 
     def _decode(self, group: _Group) -> tuple[MicroBatch, TokenIds]:
         self._ready.remove(group)
@@ -188,7 +194,17 @@ class StaticScheduler:
         given = self._given[slots]
         tokens: TokenIds = self._tokens[slots, given - 1]
         starts = self._prompt[slots] + given - 1
-        return MicroBatch(slots, starts, np.ones_like(starts), slots * self._slot_tokens), tokens
+        return self._batch(slots, starts, np.ones_like(starts)), tokens
+
+    def _batch(
+        self,
+        slots: TokenIds,
+        starts: TokenIds,
+        counts: TokenIds,
+        admitted: tuple[Admission, ...] = (),
+    ) -> MicroBatch:
+        begins, sizes = slots * self._slot_tokens, np.full_like(slots, self._slot_tokens)
+        return MicroBatch(slots, starts, counts, begins, admitted, sizes=sizes)
 
     def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
         """Take in the tokens of `batch`; returns the requests that ended with it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from actors.schedule.orca import OrcaScheduler, orca_sizes
+from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.static import StaticScheduler
 from planner.plan.spec import PlanSpec
@@ -24,6 +25,7 @@ class Policy(NamedTuple):
 POLICIES: Mapping[PolicyName, Policy] = {
     "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
     "orca": Policy(OrcaScheduler, orca_sizes),
+    "s3": Policy(S3Scheduler, s3_sizes),
 }
 
 

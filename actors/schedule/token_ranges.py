@@ -62,7 +62,7 @@ class TokenRanges:
         self.n_slots = n_slots
         self.reserved = 0
         self.begins = np.zeros(holders, dtype=np.int64)
-        self._sizes = np.zeros(holders, dtype=np.int64)
+        self.sizes = np.zeros(holders, dtype=np.int64)
         self._order = np.zeros(0, dtype=np.int64)  # holders of ranges, by begin
 
     @property
@@ -72,7 +72,7 @@ class TokenRanges:
 
     def range_of(self, holder: int) -> TokenRange:
         """The range of `holder`, of size 0 where it has none."""
-        return TokenRange(int(self.begins[holder]), int(self._sizes[holder]))
+        return TokenRange(int(self.begins[holder]), int(self.sizes[holder]))
 
     def reserve(self, holder: int, size: int, written: Numbers) -> tuple[Move, ...]:
         """Give `holder` a range of `size` slots; returns the moves that make room for it.
@@ -80,9 +80,9 @@ class TokenRanges:
         `written` `[holders]`: the tokens that each holder's range has by then, which are all that
         moves. Raises ValueError unless `holder` is without a range and `size` slots are free.
         """
-        if self._sizes[holder] or not 1 <= size <= self.free:
+        if self.sizes[holder] or not 1 <= size <= self.free:
             raise ValueError(
-                f"{size} token slots for holder {holder}, which has {self._sizes[holder]}; "
+                f"{size} token slots for holder {holder}, which has {self.sizes[holder]}; "
                 f"{self.free} of {self.n_slots} are free"
             )
         layout = self._layout()
@@ -119,24 +119,24 @@ class TokenRanges:
             return _moved(own.begin, int(self.begins[holder]), int(written[holder]))
         moves = self._push_apart(layout, window, place + 1, written)
         self.reserved += size - own.size
-        self._sizes[holder] = size
+        self.sizes[holder] = size
         return moves
 
     def release(self, holder: int) -> None:
         """Free the range of `holder`."""
-        self.reserved -= int(self._sizes[holder])
-        self._sizes[holder] = 0
+        self.reserved -= int(self.sizes[holder])
+        self.sizes[holder] = 0
         self._order = self._order[self._order != holder]
 
     def _put(self, holder: int, begin: int, size: int) -> None:
         place = int(np.searchsorted(self.begins[self._order], begin))
         self._order = np.insert(self._order, place, holder)
-        self.begins[holder], self._sizes[holder] = begin, size
+        self.begins[holder], self.sizes[holder] = begin, size
         self.reserved += size
 
     def _layout(self) -> _Layout:
         begins = self.begins[self._order]
-        ends = begins + self._sizes[self._order]
+        ends = begins + self.sizes[self._order]
         gaps = np.append(begins, self.n_slots) - np.insert(ends, 0, 0)
         return _Layout(self._order, begins, ends, gaps)
 

@@ -20,6 +20,7 @@ class StageSpec:
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
     `rounding` is a method of `quant.rounding`; with `kv_bits` 8 keys and values are held as codes.
+    `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
     """
 
     index: int
@@ -37,6 +38,7 @@ class StageSpec:
     head_on_first: bool = False
     rounding: str = "nearest"
     kv_bits: int = 16
+    parked_tokens: int = 0
 
     @property
     def is_first(self) -> bool:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from actors.attention.cpu_decode import warm_up
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
-from actors.messages import MicroBatch, Sampled, StageStats
+from actors.messages import EVERY_KEY, MicroBatch, Sampled, StageStats
 from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
@@ -57,7 +57,8 @@ class Stage:
             config, spec, Checkpoint(checkpoint), device, processor, self._shards
         )
         form = CacheForm(self.dtype, device, spec.kv_bits)
-        self._cache = make_cache(config, spec.layers, spec.kv_tokens, form)
+        shape = CacheShape(spec.kv_tokens, *kv_shape(config))
+        self._cache = KVCache(spec.layers, shape, form, spec.parked_tokens)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
@@ -97,8 +98,7 @@ class Stage:
         head lives there too.
         """
         began = time.perf_counter()
-        self._cache.move(batch.moves)
-        self._cache.clear([admission.room for admission in batch.admitted])
+        self._cache.prepare(batch)
         hidden = self._forward(batch, inputs.to(self.device, non_blocking=True))
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
@@ -141,6 +141,10 @@ class Stage:
         self._micro_batches += 1
         self._decode_tokens += batch.decode_tokens
         self._prefill_tokens += int(batch.counts.sum()) - batch.decode_tokens
+
+    def forget_parked(self) -> None:
+        """Free the host memory of requests that were preempted: their run has ended."""
+        self._cache.parked.forget((EVERY_KEY,))
 
     def stats(self) -> StageStats:
         """Work done and bytes held so far."""

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from actors.messages import (
     FinishReason,
     MicroBatch,
     Move,
+    Park,
     Sampled,
     Sampling,
     TokenIds,
@@ -33,16 +35,18 @@ from actors.transport.logprob_format import check_logprob_sizes, logprob_arrays,
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
 from quant.common.errors import LlmpqError
 
-_PREFIX = struct.Struct("<QQQQQQQQ")
-"""Bytes of the whole message, kind, requests, moves, bytes of JSON, dtype, rows, columns."""
+_PREFIX = struct.Struct("<QQQQQQQQQQQ")
+"""Bytes of the whole message, kind, requests, moves, bytes of JSON, dtype, rows, columns, parks,
+restores, drops."""
+
+_LENGTH = struct.Struct("<Q")  # what it begins with
 
 _BATCH, _SAMPLED = 0, 1
 _SAMPLED_ARRAYS = 2  # tokens, reasons
-_BATCH_ARRAYS = 5  # slots, starts, counts, begins, samples
-_MOVE_NUMBERS = 3
+_BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
+_MOVE_NUMBERS = 3  # of a park too
 _ALIGNMENT = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_NO_MOVES: TokenIds = np.zeros((0, _MOVE_NUMBERS), dtype=np.int64)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
 
 
@@ -57,12 +61,16 @@ class _Prefix(NamedTuple):
     dtype: int
     rows: int
     columns: int
+    parks: int
+    restores: int
+    drops: int
 
     @property
     def array_bytes(self) -> int:
         if self.kind == _SAMPLED:
             return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * self.columns)
-        return 8 * (_BATCH_ARRAYS * self.requests + _MOVE_NUMBERS * self.moves)
+        rows = _MOVE_NUMBERS * (self.moves + self.parks + self.restores)
+        return 8 * (_BATCH_ARRAYS * self.requests + rows + self.drops)
 
     @property
     def tensor_begin(self) -> int:
@@ -81,18 +89,18 @@ def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
     if isinstance(result, Sampled):
         codes = np.array([_REASONS.index(r) for r in result.finish_reasons], dtype=np.int64)
         ids, values = logprob_arrays(result.logprobs)
-        return _message(_SAMPLED, (result.token_ids, codes, ids), _NO_MOVES, b"", values)
+        return _message(_SAMPLED, (result.token_ids, codes, ids), _NO_CHANGES, b"", values)
     admitted = json.dumps([_to_json(admission) for admission in batch.admitted]).encode()
     samples = np.ones_like(batch.slots) if batch.samples is None else batch.samples.astype(np.int64)
-    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples)
-    moves = np.array([astuple(move) for move in batch.moves], dtype=np.int64)
+    sizes = np.zeros_like(batch.slots) if batch.sizes is None else batch.sizes
+    arrays = (batch.slots, batch.starts, batch.counts, batch.begins, samples, sizes)
     text = admitted if batch.admitted else b""
-    return _message(_BATCH, arrays, moves.reshape(-1, _MOVE_NUMBERS), text, result)
+    return _message(_BATCH, arrays, _changes(batch), text, result)
 
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
     """Length of the message that begins with `first_frame`; raises as `decode`."""
-    if not _PREFIX.unpack_from(first_frame.numpy().data)[0]:
+    if not _LENGTH.unpack_from(first_frame.numpy().data)[0]:
         return 0
     return _prefix(first_frame, limits).message_bytes
 
@@ -114,7 +122,7 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
     if prefix.kind == _SAMPLED:
         return _sampled(numbers, prefix.requests, tensor.reshape(prefix.rows, prefix.columns))
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
-    batch = _batch(numbers, prefix.requests, admitted)
+    batch = _batch(numbers, prefix, admitted)
     check_batch(batch, prefix.rows, limits)
     return batch, tensor.reshape(prefix.rows, prefix.columns)
 
@@ -149,11 +157,14 @@ class PlainCodec:
 
 
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
+    if len(message) < _PREFIX.size:
+        refuse(f"has {len(message)} bytes")
     prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
     if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
         refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
     is_sampled = prefix.kind == _SAMPLED
-    if is_sampled and prefix.moves + prefix.text_bytes + prefix.dtype:
+    changes = prefix.moves + prefix.parks + prefix.restores + prefix.drops
+    if is_sampled and changes + prefix.text_bytes + prefix.dtype:
         refuse("brings more than the tokens that it says")
     if is_sampled:
         check_logprob_sizes(prefix.requests, prefix.rows, prefix.columns)
@@ -165,6 +176,9 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
         for what, most in (
             ("requests", limits.requests),
             ("moves", limits.kv_tokens),
+            ("parks", limits.kv_tokens),
+            ("restores", limits.requests),
+            ("drops", limits.drops),
             ("rows", limits.requests if is_sampled else limits.rows),
             ("columns", prefix.columns if is_sampled else limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
@@ -184,36 +198,76 @@ def _sampled(numbers: TokenIds, requests: int, values: Tensor) -> Sampled:
     return Sampled(token_ids, reasons, logprobs_of(numbers[end:], values, requests))
 
 
-def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
-    """The micro-batch of the arrays and moves that follow the prefix."""
-    arrays = numbers[: _BATCH_ARRAYS * requests].reshape(_BATCH_ARRAYS, requests)
-    moves = numbers[_BATCH_ARRAYS * requests :].reshape(-1, _MOVE_NUMBERS)
-    slots, starts, counts, begins, samples = arrays
+def _batch(numbers: TokenIds, prefix: _Prefix, admitted: tuple[Admission, ...]) -> MicroBatch:
+    """The micro-batch of the arrays that follow the prefix."""
+    rows, changes = _BATCH_ARRAYS * prefix.requests, (prefix.moves, prefix.parks, prefix.restores)
+    slots, starts, counts, begins, samples, sizes = numbers[:rows].reshape(_BATCH_ARRAYS, -1)
     if ((samples != 0) & (samples != 1)).any():
         refuse("does not say whether requests are sampled")
+    ends = np.cumsum([rows, *(_MOVE_NUMBERS * count for count in changes)]).tolist()
+    moves, parks, restores = (
+        numbers[begin:end].reshape(-1, _MOVE_NUMBERS).tolist() for begin, end in pairwise(ends)
+    )
     return MicroBatch(
         slots,
         starts,
         counts,
         begins,
         admitted,
-        tuple(Move(*move) for move in moves.tolist()),
+        tuple(Move(*move) for move in moves),
         None if samples.all() else samples.astype(np.bool_),
+        sizes if sizes.any() else None,
+        tuple(Park(*park) for park in parks),
+        tuple(Park(*park) for park in restores),
+        tuple(numbers[ends[-1] :].tolist()),
     )
 
 
+class _Changes(NamedTuple):
+    """What a micro-batch changes in the KV cache and beside it: rows of moves, parks and restores,
+    and the keys that are dropped.
+    """
+
+    moves: TokenIds
+    parks: TokenIds
+    restores: TokenIds
+    drops: TokenIds
+
+
+_NO_CHANGES = _Changes(*[np.zeros(0, dtype=np.int64)] * 4)
+
+
+def _changes(batch: MicroBatch) -> _Changes:
+    rows = (batch.moves, batch.parks, batch.restores)
+    moves, parks, restores = (
+        np.array([astuple(each) for each in some], dtype=np.int64) for some in rows
+    )
+    return _Changes(moves, parks, restores, np.array(batch.drops, dtype=np.int64))
+
+
 def _message(
-    kind: int, arrays: Sequence[TokenIds], moves: TokenIds, text: bytes, tensor: Tensor | None
+    kind: int, arrays: Sequence[TokenIds], changes: _Changes, text: bytes, tensor: Tensor | None
 ) -> Tensor:
-    flat = np.concatenate([*arrays, moves.ravel()]).view(np.uint8)
+    flat = np.concatenate([*arrays, *(each.ravel() for each in changes)]).view(np.uint8)
     end = _PREFIX.size + flat.size + len(text)
     begin = _aligned(end)
     tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
     rows, columns = tensor.shape
     message = host_memory(begin + tensor.nbytes)
     data = message.numpy()
-    dtype = _DTYPES.index(tensor.dtype)
-    prefix = (len(data), kind, len(arrays[0]), len(moves), len(text), dtype, rows, columns)
+    prefix = _Prefix(
+        message_bytes=len(data),
+        kind=kind,
+        requests=len(arrays[0]),
+        moves=len(changes.moves),
+        text_bytes=len(text),
+        dtype=_DTYPES.index(tensor.dtype),
+        rows=rows,
+        columns=columns,
+        parks=len(changes.parks),
+        restores=len(changes.restores),
+        drops=len(changes.drops),
+    )
     _PREFIX.pack_into(data.data, 0, *prefix)
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)

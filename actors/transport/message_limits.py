@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from actors.messages import MicroBatch, TokenIds
+from actors.messages import EVERY_KEY, MicroBatch, TokenIds
 from quant.common.errors import StageLostError
 
 _MOST = 2**62
@@ -21,7 +21,8 @@ ADMISSION_BYTES = 16 * 2**20
 class Limits:
     """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
     of hidden states, the `slots` that the stages have for requests of at most `max_tokens` each,
-    and the `kv_tokens` slots for tokens that are in the KV cache.
+    the `kv_tokens` slots for tokens that are in the KV cache, and the `parked_tokens` of requests
+    that were preempted.
     """
 
     requests: int
@@ -30,6 +31,12 @@ class Limits:
     slots: int
     max_tokens: int
     kv_tokens: int
+    parked_tokens: int = 0
+
+    @property
+    def drops(self) -> int:
+        """The most keys of parked tokens that are dropped at once."""
+        return 1 + self.parked_tokens
 
 
 def refuse(what: str) -> NoReturn:
@@ -43,13 +50,14 @@ def check_batch(batch: MicroBatch, rows: int, limits: Limits | None) -> None:
     """Raise `StageLostError` where the `batch` of a message with `rows` of hidden states is not one
     that stages within `limits` compute; there is a row for each token, or for each sampled request.
     """
-    limits = limits or Limits(*[_MOST] * 6)
+    limits = limits or Limits(*[_MOST] * 7)
     _check_requests(batch, limits)
     if rows not in (len(batch.sampled_rows), int(batch.counts.sum())):
         refuse(f"has {rows} rows for {int(batch.counts.sum())} tokens")
     order, ends = np.argsort(batch.begins), _own_ends(batch, limits)
     if (batch.begins[order][1:] < ends[order][:-1]).any():
         refuse("has two requests that share token slots")
+    _check_parked(batch, limits)
     for move in batch.moves:
         most = limits.kv_tokens - move.tokens
         if move.tokens < 1 or not (0 <= move.begin <= most and 0 <= move.to <= most):
@@ -70,11 +78,29 @@ def _check_requests(batch: MicroBatch, limits: Limits) -> None:
         refuse(f"has ranges outside the {limits.kv_tokens} token slots of the KV cache")
 
 
+def _check_parked(batch: MicroBatch, limits: Limits) -> None:
+    """Raise where tokens are parked or restored that there cannot be; the stage knows the rest."""
+    for each in (*batch.parks, *batch.restores):
+        inside = 0 <= each.begin <= limits.kv_tokens - each.tokens
+        if each.key < 0 or not 1 <= each.tokens <= limits.parked_tokens or not inside:
+            refuse(
+                f"parks {each.tokens} tokens from {each.begin} on as number {each.key}, where "
+                f"there are {limits.kv_tokens} token slots and {limits.parked_tokens} may be parked"
+            )
+    if any(key < EVERY_KEY for key in batch.drops):
+        refuse("forgets numbers under which nothing is parked")
+
+
 def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:
-    """Where each request's token slots end, `[requests]`: those of its tokens, or of its room where
-    that is known. Raises where its tokens are not in its room.
+    """Where each request's token slots end, `[requests]`: those of its tokens, or of its range
+    where that is known. Raises where its tokens are not in its range.
     """
     ends: TokenIds = batch.begins + batch.lengths
+    if batch.sizes is not None:
+        own = batch.sizes
+        if (own < batch.lengths).any() or (own > limits.kv_tokens - batch.begins).any():
+            refuse(f"has ranges that do not hold their tokens, or are not in {limits.kv_tokens}")
+        ends = batch.begins + own
     if not batch.admitted:
         return ends
     rows = {slot: row for row, slot in enumerate(batch.slots.tolist())}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.messages import (
+    EVERY_KEY,
     Finished,
     FinishReason,
     MicroBatch,
@@ -21,15 +22,29 @@ from actors.schedule.scheduler import QueueSizes
 NUMBERS = 1 << 20  # the token at position p of request r is r * NUMBERS + p, unlike all others
 
 
-def request(number: int, prompt: int, max_new_tokens: int, generated: int = 0) -> Request:
+def request(
+    number: int,
+    prompt: int,
+    max_new_tokens: int,
+    generated: int = 0,
+    expected: int | None = None,
+) -> Request:
     """Request `number`, of which so many new tokens are there already."""
     text = tuple(range(number * NUMBERS, number * NUMBERS + prompt + generated))
-    return Request(str(number), text[:prompt], max_new_tokens, Sampling(), text[prompt:])
+    return Request(
+        str(number),
+        text[:prompt],
+        max_new_tokens,
+        Sampling(),
+        text[prompt:],
+        expected_tokens=expected,
+    )
 
 
 def sizes_of(
     stages: int, max_batch_size: int, kv_tokens: int, chunk: int = 0, cap: int = 0
 ) -> QueueSizes:
+    """Sizes for the policy `orca`."""
     return QueueSizes(
         stages * max_batch_size,
         prefill_micro_batch=1,
@@ -62,13 +77,17 @@ class TokenPipeline:
     """Ends each request after its own number of new tokens, in `outputs` by `custom_id`.
 
     Every stage sees micro-batches in the order of `submit`, so the one store here stands for each
-    of theirs: moves are made first, then admitted requests get their slot and a cleared range, then
-    what a request wrote before must be where its range begins, and is added to.
+    of theirs: what is parked is kept aside, moves are made, then admitted requests get their slot
+    and a cleared range, and what they have parked. Then what a request wrote before must be where
+    its range begins, and is added to.
+
+    `fixed_rooms`: requests reserve all that they may need, as under `orca`.
     """
 
     stages: int
     kv_tokens: int
     outputs: dict[str, int]
+    fixed_rooms: bool = True
     batches: list[MicroBatch] = field(default_factory=list)
     names: list[tuple[str, ...]] = field(default_factory=list)  # of the requests of each batch
     n_rsrv: list[int] = field(default_factory=list)  # slots reserved when each was submitted
@@ -82,6 +101,7 @@ class TokenPipeline:
         self._size: dict[str, int] = {}
         self._reserved: dict[int, int] = {}  # by slot
         self._running: set[int] = set()
+        self.parked: dict[int, TokenIds] = {}
 
     def expect(self, requests: Sequence[Request]) -> None:
         """Note the lengths of requests, which messages do not say."""
@@ -92,17 +112,25 @@ class TokenPipeline:
     def submit(self, batch: MicroBatch, token_ids: TokenIds) -> MicroBatch:
         self.under_way += 1
         self.batches.append(batch)
+        for key in batch.drops:
+            _ = self.parked.clear() if key == EVERY_KEY else self.parked.pop(key)
+        for park in batch.parks:
+            assert park.key not in self.parked
+            self.parked[park.key] = self._store[park.begin : park.begin + park.tokens].copy()
         for move in batch.moves:
             taken = self._store[move.begin : move.begin + move.tokens].copy()
             self._store[move.to : move.to + move.tokens] = taken
             self.moved += move.tokens
         for admission in batch.admitted:
             assert admission.slot not in self._running
-            assert admission.room.size == self._size[admission.custom_id]
+            size = self._size[admission.custom_id]
+            assert admission.room.size == size if self.fixed_rooms else admission.room.size <= size
             assert 0 <= admission.room.begin <= admission.room.end <= self.kv_tokens
             self._holder[admission.slot] = admission.custom_id
             self._reserved[admission.slot] = admission.room.size
             self._store[admission.room.begin : admission.room.end] = -1
+        for back in batch.restores:
+            self._store[back.begin : back.begin + back.tokens] = self.parked.pop(back.key)
         slots = batch.slots.tolist()
         assert len(set(slots)) == len(slots)
         assert not self._running.intersection(slots), "a request that is still under way"
@@ -113,7 +141,9 @@ class TokenPipeline:
         return batch
 
     def _write(self, batch: MicroBatch, token_ids: TokenIds) -> None:
-        assert batch.begins is not None
+        assert batch.sizes is not None
+        assert (batch.lengths <= batch.sizes).all()
+        assert (batch.begins + batch.sizes <= self.kv_tokens).all()
         ends = batch.counts.cumsum()
         assert len(token_ids) == ends[-1]
         for row, slot in enumerate(batch.slots.tolist()):

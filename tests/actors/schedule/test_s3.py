@@ -1,0 +1,412 @@
+"""The policy `s3`: its decisions against a simulation of them, the content of a pretend KV cache,
+and what must hold whatever comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.messages import EVERY_KEY, Finished, MicroBatch, Request
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.request_pool import RequestPool, Waiting
+from actors.schedule.s3 import OVERTAKES_PER_SLOT, POOL_PER_SLOT, S3Scheduler, reservation
+from actors.schedule.scheduler import QueueSizes
+from tests.actors.schedule.s3_simulation import S3Simulation
+from tests.actors.schedule.token_pipeline import (
+    TokenPipeline,
+    assert_right_tokens,
+    request,
+    sizes_of,
+)
+
+LONGEST = 20  # of prompt and new tokens
+
+
+def s3_sizes_of(
+    stages: int,
+    max_batch_size: int,
+    kv_tokens: int,
+    chunk: int = 0,
+    cap: int = 0,
+    park_from: int = 0,
+    parked_tokens: int = 0,
+) -> QueueSizes:
+    return replace(
+        sizes_of(stages, max_batch_size, kv_tokens, chunk, cap),
+        policy="s3",
+        park_tokens_from=park_from,
+        parked_tokens=parked_tokens,
+    )
+
+
+@dataclass
+class Ends:
+    """How many new tokens each request gets in the end."""
+
+    rng: np.random.Generator
+
+    def of(self, each: Request) -> int:
+        return int(self.rng.integers(len(each.generated) + 1, each.max_new_tokens + 1))
+
+
+class S3Machine(RuleBasedStateMachine):
+    """Requests that come, are cancelled, scheduled and taken back at any time: every micro-batch is
+    that of the simulation, and finds its tokens in the cache of the pretend pipeline.
+    """
+
+    @initialize(
+        stages=st.integers(1, 3),
+        batch=st.integers(1, 4),
+        room=st.integers(LONGEST, 90),
+        kept_back=st.integers(0, 15),
+        chunk=st.integers(0, 5),
+        cap=st.integers(0, 20),
+        park_from=st.integers(0, 8),
+        parked_tokens=st.integers(0, 40),
+        most_overtakes=st.integers(0, 8),
+        seed=st.integers(0, 999),
+    )
+    def begin(
+        self,
+        stages: int,
+        batch: int,
+        room: int,
+        kept_back: int,
+        chunk: int,
+        cap: int,
+        park_from: int,
+        parked_tokens: int,
+        most_overtakes: int,
+        seed: int,
+    ) -> None:
+        n_slots = max(LONGEST, room - kept_back)
+        sizes = s3_sizes_of(stages, batch, room, chunk, cap, park_from, parked_tokens)
+        sizes = replace(sizes, n_slots=n_slots)
+        self.scheduler = S3Scheduler(sizes, stages)
+        self.scheduler._pool = RequestPool(most_overtakes)
+        self.simulation = S3Simulation(
+            n_slots, batch, most_overtakes, chunk, cap, park_from, parked_tokens
+        )
+        self.pipeline = TokenPipeline(stages, room, {}, fixed_rooms=False)
+        self.ends = Ends(np.random.default_rng(seed))
+        self.requests: list[Request] = []
+        self.under_way: deque[MicroBatch] = deque()
+        self.finished: list[Finished] = []
+        self.cancelled: set[str] = set()
+
+    @rule(
+        lengths=st.lists(
+            st.tuples(
+                st.integers(1, 12),
+                st.integers(1, 8),
+                st.integers(0, 7),
+                st.none() | st.integers(-3, 12),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    def come(self, lengths: list[tuple[int, int, int, int | None]]) -> None:
+        first = len(self.requests)
+        new = [request(first + i, p, n, min(g, n - 1), e) for i, (p, n, g, e) in enumerate(lengths)]
+        self.requests += new
+        self.pipeline.outputs |= {each.custom_id: self.ends.of(each) for each in new}
+        self.pipeline.expect(new)
+        self.scheduler.add(new, last=False)
+        for each in new:
+            self.simulation.add(
+                each.custom_id,
+                len(each.prompt_ids),
+                each.max_new_tokens,
+                len(each.generated),
+                each.expected_tokens,
+            )
+
+    @rule()
+    @precondition(lambda self: len(self.under_way) < self.scheduler.most_under_way)
+    def schedule(self) -> None:
+        following, wanted = self.scheduler.next_batch(), self.simulation.next_batch()
+        assert (following is None) == (wanted is None)
+        if following is None or wanted is None:
+            return
+        batch, token_ids = following
+        self.under_way.append(self.pipeline.submit(batch, token_ids))
+        assert batch.sizes is not None
+        rows = zip(
+            self.pipeline.names[-1], batch.counts.tolist(), batch.sizes.tolist(), strict=True
+        )
+        assert list(rows) == wanted
+
+    @rule()
+    @precondition(lambda self: self.under_way)
+    def take_back(self) -> None:
+        batch = self.under_way.popleft()
+        names = [self.pipeline._holder[slot] for slot in batch.slots.tolist()]
+        sampled = self.pipeline.result(batch)
+        rows = [names[row] for row in batch.sampled_rows]
+        reasons = zip(rows, sampled.finish_reasons, strict=True)
+        ended = {name for name, reason in reasons if reason is not None}
+        self.finished += self.scheduler.complete(batch, sampled)
+        self.simulation.complete(names, ended)
+
+    @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.requests)
+    def cancel(self, pick: int) -> None:
+        name = self.requests[pick % len(self.requests)].custom_id
+        if name not in {each.custom_id for each in self.finished}:
+            self.scheduler.cancel(name)
+            self.simulation.cancel(name)
+            self.cancelled.add(name)
+
+    @invariant()
+    def reservations_are_within_the_memory(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        ranges, simulation = self.scheduler._ranges, self.simulation
+        assert ranges.reserved == simulation.reserved <= simulation.n_slots
+        held = [ranges.range_of(slot) for slot in self.scheduler._requests]
+        held.sort(key=lambda room: room.begin)
+        assert all(one.end <= other.begin for one, other in itertools.pairwise(held))
+        assert not held or 0 <= held[0].begin <= held[-1].end <= ranges.n_slots
+        assert self.scheduler.waiting == len(simulation.of_state("waiting"))
+        assert self.scheduler.in_slots == len(simulation.of_state("ready", "running"))
+        assert all(e.overtaken <= simulation.most_overtakes for e in simulation.requests)
+        counts = self.scheduler.supervision
+        assert counts.grown == simulation.grown
+        assert (counts.parked, counts.recomputed) == (simulation.parked, simulation.recomputed)
+        assert counts.parked_now == simulation.in_host_memory
+        assert not counts.parked_now or counts.parked_now <= simulation.parked_tokens
+
+    def teardown(self) -> None:
+        """Everything ends, with its own tokens, and no token slot is lost."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.scheduler.waiting or self.scheduler.in_slots:
+            before = len(self.pipeline.batches)
+            if len(self.under_way) < self.scheduler.most_under_way:
+                self.schedule()
+            if len(self.pipeline.batches) == before:
+                assert self.under_way, "nothing runs, and nothing is selected"
+                self.take_back()
+        left = [each for each in self.requests if each.custom_id not in self.cancelled]
+        outputs = self.pipeline.outputs
+        assert_right_tokens(self.finished, left, [outputs[each.custom_id] for each in left])
+        assert self.scheduler.slot_tokens() == {}
+        assert self.scheduler.supervision.parked_now == 0
+        whole = request(len(self.requests), self.simulation.n_slots - 1, 1)
+        self.scheduler.add([whole], last=True)
+        batch = self.scheduler.next_batch()
+        assert batch is not None, "token slots were lost"
+        assert batch[0].admitted[0].room.size == self.simulation.n_slots
+        kept = set(self.pipeline.parked) - set(batch[0].drops)
+        assert not kept or EVERY_KEY in batch[0].drops
+
+
+S3Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestS3Machine = S3Machine.TestCase
+
+
+def run(
+    sizes: QueueSizes, stages: int, requests: list[Request], outputs: list[int], most_overtakes: int
+) -> tuple[S3Scheduler, TokenPipeline]:
+    """Requests that are all there, through the product's driver, next to the simulation."""
+    named = {r.custom_id: n for r, n in zip(requests, outputs, strict=True)}
+    pipeline = TokenPipeline(stages, sizes.kv_tokens, named, fixed_rooms=False)
+    pipeline.expect(requests)
+    scheduler = S3Scheduler(sizes, stages)
+    scheduler._pool = RequestPool(most_overtakes)
+    scheduler.add(requests, last=True)
+    finished = [each for some in PipelineDriver(scheduler, pipeline).run() for each in some]
+    assert_right_tokens(finished, requests, outputs)
+    assert scheduler.waiting == scheduler.in_slots == scheduler.supervision.parked_now == 0
+    assert scheduler._ranges.reserved == 0
+    assert len(scheduler._free) == stages * sizes.max_batch_size
+    assert not pipeline.parked
+    return scheduler, pipeline
+
+
+@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("expected", ["all too short", "all too long", "random", "right"])
+def test_nothing_is_lost_over_thousands_of_requests(expected: str, parks: bool) -> None:
+    rng = np.random.default_rng(3)
+    prompts, most = rng.integers(1, 25, (2, 3000))
+    outputs = rng.integers(1, most + 1)
+    guesses = {
+        "all too short": np.zeros_like(most),
+        "all too long": most + 5,
+        "random": rng.integers(-2, most + 2),
+        "right": outputs,
+    }[expected]
+    requests = [
+        request(i, p, n, expected=e)
+        for i, (p, n, e) in enumerate(
+            zip(prompts.tolist(), most.tolist(), guesses.tolist(), strict=True)
+        )
+    ]
+    sizes = s3_sizes_of(3, 16, 420, chunk=8, park_from=5 * parks, parked_tokens=60 * parks)
+    scheduler, pipeline = run(sizes, 3, requests, outputs.tolist(), 100)
+    counts = scheduler.supervision
+    if expected in ("right", "all too long"):
+        assert not counts.doublings
+    else:
+        assert counts.grown > 100
+        assert counts.recomputed > 10
+        assert (counts.parked > 50) == parks
+        assert counts.recomputed_tokens >= counts.recomputed
+    # What is computed is every token once, and again what was said to be.
+    computed = sum(int(batch.counts.sum()) for batch in pipeline.batches)
+    assert computed == int(prompts.sum() + outputs.sum()) - 3000 + counts.recomputed_tokens
+
+
+def test_right_lengths_hold_more_at_once_than_the_longest() -> None:
+    """As in the paper's table 3: fewer iterations of larger micro-batches."""
+    rng = np.random.default_rng(1)
+    outputs = rng.integers(1, 100, 400).tolist()
+    batches = {}
+    for name, guesses in {"longest": [None] * 400, "right": outputs}.items():
+        requests = [request(i, 5, 100, expected=e) for i, e in enumerate(guesses)]
+        _, pipeline = run(s3_sizes_of(1, 64, 1000), 1, requests, outputs, 256)
+        batches[name] = np.array([len(batch.slots) for batch in pipeline.batches])
+    assert len(batches["right"]) < 0.7 * len(batches["longest"])
+    assert batches["right"].mean() > 1.4 * batches["longest"].mean()
+
+
+def waiting_of(sizes: list[int]) -> list[Waiting]:
+    return [Waiting(request(i, size - 1, 1), i, size) for i, size in enumerate(sizes)]
+
+
+def packed(sizes: list[int], free: int) -> list[int]:
+    """The sizes that a pool gives to so much memory, in order."""
+    pool = RequestPool(10**6)
+    pool.add(waiting_of(sizes))
+    taken = []
+    while (following := pool.next(free)) is not None:
+        taken.append(pool.take(following))
+        free -= following.size
+    assert len(pool) == len(sizes) - len(taken)
+    return [each.size for each in taken]
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=11), free=st.integers(0, 100))
+def test_packing_is_decreasing_first_fit_and_near_the_best(sizes: list[int], free: int) -> None:
+    """By the paper's own loop, and against all subsets: what is left free is less than the
+    smallest that waits, and what is filled more than half of the best, unless all fit.
+    """
+    found, by_loop, left = packed(sizes, free), [], free
+    for size in sorted(sizes, reverse=True):
+        if size <= left:
+            by_loop.append(size)
+            left -= size
+    assert found == by_loop
+    sums = {0}
+    for size in sizes:
+        sums |= {each + size for each in sums}
+    best = max(each for each in sums if each <= free)
+    assert sum(found) <= best
+    assert 2 * sum(found) >= best
+    rest = list(sizes)
+    for size in found:
+        rest.remove(size)
+    assert not rest or min(rest) > free - sum(found)
+
+
+def test_packing_leaves_little_of_the_memory_of_many_requests() -> None:
+    """Lengths as in the paper's data, of which hundreds are in a pool."""
+    rng = np.random.default_rng(0)
+    fills = [sum(packed(rng.integers(20, 500, 400).tolist(), 20_000)) / 20_000 for _ in range(50)]
+    assert min(fills) > 0.999
+
+
+def test_a_tie_goes_to_whoever_came_first() -> None:
+    pool = RequestPool(10**6)
+    pool.add(waiting_of([3, 5, 5]))
+    first = pool.next(7)
+    assert first is not None
+    assert first.arrival == 1
+
+
+def test_the_memory_is_held_for_whoever_was_overtaken_too_often() -> None:
+    """A long request waits while short ones pass; then nothing goes before it."""
+    most = OVERTAKES_PER_SLOT * 4
+    requests = [request(0, 10, 10), request(1, 20, 20)]
+    requests += [request(i, 5, 5) for i in range(2, 100)]
+    outputs = {each.custom_id: each.max_new_tokens for each in requests}
+    pipeline = TokenPipeline(1, 40, outputs, fixed_rooms=False)
+    pipeline.expect(requests)
+    scheduler = S3Scheduler(s3_sizes_of(1, 4, 40), 1)
+    scheduler.add(requests[:1], last=False)
+    driver = PipelineDriver(scheduler, pipeline)
+    assert driver.submit_next() is not None
+    scheduler.add(requests[1:], last=True)
+    admitted = [0]
+    while driver.under_way:
+        driver.take_back()
+        batch = driver.submit_next()
+        if batch is not None:
+            admitted += [int(each.custom_id) for each in batch.admitted]
+    assert admitted.index(1) == 1 + most
+    assert sorted(admitted) == list(range(100))
+
+
+def test_what_waits_longest_is_not_passed_by_what_was_preempted() -> None:
+    """A count goes on where a request is preempted: it is over all of its waiting."""
+    pool = RequestPool(2)
+    pool.add(waiting_of([5, 4, 3, 2]))
+    for arrival in (1, 2):
+        pool.take(pool._waiting[arrival])
+    first = pool.next(10)
+    assert first is not None
+    taken = pool.take(first)
+    assert (taken.arrival, taken.overtaken) == (0, 2)
+    pool.add([replace(taken, size=50)])
+    assert pool.next(49) is None
+    assert pool.next(50) is not None
+
+
+@pytest.mark.parametrize(
+    ("expected", "generated", "size"),
+    [(None, 0, 18), (3, 0, 13), (99, 0, 18), (0, 0, 11), (-5, 0, 11), (3, 5, 16), (3, 7, 18)],
+)
+def test_a_reservation_has_room_for_what_is_expected(
+    expected: int | None, generated: int, size: int
+) -> None:
+    assert reservation(request(0, 10, 8, generated, expected)) == size
+
+
+def test_the_pool_is_filled_before_a_run_begins_and_bounded() -> None:
+    scheduler = S3Scheduler(s3_sizes_of(2, 4, 1000), 2)
+    count = 0
+    while scheduler.wants_requests:
+        scheduler.add([request(count, 5, 5)], last=False)
+        count += 1
+    assert count == POOL_PER_SLOT * 8
+    scheduler.add([], last=True)
+    assert not scheduler.wants_requests
+
+
+def test_a_cancelled_request_that_is_parked_is_forgotten() -> None:
+    """By the next micro-batch, also where no micro-batch has parked it yet."""
+    requests = [request(i, 4, 12, expected=4) for i in range(3)]
+    pipeline = TokenPipeline(1, 30, {str(i): 12 for i in range(3)}, fixed_rooms=False)
+    pipeline.expect(requests)
+    scheduler = S3Scheduler(s3_sizes_of(1, 3, 30, park_from=1, parked_tokens=99), 1)
+    scheduler.add(requests, last=True)
+    driver = PipelineDriver(scheduler, pipeline)
+    while not scheduler.supervision.parked:
+        driver.submit_next()
+        parked = dict(pipeline.parked)
+        driver.take_back()
+    assert len(parked) == 2, "either has too little room to grow"
+    scheduler.cancel(str(next(iter(parked))))
+    assert scheduler.supervision.parked_now == 8
+    assert len([each for some in driver.run() for each in some]) == 2
+    assert not pipeline.parked
