@@ -21,6 +21,8 @@ from quant.scheme import FULL_BITS
 
 MOST_BATCH_TOKENS = 2048
 """Tokens of a micro-batch: more prompt tokens wait, so that decode steps do not."""
+HOST_BYTES = 64 << 30
+"""Host memory of each stage for keys and values of requests that were preempted."""
 SHARES = (1.0, 1.5, 2.0)
 """Sizes of micro-batches that are tried on pipelines, in even shares of the requests in flight."""
 
@@ -35,24 +37,40 @@ class Memory:
     @cached_property
     def costs(self) -> CacheCosts:
         """Those of the stage that takes longest for each."""
-        plan = self.pipeline.plan
+        gpus = [find_accelerator(stage.accelerator) for stage in self.pipeline.plan.stages]
+        held = self._token_bytes
+        return CacheCosts(
+            max(2 * b / gpu.memory_bytes_per_s for b, gpu in zip(held, gpus, strict=True)),
+            max(b / gpu.host_link_bytes_per_s for b, gpu in zip(held, gpus, strict=True)),
+        )
+
+    @property
+    def parked_tokens(self) -> int:
+        """Tokens for which every stage has host memory."""
+        return HOST_BYTES // max(self._token_bytes)
+
+    @cached_property
+    def _token_bytes(self) -> list[int]:
+        """Bytes of a token's keys and values on each stage."""
         shape = model_shape(self.pipeline.setting.model)
-        move_s, park_s = [], []
-        for stage in plan.stages:
-            token_bytes = 2 * kv_token_bytes(shape, FULL_BITS, stage.dtype) * len(stage.layers)
-            gpu = find_accelerator(stage.accelerator)
-            move_s.append(2 * token_bytes / gpu.memory_bytes_per_s)
-            park_s.append(token_bytes / gpu.host_link_bytes_per_s)
-        return CacheCosts(max(move_s), max(park_s))
+        return [
+            2 * kv_token_bytes(shape, FULL_BITS, stage.dtype) * len(stage.layers)
+            for stage in self.pipeline.plan.stages
+        ]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to reserve: "longest", "predicted" or "blocks"."""
+    """A way to reserve: "longest", "predicted" or "blocks".
+
+    `park_tokens_from`: the least tokens of preempted requests that are parked in host memory; 0:
+    all are computed again.
+    """
 
     name: str
     kind: str
     expected: IntArray | None = None
+    park_tokens_from: int = 1
 
     def best(self, memory: Memory, rows: Rows) -> JobRun:
         """The run of the job with the micro-batches that suit it best."""
@@ -93,6 +111,8 @@ class Contestant:
             n_slots=max(longest, int((1 - HOLES) * kv_tokens)),
             max_batch_size=most,
             max_batch_tokens=tokens,
+            park_tokens_from=0 if alike else self.park_tokens_from,
+            parked_tokens=0 if alike else memory.parked_tokens,
         )
         return OrcaScheduler(sizes, stages) if alike else S3Scheduler(sizes, stages)
 

@@ -9,12 +9,11 @@ alone, and mixed ones of LLM-PQ's table 3, on the stages that its planner finds 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.lengths.contestants import Memory, contestants
 from benchmarks.lengths.papers import GPU, MOST_BATCH, pipeline_for, predictions_of
-from benchmarks.lengths.rows import Rows, recorded
+from benchmarks.lengths.rows import recorded
 from benchmarks.orca.pipelines import Setting
 
 LONGEST_REQUESTS = (2, 4, 8, 16, 32, 64)

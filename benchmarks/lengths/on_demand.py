@@ -1,9 +1,10 @@
 """The rival that predicts nothing: KV memory in blocks on demand, as vLLM has it.
 
-A request takes a block when its tokens need one, prompts whole. Where none is free, the request that came last is
-preempted: it gives up all of its blocks, and is computed again from its prompt and the tokens that
-it has, before all that wait. Newcomers join while enough blocks for their prompt are free and a
-few more (the watermark), up to `max_batch_tokens` in an iteration, and not in an iteration in which somebody was preempted.
+A request takes a block when its tokens need one, prompts whole. Where none is free, the request
+that came last is preempted: it gives up all of its blocks, and is computed again from its prompt
+and the tokens that it has, before all that wait. Newcomers join while enough blocks for their
+prompt are free and a few more (the watermark), up to `max_batch_tokens` in an iteration, and not in
+an iteration in which somebody was preempted.
 
 Blocks lie anywhere, so that no range has to be moved; the token slots of the messages have no
 meaning. This is for virtual time only.

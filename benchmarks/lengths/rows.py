@@ -21,9 +21,10 @@ CLASS_QUANTILES = (0.25, 0.5, 0.75, 0.99)
 
 LONGEST = 2048
 """Tokens of the longest sequence of the paper's models."""
-MEAN_TOTAL, MEAN_PROMPT = 106, 24
-"""Tokens of a sequence and of its prompt in the mean. Table 3's memory for 4 sequences of 2,048
-tokens holds 77.35 of Oracle's: 106 tokens each. Alpaca's instructions have about 20 words."""
+MEAN_PROMPT, MEAN_ANSWER = 24, 50
+"""Tokens of short questions and answers in the mean. Over the time that rows hold memory their mean
+is 106 tokens then: where table 3's memory has room for 4 sequences of 2,048 tokens, Oracle has
+77.35 rows in it. Alpaca's instructions have about 20 words."""
 SPREAD = 0.7
 """Standard deviation of the logarithm of lognormal lengths."""
 
@@ -95,10 +96,10 @@ def _prompts(data: Path, random: np.random.Generator, count: int) -> IntArray:
 
 
 def short_answers(count: int, seed: int) -> Rows:
-    """Questions and answers as short as Alpaca's, of a model whose answers may fill 2,048 tokens."""
+    """Lengths like Alpaca's, of a model whose sequences may have 2,048 tokens."""
     random = np.random.default_rng([seed, 1])
     prompts = _lognormal(random, count, MEAN_PROMPT, LONGEST // 4)
-    answers = _lognormal(random, count, MEAN_TOTAL - MEAN_PROMPT, LONGEST // 2)
+    answers = _lognormal(random, count, MEAN_ANSWER, LONGEST // 2)
     limit = LONGEST - int(prompts.max())
     return Rows("short answers", prompts, answers, limit, tenths(limit))
 

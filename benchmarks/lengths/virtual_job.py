@@ -10,7 +10,9 @@ import numpy as np
 
 from actors.messages import Admission, MicroBatch, Request, Sampled, Sampling, TokenIds
 from actors.schedule.driver import PipelineDriver
+from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import Scheduler
+from benchmarks.lengths.on_demand import OnDemandScheduler
 from benchmarks.lengths.rows import IntArray, Rows
 from benchmarks.orca.virtual_time import VirtualClock, VirtualPipeline
 from planner.plan.modelled_times import ModelledTimes
@@ -72,7 +74,7 @@ class _Pipeline(VirtualPipeline):
 
     def beside_s(self, batch: MicroBatch) -> float:
         moved = sum(move.tokens for move in batch.moves)
-        parked = 0
+        parked = sum(each.tokens for each in (*batch.parks, *batch.restores))
         self.moved += moved
         self.parked += parked
         return moved * self._costs.move_s + parked * self._costs.park_s
@@ -149,4 +151,14 @@ def run_job(
         raise RuntimeError(f"{ended} of {len(rows)} rows have ended")
     run.seconds, run.scheduler_s = clock.now_s, timed.seconds
     run.moved, run.parked = pipeline.moved, pipeline.parked
+    run.preemptions, run.computed_again = _preempted(scheduler)
     return run
+
+
+def _preempted(scheduler: Scheduler) -> tuple[int, int]:
+    """How often a request was preempted, and the tokens that were computed again."""
+    if isinstance(scheduler, OnDemandScheduler):
+        return scheduler.preemptions, scheduler.computed_again
+    if isinstance(scheduler, S3Scheduler):
+        return scheduler.supervision.preemptions, scheduler.supervision.recomputed_tokens
+    return 0, 0

@@ -77,9 +77,11 @@ def modelled_pipeline(setting: Setting, longest: Lengths) -> ModelledPipeline:
 
 
 def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | None:
+    firsts = range(0, setting.gpus, GPUS_A_NODE)
+    counts = [min(GPUS_A_NODE, setting.gpus - first) for first in firsts]
     nodes = [
-        {"name": f"node{first}", "accelerators": {setting.gpu: min(GPUS_A_NODE, setting.gpus - first)}}
-        for first in range(0, setting.gpus, GPUS_A_NODE)
+        {"name": f"node{first}", "accelerators": {setting.gpu: count}}
+        for first, count in zip(firsts, counts, strict=True)
     ]
     network = {"internode_gbit_per_s": NETWORK_GBIT_PER_S}
     cluster = ClusterSpec.from_dict({"name": "orca", "nodes": nodes, "network": network}, "orca")

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.messages import Admission, FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
+from actors.messages import (
+    Admission,
+    FinishReason,
+    MicroBatch,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.live import Inbox, LiveRun, Mail
 from actors.schedule.scheduler import Scheduler
