@@ -95,6 +95,7 @@ def stages_of(
     processor: Processor = Processor(),  # noqa: B008  (frozen)
     head_on_first: bool = False,
     kv_bits: int = 16,
+    parked_tokens: int = 0,
 ) -> list[Stage]:
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
     spans = [range(a, b) for a, b in pairwise(bounds)]
@@ -112,6 +113,7 @@ def stages_of(
                 kv_tokens=slots * max_tokens,
                 head_on_first=head_on_first,
                 kv_bits=kv_bits,
+                parked_tokens=parked_tokens,
             ),
             folder,
             torch.device("cpu"),

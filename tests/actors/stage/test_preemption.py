@@ -1,0 +1,372 @@
+"""Stages under the policy `s3` with predictions that are wrong in every way: tokens are those of
+`generate`, and of runs that nothing disturbs, whichever way preempted requests come back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
+from actors.logprobs import TokenLogprobs
+from actors.messages import (
+    EVERY_KEY,
+    Admission,
+    MicroBatch,
+    Move,
+    Park,
+    Request,
+    Sampled,
+    Sampling,
+    Supervision,
+    TokenIds,
+    TokenRange,
+)
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.live import Inbox, LiveRun, Mail
+from actors.schedule.s3 import S3Scheduler
+from actors.schedule.scheduler import QueueSizes
+from actors.stage.stage import Stage
+from tests.actors.batches import batch_in_ranges
+from tests.actors.local_pipeline import LocalPipeline
+from tests.actors.models import (
+    CONFIGS,
+    LAYERS,
+    generate,
+    random_prompts,
+    reference,
+    save_tiny,
+    stages_of,
+)
+
+LENGTHS = (5, 11, 1, 8, 17, 2, 11, 3, 6, 9, 4, 7)
+NEW_TOKENS = 16
+LONGEST = max(LENGTHS) + NEW_TOKENS
+KV_TOKENS = 2 * LONGEST
+PROMPTS = random_prompts(LENGTHS)
+SAMPLING = [
+    Sampling(ignore_eos=True),
+    Sampling(temperature=0.9, seed=3, ignore_eos=True),
+    Sampling(temperature=1.2, top_p=0.8, seed=4, presence_penalty=0.5, ignore_eos=True),
+    Sampling(repetition_penalty=1.7, frequency_penalty=0.2, ignore_eos=True),
+]
+GUESSES: dict[str, Callable[[int], int | None]] = {
+    "far too short": lambda i: 1,
+    "none, or less": lambda i: -i,
+    "far too long": lambda i: 1000,
+    "random": lambda i: int(np.random.default_rng(i).integers(0, NEW_TOKENS)),
+    "right": lambda i: NEW_TOKENS,
+}
+COMPUTED, PARKED, BOTH = (0, 0), (1, 10**6), (12, 30)
+"""From how many tokens requests are parked, and how many tokens in all."""
+
+Tiny = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A checkpoint of each family, and what `generate` adds to the prompts."""
+
+    @cache
+    def made(name: str) -> tuple[Path, list[list[int]]]:
+        folder = tmp_path_factory.mktemp(name)
+        model = save_tiny(folder, CONFIGS[name])
+        tokens = [reference(model, each, NEW_TOKENS, ignore_eos=True) for each in PROMPTS]
+        return folder, tokens
+
+    return made
+
+
+class CheckedPipeline(LocalPipeline):
+    """Stages whose numbers outside of all ranges that were told of become NaN before each step."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        super().__init__(stages)
+        self.each = stages
+        self.most_parked = 0
+
+    def submit(self, batch: MicroBatch, token_ids: TokenIds) -> Sampled:
+        for stage in self.each:
+            rooms = stage._cache._rooms
+            free = np.ones(KV_TOKENS, dtype=np.bool_)
+            for begin, size in zip(rooms._begins, rooms._sizes, strict=True):
+                free[begin : begin + size] = False
+            for stored in stage._cache._all():
+                if stored.scales is None:
+                    stored.numbers[:, torch.from_numpy(free)] = torch.nan
+        result = super().submit(batch, token_ids)
+        self.most_parked = max(self.most_parked, *(s._cache.parked.tokens for s in self.each))
+        return result
+
+
+def stages_for(folder: Path, stages: int, kv_bits: int = 16) -> list[Stage]:
+    bounds = (0, LAYERS) if stages == 1 else (0, 2, LAYERS)
+    return stages_of(folder, bounds, 2, LONGEST, kv_bits=kv_bits, parked_tokens=10**6)
+
+
+def sizes_for(stages: int, way: tuple[int, int], chunk: int = 0) -> QueueSizes:
+    return QueueSizes(
+        stages * 6,
+        1,
+        6,
+        LONGEST,
+        "s3",
+        kv_tokens=KV_TOKENS,
+        max_batch_size=6,
+        prefill_chunk_tokens=chunk,
+        park_tokens_from=way[0],
+        parked_tokens=way[1],
+    )
+
+
+def requests_for(guess: str, sampling: Sequence[Sampling] = SAMPLING[:1]) -> list[Request]:
+    return [
+        Request(
+            str(i),
+            prompt,
+            NEW_TOKENS,
+            sampling[i % len(sampling)],
+            expected_tokens=GUESSES[guess](i),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def run(
+    stages: Sequence[Stage], sizes: QueueSizes, requests: Sequence[Request]
+) -> tuple[list[list[int]], Supervision]:
+    scheduler = S3Scheduler(sizes, len(stages))
+    scheduler.add(requests, last=True)
+    pipeline = CheckedPipeline(stages)
+    found = {
+        each.custom_id: list(each.token_ids)
+        for some in PipelineDriver(scheduler, pipeline).run()
+        for each in some
+    }
+    assert all(stage._cache.parked.tokens == 0 for stage in stages)
+    assert pipeline.most_parked <= sizes.parked_tokens
+    return [found[each.custom_id] for each in requests], scheduler.supervision
+
+
+def check_ways(counts: Supervision, guess: str, way: tuple[int, int]) -> None:
+    """Predictions that are too short are met by what the case wants to try."""
+    if guess in ("far too long", "right"):
+        assert counts == Supervision()
+        return
+    assert counts.grown
+    assert counts.preemptions
+    if way != BOTH or guess != "random":
+        assert bool(counts.parked) == (way != COMPUTED)
+        assert bool(counts.recomputed) == (way != PARKED)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("way", [COMPUTED, PARKED, BOTH])
+@pytest.mark.parametrize("guess", GUESSES)
+def test_tokens_are_those_of_generate(
+    guess: str, way: tuple[int, int], stages: int, tiny: Tiny
+) -> None:
+    folder, expected = tiny("llama")
+    sizes = sizes_for(stages, way, chunk=4 if stages == 2 else 0)
+    tokens, counts = run(stages_for(folder, stages), sizes, requests_for(guess))
+    assert tokens == expected
+    check_ways(counts, guess, way)
+
+
+@pytest.mark.parametrize("way", [COMPUTED, PARKED])
+@pytest.mark.parametrize("name", ["bloom", "mistral-sliding", "opt"])
+def test_families_of_other_positions_and_masks(name: str, way: tuple[int, int], tiny: Tiny) -> None:
+    folder, expected = tiny(name)
+    tokens, counts = run(
+        stages_for(folder, 2), sizes_for(2, way, chunk=3), requests_for("far too short")
+    )
+    assert tokens == expected
+    check_ways(counts, "far too short", way)
+
+
+@pytest.mark.parametrize("way", [COMPUTED, PARKED, BOTH])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_draws_and_penalties_are_those_of_undisturbed_runs(
+    kv_bits: int, way: tuple[int, int], tiny: Tiny
+) -> None:
+    folder, _ = tiny("llama")
+    sampling = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
+    undisturbed = stages_of(folder, (0, 2, LAYERS), 12, LONGEST, kv_bits=kv_bits)
+    expected = generate(undisturbed, PROMPTS, NEW_TOKENS, 2, 6, sampling)
+    stages = stages_for(folder, 2, kv_bits)
+    tokens, counts = run(stages, sizes_for(2, way, 4), requests_for("random", SAMPLING))
+    assert tokens == expected
+    check_ways(counts, "random", way)
+
+
+class CancellingInbox(Inbox):
+    """Requests come by chance, and some are cancelled whatever their state."""
+
+    def __init__(self, requests: Sequence[Request], cancelled: set[str]) -> None:
+        super().__init__(1)
+        self._random, self._coming = Random(5), deque(requests)
+        self._left = set(cancelled)
+        self.told = 0
+
+    def take(self, wait: bool) -> Mail:
+        while self._coming and (wait or self._random.random() < 0.5):
+            self.put([self._coming.popleft()])
+            wait = False
+        if not self._coming:
+            for name in sorted(self._left) if self.told > 60 else ():
+                self._left.discard(name)
+                self.cancel([name])
+            self.close()
+        return super().take(wait)
+
+
+@pytest.mark.parametrize("way", [COMPUTED, PARKED])
+def test_a_live_run_tells_every_token_once(way: tuple[int, int], tiny: Tiny) -> None:
+    """With their log-probabilities, to which a preemption makes no difference either."""
+    folder, expected = tiny("llama")
+    requests = [replace(r, top_logprobs=2) for r in requests_for("far too short")]
+    stages, cancelled = stages_for(folder, 2), {"1", "4", "7", "8"}
+
+    def live(sizes: QueueSizes, some: Sequence[Request], given_up: set[str]) -> Told:
+        scheduler = S3Scheduler(sizes, 2)
+        driver = PipelineDriver(scheduler, LocalPipeline(stages))
+        inbox = CancellingInbox(some, given_up)
+        tokens: dict[str, list[int]] = defaultdict(list)
+        logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        for told in LiveRun(driver, inbox, LONGEST).events():
+            for each in told:
+                inbox.told += 1
+                tokens[each.custom_id] += each.token_ids
+                logprobs[each.custom_id] += each.logprobs
+        assert scheduler.waiting == scheduler.in_slots == scheduler.supervision.parked_now == 0
+        assert (scheduler.supervision.preemptions > 0) == (bool(given_up))
+        return tokens, logprobs
+
+    tokens, logprobs = live(sizes_for(2, way, 4), requests, cancelled)
+    right = [replace(each, expected_tokens=None) for each in requests]
+    _, undisturbed = live(sizes_for(2, COMPUTED, 4), right, set())
+    for i, all_tokens in enumerate(expected):
+        found = tokens[str(i)]
+        assert found == all_tokens[: len(found)]
+        assert str(i) in cancelled or found == all_tokens
+        for one, other in zip(logprobs[str(i)], undisturbed[str(i)], strict=False):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert any(len(tokens[name]) < NEW_TOKENS for name in cancelled)
+    # What an earlier run left is dropped by the first micro-batch of the next one.
+    run(stages, sizes_for(2, PARKED), requests_for("right"))
+
+
+Told = tuple[dict[str, list[int]], dict[str, list[TokenLogprobs]]]
+
+
+def held_cache(kv_bits: int, parked_tokens: int = 20) -> KVCache:
+    """A cache of 32 token slots with random content, two layers."""
+    torch.manual_seed(0)
+    form = CacheForm(torch.float32, torch.device("cpu"), kv_bits)
+    cache = KVCache(range(2), CacheShape(32, 2, 8), form, parked_tokens)
+    where = cache.addresses(batch_in_ranges([0], [0], [32]))
+    for layer in range(2):
+        cache.append(layer, where, *torch.randn(2, 32, 2, 8))
+    return cache
+
+
+def content(cache: KVCache, begin: int, tokens: int) -> list[torch.Tensor]:
+    return [part.clone() for each in cache._all() for part in each.of_tokens(begin, tokens)]
+
+
+def admission(slot: int, begin: int, size: int) -> Admission:
+    return Admission(slot, str(slot), 9, Sampling(), room=TokenRange(begin, size))
+
+
+def step(
+    slot: int, start: int, begin: int, size: int, count: int = 1, **changes: object
+) -> MicroBatch:
+    """A micro-batch of one request."""
+    arrays = (np.array([each]) for each in (slot, start, count, begin))
+    return replace(MicroBatch(*arrays, sizes=np.array([size])), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_what_is_parked_comes_back_bit_for_bit(kv_bits: int) -> None:
+    """Also where others move to its place in the micro-batch that parks it, and its new range lies
+    where it was cleared in the one that restores it.
+    """
+    cache = held_cache(kv_bits)
+    cache._rooms.follow(step(0, 0, 4, 10, admitted=(admission(0, 4, 10),)))
+    cache._rooms.follow(step(1, 0, 20, 6, admitted=(admission(1, 20, 6),)))
+    before, other = content(cache, 4, 7), content(cache, 20, 5)
+    cache.prepare(step(1, 5, 3, 6, parks=(Park(5, 4, 7),), moves=(Move(20, 3, 5),)))
+    assert all(map(torch.equal, content(cache, 3, 5), other))
+    assert not all(map(torch.equal, content(cache, 4, 7), before))
+    assert cache.parked.tokens == 7
+    cache.prepare(step(0, 7, 12, 9, admitted=(admission(0, 12, 9),), restores=(Park(5, 12, 7),)))
+    assert all(map(torch.equal, content(cache, 12, 7), before))
+    assert cache.parked.tokens == 0
+
+
+def test_parked_tokens_are_bounded_and_dropped() -> None:
+    cache = held_cache(16, parked_tokens=9)
+    for slot, begin in enumerate((0, 8, 16)):
+        cache._rooms.follow(step(slot, 0, begin, 8, admitted=(admission(slot, begin, 8),)))
+    cache.prepare(step(2, 1, 16, 8, parks=(Park(0, 0, 5),)))
+    with pytest.raises(RuntimeError, match="5 tokens are to be parked as number 1 beside 5; at"):
+        cache.prepare(step(2, 2, 16, 8, parks=(Park(1, 8, 5),)))
+    cache.prepare(step(2, 2, 16, 8, parks=(Park(1, 8, 5),), drops=(0, 7)))
+    assert cache.parked.tokens == 5
+    with pytest.raises(RuntimeError, match="4 parked tokens are wanted of number 1, which has 5"):
+        cache.prepare(step(0, 4, 0, 8, admitted=(admission(0, 0, 8),), restores=(Park(1, 0, 4),)))
+    cache.prepare(step(2, 3, 16, 8, drops=(EVERY_KEY,)))
+    assert cache.parked.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (step(0, 8, 0, 8), "slot 0 would have 9 tokens from token slot 0 on, in a range of 8"),
+        (step(0, 3, 1, 8), "4 tokens from token slot 1 on, in a range of 8; it was given 8 from 0"),
+        (step(0, 3, 0, 7), "in a range of 7; it was given 8"),
+        (step(5, 3, 0, 8), r"it was given 0 .* was given to another"),
+        (step(2, 3, 16, 17), "17 token slots from 16 on, of 32"),
+        (step(3, 0, 28, 5, admitted=(admission(3, 28, 5),)), "5 token slots from 28 on, of 32"),
+        (step(0, 3, 0, 8, parks=(Park(1, 9, 2),)), "no request has 2 tokens from token slot 9 on"),
+        (step(0, 3, 0, 8, parks=(Park(1, 8, 9),)), "no request has 9 tokens from token slot 8 on"),
+        (step(0, 3, 0, 8, moves=(Move(9, 24, 1),)), "no request has 1 tokens"),
+        (step(2, 3, 25, 8, moves=(Move(16, 25, 3),)), "8 token slots from 25 on, of 32"),
+        (
+            step(3, 0, 24, 8, admitted=(admission(3, 24, 8),), restores=(Park(1, 23, 2),)),
+            "no request has 2 tokens",
+        ),
+    ],
+)
+def test_tokens_outside_of_their_ranges_are_refused(batch: MicroBatch, said: str) -> None:
+    cache = held_cache(16)
+    for slot, begin in enumerate((0, 8, 16)):
+        cache._rooms.follow(step(slot, 0, begin, 8, admitted=(admission(slot, begin, 8),)))
+    with pytest.raises(RuntimeError, match=said):
+        cache.prepare(batch)
+
+
+def test_a_range_that_was_given_to_another_cannot_be_used() -> None:
+    """By an admission, by growth and by a move; who ended is not computed again, and may be
+    overwritten.
+    """
+    for taking in (
+        step(2, 0, 7, 4, admitted=(admission(2, 7, 4),)),
+        step(0, 8, 0, 9),
+        step(3, 7, 13, 8, moves=(Move(16, 13, 8),)),
+    ):
+        cache = held_cache(16)
+        for slot, begin in ((0, 0), (1, 8), (3, 16)):
+            cache._rooms.follow(step(slot, 0, begin, 8, admitted=(admission(slot, begin, 8),)))
+        cache.prepare(taking)
+        with pytest.raises(RuntimeError, match="was given to another"):
+            cache.prepare(step(1, 4, 8, 8))
