@@ -4,7 +4,7 @@ figures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -301,7 +301,7 @@ class PhaseWork:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What was done in a run about requests that outgrew their reservation, which is doubled then.
+    """What was done about requests that outgrew their reservation, which is doubled then.
 
     `grown`: how often it grew where it was, or at the cost of moves. Else the request was preempted
     and came back to the queue: `parked` times with its keys and values in host memory, which are
@@ -315,6 +315,11 @@ class Supervision:
     parked_now: int = 0
     recomputed: int = 0
     recomputed_tokens: int = 0
+
+    def after(self, earlier: Supervision) -> Supervision:
+        """Both together; what is parked at present is that of this one."""
+        counts = {f.name: getattr(self, f.name) + getattr(earlier, f.name) for f in fields(self)}
+        return Supervision(**counts | {"parked_now": self.parked_now})
 
     @property
     def preemptions(self) -> int:
@@ -332,9 +337,8 @@ NO_SUPERVISION = Supervision()
 
 @dataclass(frozen=True)
 class QueueDepth:
-    """The queue of the first stage's scheduler: requests that wait and requests in KV slots,
-    micro-batches on their way through the pipeline, and what became of those that outgrew their
-    reservation.
+    """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
+    micro-batches on their way through the pipeline. `supervision` is of all runs so far.
     """
 
     waiting: int

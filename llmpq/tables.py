@@ -227,10 +227,23 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
         f"{summary.prompts} prompts ({summary.errors} with errors), {summary.generated_tokens} "
         f"tokens in {summary.seconds:.2f} s: {summary.tokens_per_s:.1f} tokens/s{beside}{rate} "
         f"(loading {summary.load_s:.1f} s)",
+        *_supervised(summary),
         *map(str, slow_stages(plan, summary.stages)),
     ]
     text = Text("\n".join(lines))
     return Group(table, text) if summary.stages else text
+
+
+def _supervised(summary: RunSummary) -> list[str]:
+    """A line about requests that outgrew their reservations, where there were any."""
+    queues = [stats.queue for stats in summary.stages if stats.queue is not None]
+    return [
+        f"{counts.doublings} reservations were too short: {counts.grown} grew, {counts.parked} "
+        f"requests were parked in host memory ({counts.parked_tokens} tokens), "
+        f"{counts.recomputed} computed again ({counts.recomputed_tokens} tokens)"
+        for counts in (queue.supervision for queue in queues)
+        if counts.doublings
+    ]
 
 
 def _measured_and_planned(

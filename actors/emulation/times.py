@@ -5,20 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.messages import MicroBatch
+from planner.costs.preemption import HostCopies
 from planner.plan.modelled_times import ModelledTimes
+from planner.plan.parking import host_copies
 from planner.plan.spec import PlanSpec, StagePlan
 
 
 @dataclass(frozen=True)
 class ScaledTimes:
-    """A stage's modelled `times`, of which every second takes `scale` seconds."""
+    """A stage's modelled `times`, of which every second takes `scale` seconds. `copies`: those of
+    its keys and values to host memory and back (None: they take no time).
+    """
 
     times: ModelledTimes
     scale: float
+    copies: HostCopies | None = None
 
     def compute_s(self, batch: MicroBatch) -> float:
         """Seconds in which the stage computes `batch`."""
-        return self.scale * self.times.pass_s(batch.starts, batch.counts)
+        return self.scale * (self.times.pass_s(batch.starts, batch.counts) + self._copy_s(batch))
+
+    def _copy_s(self, batch: MicroBatch) -> float:
+        if self.copies is None:
+            return 0.0
+        return sum(self.copies.one_way_s(each.tokens) for each in (*batch.parks, *batch.restores))
 
     def transfer_s(self, batch: MicroBatch) -> float:
         """Seconds in which the stage's result of `batch` travels to the next stage."""
@@ -34,4 +44,4 @@ def emulated_times(plan: PlanSpec, stage: StagePlan) -> ScaledTimes | None:
     if not (stage.emulated and plan.time_scale):
         return None
     times = stage.modelled or ModelledTimes.constant(stage.prefill_s, stage.decode_s)
-    return ScaledTimes(times, plan.time_scale)
+    return ScaledTimes(times, plan.time_scale, host_copies(plan)[stage.index])

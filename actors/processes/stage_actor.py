@@ -16,6 +16,7 @@ from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
 from actors.messages import (
     BATCH_KINDS,
+    NO_SUPERVISION,
     Chunk,
     Finished,
     MicroBatch,
@@ -24,6 +25,7 @@ from actors.messages import (
     Request,
     Sampled,
     StageStats,
+    Supervision,
 )
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
@@ -78,6 +80,7 @@ class StageActor(BoardKeeper):
         self._links: Links | None = None
         self._codec = self._make_codec()
         self._leader: _Leader | None = None
+        self._supervised = NO_SUPERVISION  # by the leaders before
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
@@ -149,7 +152,10 @@ class StageActor(BoardKeeper):
         """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
         if self._stage is not None:
             self._stage.forget_parked()
-        tokens = None if self._leader is None else self._leader.slot_tokens()
+        tokens = None
+        if self._leader is not None:
+            tokens = self._leader.slot_tokens()
+            self._supervised = replace(self._leader.supervision, parked_now=0)
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
         return RunReport(self._health.take_failure(), tokens)
@@ -169,7 +175,7 @@ class StageActor(BoardKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        self._leader = _Leader(sizes, pipeline)
+        self._leader = _Leader(sizes, pipeline, self._supervised)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run until the queue wants more requests than `chunk` has; yields those that ended.
@@ -290,10 +296,13 @@ class StageActor(BoardKeeper):
 class _Leader:
     """The first stage's scheduler and driver, which stay between two calls of a run."""
 
-    def __init__(self, sizes: QueueSizes, pipeline: Pipeline) -> None:
+    def __init__(
+        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision = NO_SUPERVISION
+    ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
+        self._earlier = earlier  # of the runs before
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
@@ -305,9 +314,13 @@ class _Leader:
             return None
         scheduler, slots = self._scheduler, self._sizes.slots
         under_way = self._driver.under_way
-        return QueueDepth(
-            scheduler.waiting, scheduler.in_slots, slots, under_way, scheduler.supervision
-        )
+        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way, self.supervision)
+
+    @property
+    def supervision(self) -> Supervision:
+        """What was done about requests that outgrew their reservation, in all runs."""
+        own = NO_SUPERVISION if self._run is None else self._scheduler.supervision
+        return own.after(self._earlier)
 
     def slot_tokens(self) -> SlotTokens:
         """Requests in slots, and their tokens; for any thread."""
@@ -337,6 +350,8 @@ class _Leader:
     def _begin(self, run: int) -> None:
         if self._run is not None and not self._failed:
             self._driver.drop()
+        earlier = self.supervision
         self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
+        self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
         self._driver = PipelineDriver(self._scheduler, self._pipeline)
         self._run = run  # last: `queue` looks at what comes before

@@ -22,6 +22,7 @@ from actors.messages import (
 from actors.schedule.request_pool import RequestPool, Waiting
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.token_slots import TokenSlotScheduler, most_tokens, token_slot_sizes
+from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 
@@ -215,5 +216,12 @@ def reservation(request: Request) -> int:
 
 
 def s3_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    """The sizes for the KV cache of `plan`."""
-    return token_slot_sizes(plan, options, "s3")
+    """The sizes for the KV cache of `plan`; what is preempted comes back by the way that is cheaper
+    by its times.
+    """
+    cheaper = parking(plan)
+    return replace(
+        token_slot_sizes(plan, options, "s3"),
+        park_tokens_from=cheaper.tokens_from,
+        parked_tokens=cheaper.most_tokens,
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from actors.messages import BATCH_KINDS, StageStats
+from actors.messages import BATCH_KINDS, StageStats, Supervision
 from actors.telemetry.meter import StageMeter
 
 INTERVAL_S = 0.5
@@ -34,6 +34,9 @@ class _Instruments:
     under_way: Gauge
     slots: Gauge
     held: Gauge
+    outgrown: Counter
+    recomputed: Counter
+    parked: Gauge
 
     @classmethod
     def make(cls, tags: Mapping[str, str]) -> _Instruments:
@@ -49,6 +52,15 @@ class _Instruments:
             under_way=Gauge("llmpq_micro_batches_under_way", "In the pipeline", _STAGE),
             slots=Gauge("llmpq_kv_slots", "KV slots, used and in all", (*_STAGE, "state")),
             held=Gauge("llmpq_held_bytes", "Bytes of weights and KV cache", (*_STAGE, "kind")),
+            outgrown=Counter(
+                "llmpq_outgrown_reservations",
+                "Reservations that were doubled, and what became of the request",
+                (*_STAGE, "answer"),
+            ),
+            recomputed=Counter(
+                "llmpq_recomputed_tokens", "Tokens of preempted requests computed again", _STAGE
+            ),
+            parked=Gauge("llmpq_parked_tokens", "Tokens in host memory", _STAGE),
         )
         for metric in vars(made).values():
             metric.set_default_tags(dict(tags))
@@ -110,10 +122,22 @@ class MetricsPublisher:
             made.slots.set(stats.queue.in_slots, {"state": "used"})
             made.slots.set(stats.queue.slots, {"state": "all"})
             made.under_way.set(stats.queue.micro_batches)
+            self._publish_supervision(stats.queue.supervision)
 
-    def _count(self, counter: Counter, name: str, phase: str, total: float) -> None:
-        """Add to `counter` what `total` has grown by since the last call."""
-        more = total - self._told.get((name, phase), 0.0)
+    def _publish_supervision(self, counts: Supervision) -> None:
+        made = self._instruments
+        for answer in ("grown", "parked", "recomputed"):
+            self._count(made.outgrown, "outgrown", answer, getattr(counts, answer), "answer")
+        self._count(made.recomputed, "recomputed tokens", "", counts.recomputed_tokens, None)
+        made.parked.set(counts.parked_now)
+
+    def _count(
+        self, counter: Counter, name: str, value: str, total: float, tag: str | None = "phase"
+    ) -> None:
+        """Add to `counter`, by the `value` of its `tag`, what `total` has grown by since the last
+        call.
+        """
+        more = total - self._told.get((name, value), 0.0)
         if more > 0:
-            counter.inc(more, {"phase": phase})
-            self._told[name, phase] = total
+            counter.inc(more, {} if tag is None else {tag: value})
+            self._told[name, value] = total

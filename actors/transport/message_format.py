@@ -12,7 +12,6 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,17 +34,16 @@ from actors.transport.logprob_format import check_logprob_sizes, logprob_arrays,
 from actors.transport.message_limits import ADMISSION_BYTES, Limits, check_batch, refuse
 from quant.common.errors import LlmpqError
 
-_PREFIX = struct.Struct("<QQQQQQQQQQQ")
-"""Bytes of the whole message, kind, requests, moves, bytes of JSON, dtype, rows, columns, parks,
-restores, drops."""
-
-_LENGTH = struct.Struct("<Q")  # what it begins with
+_PREFIX = struct.Struct("<QQQQQQQQ")
+"""Bytes of the whole message, kind, requests, changes, bytes of JSON, dtype, rows, columns."""
 
 _BATCH, _SAMPLED = 0, 1
 _SAMPLED_ARRAYS = 2  # tokens, reasons
 _BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
-_MOVE_NUMBERS = 3  # of a park too
+_CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
+_MOVE, _PARK, _RESTORE, _DROP = range(4)
 _ALIGNMENT = 64
+_NO_CHANGES: TokenIds = np.zeros((0, _CHANGE_NUMBERS), dtype=np.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "error")
 
@@ -56,21 +54,17 @@ class _Prefix(NamedTuple):
     message_bytes: int
     kind: int
     requests: int
-    moves: int
+    changes: int
     text_bytes: int
     dtype: int
     rows: int
     columns: int
-    parks: int
-    restores: int
-    drops: int
 
     @property
     def array_bytes(self) -> int:
         if self.kind == _SAMPLED:
             return 8 * (_SAMPLED_ARRAYS * self.requests + self.rows * self.columns)
-        rows = _MOVE_NUMBERS * (self.moves + self.parks + self.restores)
-        return 8 * (_BATCH_ARRAYS * self.requests + rows + self.drops)
+        return 8 * (_BATCH_ARRAYS * self.requests + _CHANGE_NUMBERS * self.changes)
 
     @property
     def tensor_begin(self) -> int:
@@ -100,7 +94,7 @@ def encode(batch: MicroBatch, result: Tensor | Sampled) -> Tensor:
 
 def message_bytes(first_frame: Tensor, limits: Limits | None = None) -> int:
     """Length of the message that begins with `first_frame`; raises as `decode`."""
-    if not _LENGTH.unpack_from(first_frame.numpy().data)[0]:
+    if not _PREFIX.unpack_from(first_frame.numpy().data)[0]:
         return 0
     return _prefix(first_frame, limits).message_bytes
 
@@ -122,7 +116,7 @@ def decode(message: Tensor, limits: Limits | None = None) -> tuple[MicroBatch, T
     if prefix.kind == _SAMPLED:
         return _sampled(numbers, prefix.requests, tensor.reshape(prefix.rows, prefix.columns))
     admitted = _admitted(data[end : end + prefix.text_bytes].tobytes())
-    batch = _batch(numbers, prefix, admitted)
+    batch = _batch(numbers, prefix.requests, admitted)
     check_batch(batch, prefix.rows, limits)
     return batch, tensor.reshape(prefix.rows, prefix.columns)
 
@@ -157,14 +151,11 @@ class PlainCodec:
 
 
 def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
-    if len(message) < _PREFIX.size:
-        refuse(f"has {len(message)} bytes")
     prefix = _Prefix(*_PREFIX.unpack_from(message.numpy().data))
     if prefix.kind not in (_BATCH, _SAMPLED) or prefix.dtype >= len(_DTYPES):
         refuse(f"says kind {prefix.kind} and dtype {prefix.dtype}")
     is_sampled = prefix.kind == _SAMPLED
-    changes = prefix.moves + prefix.parks + prefix.restores + prefix.drops
-    if is_sampled and changes + prefix.text_bytes + prefix.dtype:
+    if is_sampled and prefix.changes + prefix.text_bytes + prefix.dtype:
         refuse("brings more than the tokens that it says")
     if is_sampled:
         check_logprob_sizes(prefix.requests, prefix.rows, prefix.columns)
@@ -175,10 +166,7 @@ def _prefix(message: Tensor, limits: Limits | None) -> _Prefix:
     if limits is not None:
         for what, most in (
             ("requests", limits.requests),
-            ("moves", limits.kv_tokens),
-            ("parks", limits.kv_tokens),
-            ("restores", limits.requests),
-            ("drops", limits.drops),
+            ("changes", limits.kv_tokens + limits.parked_tokens),
             ("rows", limits.requests if is_sampled else limits.rows),
             ("columns", prefix.columns if is_sampled else limits.columns),
             ("text_bytes", limits.requests * ADMISSION_BYTES),
@@ -198,76 +186,55 @@ def _sampled(numbers: TokenIds, requests: int, values: Tensor) -> Sampled:
     return Sampled(token_ids, reasons, logprobs_of(numbers[end:], values, requests))
 
 
-def _batch(numbers: TokenIds, prefix: _Prefix, admitted: tuple[Admission, ...]) -> MicroBatch:
-    """The micro-batch of the arrays that follow the prefix."""
-    rows, changes = _BATCH_ARRAYS * prefix.requests, (prefix.moves, prefix.parks, prefix.restores)
-    slots, starts, counts, begins, samples, sizes = numbers[:rows].reshape(_BATCH_ARRAYS, -1)
+def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) -> MicroBatch:
+    """The micro-batch of the arrays and changes that follow the prefix."""
+    arrays = numbers[: _BATCH_ARRAYS * requests].reshape(_BATCH_ARRAYS, requests)
+    slots, starts, counts, begins, samples, sizes = arrays
     if ((samples != 0) & (samples != 1)).any():
         refuse("does not say whether requests are sampled")
-    ends = np.cumsum([rows, *(_MOVE_NUMBERS * count for count in changes)]).tolist()
-    moves, parks, restores = (
-        numbers[begin:end].reshape(-1, _MOVE_NUMBERS).tolist() for begin, end in pairwise(ends)
-    )
+    changes: dict[int, list[list[int]]] = {each: [] for each in range(_DROP + 1)}
+    for kind, *fields in numbers[arrays.size :].reshape(-1, _CHANGE_NUMBERS).tolist():
+        if kind not in changes:
+            refuse(f"makes a change of kind {kind}")
+        changes[kind].append(fields)
     return MicroBatch(
         slots,
         starts,
         counts,
         begins,
         admitted,
-        tuple(Move(*move) for move in moves),
+        tuple(Move(*fields) for fields in changes[_MOVE]),
         None if samples.all() else samples.astype(np.bool_),
         sizes if sizes.any() else None,
-        tuple(Park(*park) for park in parks),
-        tuple(Park(*park) for park in restores),
-        tuple(numbers[ends[-1] :].tolist()),
+        tuple(Park(*fields) for fields in changes[_PARK]),
+        tuple(Park(*fields) for fields in changes[_RESTORE]),
+        tuple(key for key, *_ in changes[_DROP]),
     )
 
 
-class _Changes(NamedTuple):
-    """What a micro-batch changes in the KV cache and beside it: rows of moves, parks and restores,
-    and the keys that are dropped.
-    """
-
-    moves: TokenIds
-    parks: TokenIds
-    restores: TokenIds
-    drops: TokenIds
-
-
-_NO_CHANGES = _Changes(*[np.zeros(0, dtype=np.int64)] * 4)
-
-
-def _changes(batch: MicroBatch) -> _Changes:
-    rows = (batch.moves, batch.parks, batch.restores)
-    moves, parks, restores = (
-        np.array([astuple(each) for each in some], dtype=np.int64) for some in rows
-    )
-    return _Changes(moves, parks, restores, np.array(batch.drops, dtype=np.int64))
+def _changes(batch: MicroBatch) -> TokenIds:
+    """What a micro-batch changes in the KV cache and beside it, `[changes, 4]`."""
+    rows = [
+        *((_MOVE, *astuple(move)) for move in batch.moves),
+        *((_PARK, *astuple(park)) for park in batch.parks),
+        *((_RESTORE, *astuple(back)) for back in batch.restores),
+        *((_DROP, key, 0, 0) for key in batch.drops),
+    ]
+    return np.array(rows, dtype=np.int64) if rows else _NO_CHANGES
 
 
 def _message(
-    kind: int, arrays: Sequence[TokenIds], changes: _Changes, text: bytes, tensor: Tensor | None
+    kind: int, arrays: Sequence[TokenIds], changes: TokenIds, text: bytes, tensor: Tensor | None
 ) -> Tensor:
-    flat = np.concatenate([*arrays, *(each.ravel() for each in changes)]).view(np.uint8)
+    flat = np.concatenate([*arrays, changes.ravel()]).view(np.uint8)
     end = _PREFIX.size + flat.size + len(text)
     begin = _aligned(end)
     tensor = torch.empty(0, 0) if tensor is None else tensor.detach()
     rows, columns = tensor.shape
     message = host_memory(begin + tensor.nbytes)
     data = message.numpy()
-    prefix = _Prefix(
-        message_bytes=len(data),
-        kind=kind,
-        requests=len(arrays[0]),
-        moves=len(changes.moves),
-        text_bytes=len(text),
-        dtype=_DTYPES.index(tensor.dtype),
-        rows=rows,
-        columns=columns,
-        parks=len(changes.parks),
-        restores=len(changes.restores),
-        drops=len(changes.drops),
-    )
+    dtype = _DTYPES.index(tensor.dtype)
+    prefix = (len(data), kind, len(arrays[0]), len(changes), len(text), dtype, rows, columns)
     _PREFIX.pack_into(data.data, 0, *prefix)
     data[_PREFIX.size : _PREFIX.size + flat.size] = flat
     data[end - len(text) : end] = np.frombuffer(text, np.uint8)

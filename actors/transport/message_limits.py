@@ -33,11 +33,6 @@ class Limits:
     kv_tokens: int
     parked_tokens: int = 0
 
-    @property
-    def drops(self) -> int:
-        """The most keys of parked tokens that are dropped at once."""
-        return 1 + self.parked_tokens
-
 
 def refuse(what: str) -> NoReturn:
     raise StageLostError(
@@ -110,7 +105,9 @@ def _own_ends(batch: MicroBatch, limits: Limits) -> TokenIds:
         row, room = rows.get(admission.slot), admission.room
         if row is None:
             refuse(f"admits a request to slot {admission.slot}, of which it has no tokens")
-        if room.begin != batch.begins[row] or not ends[row] <= room.end <= limits.kv_tokens:
+        is_told = batch.sizes is not None
+        least, most = ends[row], ends[row] if is_told else limits.kv_tokens
+        if room.begin != batch.begins[row] or not least <= room.end <= most:
             refuse(
                 f"admits a request to {room.size} token slots from {room.begin} on, but its tokens "
                 f"lie from {batch.begins[row]} up to {ends[row]} of {limits.kv_tokens}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import pytest
 from actors.processes.health import BatchFailure
 from actors.recovery.diagnosis import halved
 from actors.schedule.orca import OrcaScheduler
+from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.schedule.table import POLICIES, make_scheduler, queue_sizes
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
+from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
 from planner.scheduling import POLICY_NAMES, PolicyOptions
 from planner.search.search import find_plan
@@ -37,6 +40,26 @@ def test_a_plans_policy_makes_the_scheduler(plan: PlanSpec) -> None:
     orca = make_scheduler(queue_sizes(plan, PolicyOptions("orca")), 2)
     assert isinstance(orca, OrcaScheduler)
     assert orca.most_under_way == 2
+    s3 = make_scheduler(queue_sizes(plan, PolicyOptions("s3")), 2)
+    assert isinstance(s3, S3Scheduler)
+    assert s3.most_under_way == 2
+
+
+def test_s3_has_the_sizes_of_orca_and_a_way_back_for_preempted_requests(plan: PlanSpec) -> None:
+    """By the plan's own times, within the host memory that there is."""
+    options = {"max_batch_size": 3, "prefill_chunk_tokens": 16}
+    s3 = queue_sizes(plan, PolicyOptions("s3", **options))
+    orca = queue_sizes(plan, PolicyOptions("orca", **options))
+    least, most = parking(plan)
+    assert s3 == replace(orca, policy="s3", park_tokens_from=least, parked_tokens=most)
+    assert 1 < least < most
+
+
+@pytest.mark.parametrize("name", ["park_tokens_from", "parked_tokens"])
+def test_sizes_that_there_cannot_be_are_refused(name: str, plan: PlanSpec) -> None:
+    sizes = queue_sizes(plan, PolicyOptions("s3"))
+    with pytest.raises(SpecError, match=f"{name} is -1; the policy s3 needs at least 0"):
+        make_scheduler(replace(sizes, **{name: -1}), 2)
 
 
 def test_orca_has_the_tokens_and_the_micro_batch_of_the_plan(plan: PlanSpec) -> None:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from actors.logprobs import MOST_TOP_LOGPROBS, LogprobRows
-from actors.messages import Admission, MicroBatch, Move, Sampled, Sampling, TokenRange
+from actors.messages import (
+    EVERY_KEY,
+    Admission,
+    MicroBatch,
+    Move,
+    Park,
+    Sampled,
+    Sampling,
+    TokenRange,
+)
 from actors.sampling_options import MOST_STOPS, STOP_CHARACTERS
 from actors.schedule.scheduler import QueueSizes
 from actors.transport import message_format
@@ -30,7 +39,7 @@ LIMITS = QueueSizes(8, 2, 4, ROOM).limits(ROOM, 8 * ROOM, columns=6)
 FIELDS = {
     name: place
     for place, name in enumerate(
-        ("message", "kind", "requests", "moves", "text", "dtype", "rows", "columns")
+        ("message", "kind", "requests", "changes", "text", "dtype", "rows", "columns")
     )
 }
 HUGE = (2**31, 2**62, 2**63, 2**64 - 1)
@@ -81,7 +90,7 @@ def test_sizes_beyond_the_plan_take_no_memory(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [*((name, 2**40) for name in ("rows", "columns", "text")), ("moves", 129)]
+    ("field", "value"), [*((name, 2**40) for name in ("rows", "columns", "text")), ("changes", 129)]
 )
 def test_sizes_that_agree_with_each_other_are_held_against_the_plan_too(
     field: str, value: int
@@ -149,6 +158,66 @@ def test_rooms_that_do_not_hold_their_request(room: TokenRange, said: str) -> No
 def test_moves_of_what_is_not_there(move: Move) -> None:
     with pytest.raises(StageLostError, match=rf"moves {move.tokens} tokens from {move.begin} to"):
         decode(a_message(replace(a_batch(), moves=(move,))), LIMITS)
+
+
+PARKING = replace(LIMITS, parked_tokens=40)
+
+
+def test_what_is_parked_restored_and_dropped_comes_out_as_it_went_in() -> None:
+    batch = replace(
+        a_batch(),
+        sizes=np.array([ROOM, 12]),
+        parks=(Park(7, 0, 16), Park(2**40, 96, 5)),
+        restores=(Park(3, 80, 2),),
+        drops=(EVERY_KEY, 12),
+    )
+    found = decode(a_message(batch), PARKING)
+    assert not isinstance(found, Sampled)
+    for name in ("moves", "parks", "restores", "drops"):
+        assert getattr(found[0], name) == getattr(batch, name)
+    assert found[0].sizes is not None
+    assert found[0].sizes.tolist() == [ROOM, 12]
+    plain = decode(a_message(), PARKING)
+    assert not isinstance(plain, Sampled)
+    assert plain[0].sizes is None
+
+
+@pytest.mark.parametrize("park", [(-1, 0, 4), (0, -1, 4), (0, 125, 4), (0, 9, 0), (0, 9, 41)])
+@pytest.mark.parametrize("field", ["parks", "restores"])
+def test_parked_tokens_that_there_cannot_be(field: str, park: tuple[int, int, int]) -> None:
+    batch = replace(a_batch(), **{field: (Park(*park),)})  # type: ignore[arg-type]
+    with pytest.raises(StageLostError, match=rf"parks {park[2]} tokens from {park[1]} on as"):
+        decode(a_message(batch), PARKING)
+
+
+def test_nothing_is_parked_where_no_host_memory_was_planned() -> None:
+    with pytest.raises(StageLostError, match="and 0 may be parked"):
+        decode(a_message(replace(a_batch(), parks=(Park(0, 0, 1),))), LIMITS)
+
+
+def test_drops_and_changes_that_there_are_not() -> None:
+    with pytest.raises(StageLostError, match="under which nothing is parked"):
+        decode(a_message(replace(a_batch(), drops=(-2,))), PARKING)
+    message, first = a_message(), message_format._PREFIX.size + 8 * 2 * 6
+    struct.pack_into("<q", message.numpy().data, first, 4)
+    with pytest.raises(StageLostError, match="makes a change of kind 4"):
+        decode(message, PARKING)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([16, 6], "do not hold their tokens"),
+        ([16, 97], "do not hold their tokens, or are not in 128"),
+        ([16, -7], "do not hold their tokens"),
+        ([16, 2**62], "or are not in 128"),
+        ([16, 49], "share token slots"),
+        ([17, 12], "admits a request to 16 token slots from 80 on"),
+    ],
+)
+def test_ranges_that_do_not_hold_their_request(sizes: list[int], said: str) -> None:
+    with pytest.raises(StageLostError, match=said):
+        decode(a_message(replace(a_batch(), sizes=np.array(sizes))), LIMITS)
 
 
 @pytest.mark.parametrize("value", [-1, 2, 2**40])

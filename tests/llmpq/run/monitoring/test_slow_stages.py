@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.messages import PhaseWork, StageStats
+from actors.messages import PhaseWork, QueueDepth, StageStats, Supervision
 from llmpq import Plan
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.progress import RunProgress
@@ -97,8 +97,21 @@ def test_summary_shows_rates_shares_and_times_beside_the_planned_ones(timed: Any
         assert part in rows[1]
     seconds = FAST.busy_s * 2
     assert f"{480 / seconds:.1f} tokens/s, {10 / seconds:.3g} prompts/s" in shown
+    assert "too short" not in shown
     assert shown.count("slower than planned") == 1
     unplanned = text(replace(timed, time_scale=0.0))
     assert "slower" not in unplanned
     assert "100.00 ms" in unplanned
     assert unplanned.count("1.00 s") == 2, "of the two stages' own times only"
+
+
+def test_summary_tells_of_reservations_that_were_too_short(timed: Any) -> None:
+    counts = Supervision(grown=7, parked=3, parked_tokens=250, recomputed=2, recomputed_tokens=90)
+    first = replace(FAST, queue=QueueDepth(0, 0, 4, 0, counts))
+    out = StringIO()
+    summary = RunSummary(12, 0, 480, 1.0, 2.0, (first, SLOW, FAST))
+    Console(file=out, width=200).print(summary_table(timed, summary))
+    assert (
+        "12 reservations were too short: 7 grew, 3 requests were parked in host memory (250 "
+        "tokens), 2 computed again (90 tokens)"
+    ) in out.getvalue()

@@ -1,0 +1,63 @@
+"""The cost of preempting a request: its keys and values are copied to host memory and back, or
+computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+COPY_LAUNCH_S = 10e-6
+"""Seconds of a copy beside its bytes: what a kernel or a DMA transfer takes to start on a GPU."""
+
+
+@dataclass(frozen=True)
+class HostCopies:
+    """Copies of a stage's keys and values to host memory and back.
+
+    A token has `kv_bytes_per_token`, in `tensors` tensors of the cache; they go at
+    `host_link_bytes_per_s` in either direction.
+    """
+
+    kv_bytes_per_token: float
+    tensors: int
+    host_link_bytes_per_s: float
+
+    def one_way_s(self, tokens: int) -> float:
+        """Seconds in which `tokens` tokens of one request go there, or back."""
+        bytes_s = tokens * self.kv_bytes_per_token / self.host_link_bytes_per_s
+        return bytes_s + self.tensors * COPY_LAUNCH_S
+
+
+@dataclass(frozen=True)
+class PreemptedStage:
+    """One stage's side of a preemption: its copies, and `compute_s` `[tokens]`, the seconds by
+    which a micro-batch is longer where 1, 2, 3, ... tokens of one request are computed again.
+    """
+
+    copies: HostCopies
+    compute_s: FloatArray
+
+    @property
+    def copy_s(self) -> FloatArray:
+        """Seconds of copying 1, 2, 3, ... tokens there and back, `[tokens]`."""
+        tokens = range(1, len(self.compute_s) + 1)
+        return np.array([2 * self.copies.one_way_s(each) for each in tokens])
+
+
+def park_tokens_from(stages: Sequence[PreemptedStage]) -> int:
+    """The least number of tokens from which copying is cheaper than computing, for all longer
+    requests too; 0 where it never is.
+
+    Either way all stages do their part in the same micro-batches, so that the slowest one counts.
+    """
+    copy_s = np.max([stage.copy_s for stage in stages], axis=0)
+    compute_s = np.max([stage.compute_s for stage in stages], axis=0)
+    dearer = np.flatnonzero(copy_s >= compute_s)
+    least = int(dearer[-1]) + 2 if len(dearer) else 1
+    return least if least <= len(compute_s) else 0

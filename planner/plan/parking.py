@@ -1,0 +1,113 @@
+"""When and how much of preempted requests a plan's stages copy to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.cluster.accelerators import find_accelerator
+from planner.cluster.device import Device
+from planner.costs.preemption import (
+    FloatArray,
+    HostCopies,
+    PreemptedStage,
+    park_tokens_from,
+)
+from planner.plan.spec import PlanSpec, StagePlan
+from quant.common.errors import InfeasibleError, SpecError
+from quant.scheme import FULL_BITS
+
+HOST_SHARE = 0.5
+"""Share of a node's memory that its stages may park in: loading and Ray's object store need the
+rest."""
+
+UNSTATED_BYTES = 4 * 2**30
+"""Bytes of each device's host memory where the cluster file does not state any: what vLLM takes for
+its swap space."""
+
+
+class Parking(NamedTuple):
+    """Requests with at least `tokens_from` tokens are parked when they are preempted (0: none), up
+    to `most_tokens` of all together.
+    """
+
+    tokens_from: int
+    most_tokens: int
+
+
+def parking(plan: PlanSpec) -> Parking:
+    """What is cheaper by the plan's own times, within the host memory that there is."""
+    longest = plan.workload.total_length
+    copies = host_copies(plan)
+    stages = [
+        PreemptedStage(each, _compute_s(plan, stage, longest))
+        for each, stage in zip(copies, plan.stages, strict=True)
+    ]
+    most = min(plan.workload.kv_tokens, *_rooms(plan, copies))
+    least = park_tokens_from(stages)
+    return Parking(least, most) if 0 < least <= most else Parking(0, 0)
+
+
+def _devices(plan: PlanSpec) -> dict[str, Device]:
+    """The devices of the cluster file by name; none where the plan does not have it."""
+    if plan.origin is None:
+        return {}
+    try:
+        return {device.name: device for device in plan.origin.cluster_spec().devices}
+    except (SpecError, InfeasibleError):
+        return {}
+
+
+def host_copies(plan: PlanSpec) -> list[HostCopies]:
+    """Find how each stage's keys and values go to its host's memory `[stages]`, at the rate of the
+    cluster file or that of the datasheet.
+    """
+    devices = _devices(plan)
+    return [
+        HostCopies(
+            stage.memory.kv_cache / plan.workload.kv_tokens,
+            (2 if plan.kv_bits == FULL_BITS else 4) * len(stage.layers),
+            devices.get(stage.device, find_accelerator(stage.accelerator)).host_link_bytes_per_s,
+        )
+        for stage in plan.stages
+    ]
+
+
+def _compute_s(plan: PlanSpec, stage: StagePlan, longest: int) -> FloatArray:
+    """Seconds by which a micro-batch is longer with a prompt of 1 to `longest` tokens `[longest]`:
+    weights are read and kernels started for the others anyway.
+    """
+    tokens = np.arange(1, longest + 1)
+    times = stage.modelled
+    if times is None:
+        prompts = plan.micro_batches.prefill * plan.workload.prompt_length
+        return tokens * (stage.prefill_s / prompts)
+    curve = times.prefill[0]
+    whole_s = np.interp(tokens, curve.lengths, curve.seconds) / curve.requests
+    return np.maximum(0.0, whole_s - times.decode[0].seconds[0])
+
+
+def _rooms(plan: PlanSpec, copies: Sequence[HostCopies]) -> list[int]:
+    """The tokens that each stage with layers has host memory for.
+
+    On a CPU that is the memory which weights and cache have left of the plan's limit.
+    """
+    devices = _devices(plan)
+    all_stages = zip(plan.stages, copies, strict=True)
+    stages = [(stage, each.kv_bytes_per_token) for stage, each in all_stages if stage.layers]
+    on_node: dict[str, float] = {}
+    for stage, own in stages:
+        on_node[stage.node] = on_node.get(stage.node, 0.0) + own
+    rooms = []
+    for stage, own in stages:
+        host = devices[stage.device].host_memory_bytes if stage.device in devices else None
+        if find_accelerator(stage.accelerator).is_cpu:
+            left, per_token = stage.memory_limit_bytes - stage.memory_bytes, own
+        elif host is not None:
+            left, per_token = round(HOST_SHARE * host), on_node[stage.node]
+        else:
+            left, per_token = UNSTATED_BYTES, own
+        rooms.append(max(0, int(left / per_token)))
+    return rooms

@@ -1,0 +1,74 @@
+"""What plans say of preempted requests: whether they are parked, and how many tokens of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.parking import HOST_SHARE, UNSTATED_BYTES, Parking, host_copies, parking
+from planner.plan.spec import PlanSpec
+from planner.search.search import find_plan
+from planner.workload import Workload
+
+NODE = "name: one\nnodes: [{name: a, accelerators: {T4: 2}%s}]\n"
+KV_BYTES_PER_TOKEN = 32 * 2 * 4096 * 2  # opt-6.7b in fp16
+
+
+def plan_of(text: str, **options: object) -> PlanSpec:
+    cluster = ClusterSpec.from_dict(yaml.safe_load(text), "test")
+    given = PlanOptions(bits=(4,), keep_all_devices=True, group=4, **options)  # type: ignore[arg-type]
+    return find_plan(cluster, model_shape("opt-6.7b"), "opt-6.7b", Workload(8, 256, 200), given)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanSpec:
+    return plan_of(NODE % ", host_memory_gib: 2")
+
+
+def test_bytes_and_rates_are_those_of_the_model_and_the_cluster(plan: PlanSpec) -> None:
+    copies = host_copies(plan)
+    assert sum(each.kv_bytes_per_token for each in copies) == KV_BYTES_PER_TOKEN
+    assert {each.host_link_bytes_per_s for each in copies} == {16e9}
+    assert [each.tensors for each in copies] == [2 * len(s.layers) for s in plan.stages]
+    slower = plan_of(NODE % ", host_link_gbyte_per_s: 3")
+    assert {each.host_link_bytes_per_s for each in host_copies(slower)} == {3e9}
+    without = replace(slower, origin=None)
+    assert {each.host_link_bytes_per_s for each in host_copies(without)} == {16e9}
+
+
+def test_a_node_parks_in_its_share_of_the_hosts_memory(plan: PlanSpec) -> None:
+    room = int(HOST_SHARE * 2 * 2**30 / KV_BYTES_PER_TOKEN)
+    assert parking(plan).most_tokens == room < plan.workload.kv_tokens
+    longest = max(each.kv_bytes_per_token for each in host_copies(plan))
+    unstated = parking(replace(plan, origin=None)).most_tokens
+    assert unstated == min(plan.workload.kv_tokens, int(UNSTATED_BYTES / longest))
+
+
+def test_copying_is_cheaper_over_fast_links_alone(plan: PlanSpec) -> None:
+    """A T4 computes a token of half the layers in 0.3 ms, and copies it both ways in 0.03."""
+    least = parking(plan).tokens_from
+    copies = host_copies(plan)
+    per_prompt = plan.micro_batches.prefill * plan.workload.prompt_length
+    tokens = np.arange(1, plan.workload.total_length + 1)
+    compute_s = max(stage.prefill_s for stage in plan.stages) / per_prompt * tokens
+    copy_s = [2 * max(each.one_way_s(n) for each in copies) for n in tokens.tolist()]
+    assert least == 1 + int(np.flatnonzero(np.array(copy_s) < compute_s)[0]) > 1
+    slow = plan_of(NODE % ", host_memory_gib: 2, host_link_gbyte_per_s: 0.1")
+    assert parking(slow) == Parking(0, 0)
+
+
+def test_a_cpu_parks_in_what_its_own_limit_leaves() -> None:
+    node = "name: one\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 2, memory_gib: %s}]\n"
+    ample, scarce = plan_of(node % 64), plan_of(node % 5.7)
+    assert parking(ample).most_tokens == ample.workload.kv_tokens
+    (stage,) = scarce.stages
+    left = stage.memory_limit_bytes - stage.memory_bytes
+    room = int(left / KV_BYTES_PER_TOKEN)
+    assert room < scarce.workload.kv_tokens
+    assert parking(scarce) in (Parking(0, 0), Parking(parking(scarce).tokens_from, room))
