@@ -15,7 +15,8 @@ FaultKind = Literal["died", "hung", "failed", "memory", "broken"]
 broke."""
 
 EventKind = (
-    FaultKind | Literal["waiting", "given up", "replanned", "tokenizer", "long rows", "drift"]
+    FaultKind
+    | Literal["waiting", "given up", "replanned", "tokenizer", "predictor", "long rows", "drift"]
 )
 
 

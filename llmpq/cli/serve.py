@@ -21,7 +21,8 @@ from llmpq.cli.common import (
 from llmpq.cli.options.serve import NO_BATCHES, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
-from llmpq.run.options import CACHE_RULE, RunOptions
+from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
+from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = serve_parser(__doc__).parse(arguments, (CACHE_RULE,))
+    options = serve_parser(__doc__).parse(arguments, (CACHE_RULE, PREDICTOR_RULE))
     return run_command("llmpq-serve", lambda: _serve(options))
 
 
@@ -80,13 +81,13 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
 
     plan = Plan.load(options.strat_file_name).spec
     source = str(options.strat_file_name)
-    run_options = _run_options(options)
+    run_options = _run_options(options, plan.policy.name)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)
         stack.enter_context(ray_session(options.address if "address" in options else None))
         others = [
-            PipelineEngine(plan, run_options, source, first.tokenizer)
+            PipelineEngine(plan, run_options, source, first)
             for _ in range(count_replicas(plan.stages, wanted) - 1)
         ]
         engine: PipelineEngine | ReplicatedEngine = first
@@ -120,11 +121,12 @@ def _batch_store(options: argparse.Namespace) -> Iterator[BatchStore | None]:
         yield store
 
 
-def _run_options(options: argparse.Namespace) -> RunOptions:
-    """The options of the run behind the server, which is always under the policy `orca`."""
+def _run_options(options: argparse.Namespace, planned: PolicyName) -> RunOptions:
+    """The options of the run behind the server, under a policy by which requests come and go."""
     names = {field.name for field in dataclasses.fields(RunOptions)}
     given = {name: value for name, value in vars(options).items() if name in names}
-    return RunOptions.of({**given, "policy": "orca"})
+    policy = planned if planned in TOKEN_POLICIES else "orca"
+    return RunOptions.of({"policy": policy, **given})
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
+from llmpq.lengths.sources import learns
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyName, PolicyOptions, policy_options
+from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions, policy_options
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
 
@@ -32,8 +33,15 @@ CACHE_RULE = Rule(
     "nothing is kept then; give one of them",
     beside="no_cache",
 )
+PREDICTOR_RULE = Rule(
+    ("predictor", "save_predictor"),
+    "only s3 goes by expected lengths; choose policy s3, or leave it out",
+    beside="policy",
+    values=("static", "orca"),
+)
 _RULES = (
     CACHE_RULE,
+    PREDICTOR_RULE,
     Rule(SAMPLING_OPTIONS, "that settles it; name it there", beside="sampling"),
 )
 
@@ -57,7 +65,10 @@ class RunOptions:
     so; with `replan` "auto" it plans again from what was measured, where that saves time.
     `policy` schedules requests, in place of the plan's: "static" in its micro-batches of either
     phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
-    and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too.
+    and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
+    "orca", but by the lengths that `predictor` expects: a folder of `llmpq-lengths train`,
+    "longest" (the default), or "trace:FILE" of predictions by `custom_id`. What a predictor learns
+    beside the run is written to the folder `save_predictor`, if one is named.
 
     Raises `SpecError` for a value out of range.
     """
@@ -81,6 +92,8 @@ class RunOptions:
     policy: PolicyName | None = None
     max_batch_size: int | None = None
     prefill_chunk_tokens: int | None = None
+    predictor: str | Path | None = None
+    save_predictor: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""
@@ -89,6 +102,11 @@ class RunOptions:
         _ = self.recovery
         given = self.max_batch_size, self.prefill_chunk_tokens
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
+        if self.save_predictor is not None and not learns(self.predictor):
+            raise SpecError(
+                f"save_predictor is {str(self.save_predictor)!r}, but predictor "
+                f"{str(self.predictor)!r} learns nothing; give the folder of one that was trained"
+            )
         if not 0 < self.drift < float("inf"):
             raise SpecError(
                 f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
@@ -138,9 +156,13 @@ class RunOptions:
         planned = plan.policy
         name = self.policy or planned.name
         most, chunk = self.max_batch_size, self.prefill_chunk_tokens
-        if name == planned.name == "orca":
+        if name in TOKEN_POLICIES and planned.name in TOKEN_POLICIES:
             most = planned.max_batch_size if most is None else most
             chunk = planned.prefill_chunk_tokens if chunk is None else chunk
+        if name != "s3" and self.predictor is not None:
+            raise SpecError(
+                f"predictor has no effect with policy {name}; leave it out, or choose policy s3"
+            )
         return policy_options(name, most, chunk)
 
     @property

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
+from llmpq.lengths.finished_rows import texts_of
+from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
 from llmpq.remote.session import ray_session
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
+from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.options import RunOptions
 from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from actors.stage_group import StageGroup
     from llmpq.remote.local_ray import GiveUp
 
-UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "drift", "long rows")
+UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows")
 """Events that cost the stages no time."""
 
 
@@ -93,8 +96,15 @@ class Run:
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
             check_transformers_builds(self._folder)
+            lengths = None
+            if options.scheduling(plan).name == "s3":
+                lengths = open_source(
+                    options.predictor, self._folder, shape.vocab_size, options.save_predictor
+                )
+                undo.callback(lengths.close)
             if tokenizer is not None:
                 tokenizer.wait()
+            self._expected = self._expected_lengths(lengths)
             undo.pop_all()
         self._meter = RunMeter(None, None)
         self.rows = RowsInFlight(self._maker, self._meter)
@@ -114,14 +124,27 @@ class Run:
             tokenizer.on_failure = self._tokenizer_failed
         return tokenizer
 
+    def _expected_lengths(self, source: LengthSource | None) -> ExpectedLengths | None:
+        """What expects lengths, loaded; None under a policy that goes by none."""
+        if source is None:
+            return None
+        tokenizer = self._maker.tokenizer
+        wait_loaded(source, tokenizer is not None)
+        say = partial(self._tell, "predictor", 0.0)
+        return ExpectedLengths(source, partial(texts_of, tokenizer), say)
+
     def _tokenizer_failed(self, cause: str, lost_s: float) -> None:
         text = f"a row's chat template or tokens {cause}; it becomes an error row, the others go on"
         self._tell("tokenizer", lost_s, text)
 
     def close(self) -> None:
-        """End the process that tokenizes, where the results have not been asked for to the end."""
+        """End the processes that tokenize and predict, where the results have not been asked for to
+        the end.
+        """
         if self._maker.tokenizer is not None:
             self._maker.tokenizer.close()
+        if self._expected is not None:
+            self._expected.source.close()
 
     def results(
         self, rows: Iterable[Row | BadRow], size: RunSize | None = None
@@ -134,6 +157,10 @@ class Run:
         self.rows = RowsInFlight(self._maker, self._meter)
         self._pace, self._size, self._parts = self._new_pace(), size, []
         made = self._maker.requests(rows)
+        if self._expected is not None:
+            made = self._expected.attach(made)
+            if self._options.predictor is None:
+                self._expected.say(NO_PREDICTOR)
         try:
             for item in made:
                 if isinstance(item, BadRow):
@@ -144,6 +171,8 @@ class Run:
             else:
                 yield from self._generate(iter(()))
             self.summary = self._summary()
+            if self._expected is not None:
+                self._expected.end(self._options.save_predictor)
         finally:
             self.rows.long.close()
             self.close()
@@ -220,6 +249,8 @@ class Run:
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
+                if self._expected is not None:
+                    self._expected.note(finished)
                 switch = switch or self._pace.switch(partial(self._progress, group))
                 if switch is None or gate.is_closed:
                     continue

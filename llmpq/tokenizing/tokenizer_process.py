@@ -10,20 +10,19 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from llmpq.tokenizing import worker
-from quant.common.errors import CheckpointError, DeviceError, SpecError
-from quant.common.safe_text import SECRET_VARIABLES, printable
+from llmpq.tokenizing.child_process import end_child, pipes_of, start_child
+from quant.common.errors import CheckpointError, SpecError
+from quant.common.safe_text import printable
 
 ROW_S = 30.0
 """Seconds for a row: a prompt of a million tokens takes about one."""
@@ -158,11 +157,9 @@ class TokenizerProcess:
             "load_bytes": _LOAD_BYTES,
             **vars(self.limits),
         }
-        command = [sys.executable, "-P", str(self._program), json.dumps(settings)]
-        self._process = _started(command)
-        self._end = weakref.finalize(self, _end, self._process)
-        self._in, self._out = _fd(self._process.stdin), _fd(self._process.stdout)
-        os.set_blocking(self._in, False)
+        self._process = start_child(self._program, settings, "tokenizes")
+        self._end = weakref.finalize(self, end_child, self._process)
+        self._in, self._out = pipes_of(self._process)
         self._outgoing = bytearray().join(task.line for task in self._waiting)
         self._incoming = bytearray()
         self._is_ready = False
@@ -265,43 +262,3 @@ def _why(code: int, late: str) -> str:
         name = signal.Signals(-code).name
         return f"ended the process ({name}), as too much memory or recursion does"
     return f"ended the process (exit code {code})"
-
-
-def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Rust reports every panic there
-            bufsize=0,
-            env=_environment(),
-        )
-    except OSError as error:
-        raise DeviceError(
-            f"the process that tokenizes cannot be started: {error.strerror}; free memory or "
-            "processes"
-        ) from error
-
-
-def _environment() -> dict[str, str]:
-    """The environment of the process: no secrets, no network, no threads, no reports of panics."""
-    kept = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
-    return kept | {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "RUST_BACKTRACE": "0",
-    }
-
-
-def _fd(pipe: IO[bytes] | None) -> int:
-    assert pipe is not None
-    return pipe.fileno()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()

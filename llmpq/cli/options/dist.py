@@ -11,7 +11,7 @@ from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
-from llmpq.run.options import CACHE_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
+from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
 from planner.option_rules import Rule
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
 from quant.common.errors import SpecError
@@ -35,6 +35,7 @@ DIST_RULES = (
         honoured=("auto",),
     ),
     CACHE_RULE,
+    PREDICTOR_RULE,
 )
 
 
@@ -123,19 +124,30 @@ def _add_stages(parser: Parser) -> None:
     add(
         "--policy",
         choices=POLICY_NAMES,
-        help="scheduling: the plan's micro-batches, or first come, first served at every "
-        "iteration (the plan's)",
+        help="scheduling: the plan's micro-batches, first come, first served at every iteration, "
+        "or by expected lengths (the plan's)",
+    )
+    add(
+        "--predictor",
+        metavar="FOLDER",
+        help="what s3 expects of lengths: a folder of llmpq-lengths, longest, or trace:FILE with "
+        "predictions by custom_id (longest)",
+    )
+    add(
+        "--save_predictor",
+        metavar="FOLDER",
+        help="write what the predictor has learnt from this job (nothing)",
     )
     add(
         "--max_batch_size",
         type=int,
-        help="most requests in a micro-batch of orca (the plan's, or its decode micro-batch)",
+        help="most requests in a micro-batch of orca or s3 (the plan's, or its decode micro-batch)",
     )
     add(
         "--prefill_chunk_tokens",
         type=int,
-        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all (the plan's, "
-        f"or {PREFILL_CHUNK_TOKENS})",
+        help="tokens of a prompt that a micro-batch of orca or s3 takes at most, 0 is all (the "
+        f"plan's, or {PREFILL_CHUNK_TOKENS})",
     )
 
 

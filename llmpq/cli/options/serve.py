@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
-from planner.scheduling import PREFILL_CHUNK_TOKENS
+from planner.scheduling import PREFILL_CHUNK_TOKENS, TOKEN_POLICIES
 
 NO_BATCHES = "none"
 """Value of `--batch_dir` for a server without files and batches."""
@@ -86,6 +86,22 @@ def _add_stages(parser: Parser) -> None:
         "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
     )
     add("--transport", choices=TRANSPORTS, default="auto", help="links between stages (auto)")
+    add(
+        "--policy",
+        choices=sorted(TOKEN_POLICIES),
+        help="scheduling: first come, first served, or by expected lengths (the plan's, or orca)",
+    )
+    add(
+        "--predictor",
+        metavar="FOLDER",
+        help="what s3 expects of lengths: a folder of llmpq-lengths, longest, or trace:FILE "
+        "(longest)",
+    )
+    add(
+        "--save_predictor",
+        metavar="FOLDER",
+        help="write what the predictor has learnt when the server ends",
+    )
     add(
         "--max_batch_size",
         type=int,

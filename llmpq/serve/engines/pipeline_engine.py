@@ -26,6 +26,7 @@ from llmpq.serve.engine import (
     TokenEvent,
     TokenLogprob,
 )
+from llmpq.serve.engines.expected_length import OnlineLengths
 from llmpq.serve.engines.tokenizer import ModelTokenizer
 from llmpq.tokenizing.tokenizer_process import Limits
 from planner.plan.spec import PlanSpec
@@ -47,8 +48,8 @@ class PipelineEngine:
 
     Everything that can be checked without the stages is checked here: raises what
     `llmpq.run.run.Run` raises for a plan, a model and options that do not go together. `start`
-    loads the stages meanwhile, `close` ends them. `tokenizer` may be another engine's, which then
-    has to be closed later than this one.
+    loads the stages meanwhile, `close` ends them. `shared` may be another engine of the same plan,
+    whose tokenizer and predictor are used; it has to be closed later than this one.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PipelineEngine:
         plan: PlanSpec,
         options: RunOptions,
         source: str = "the plan",
-        tokenizer: ModelTokenizer | None = None,
+        shared: PipelineEngine | None = None,
     ) -> None:
         self._plan, self._options = plan, options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
@@ -74,8 +75,15 @@ class PipelineEngine:
             top_logprobs=MOST_TOP_LOGPROBS,
         )
         limits = Limits(options.row_s, most_tokens=room.prompt_length)
-        self._owns_tokenizer = tokenizer is None
-        self.tokenizer = tokenizer or ModelTokenizer(folder, limits)
+        self._owns_processes = shared is None
+        self.tokenizer = shared.tokenizer if shared else ModelTokenizer(folder, limits)
+        self.lengths = shared.lengths if shared else None
+        if shared is None and options.scheduling(plan).name == "s3":
+            try:
+                self.lengths = OnlineLengths(options, folder, shape.vocab_size, self.tokenizer)
+            except LlmpqError:
+                self.tokenizer.close()
+                raise
         self._status: EngineStatus = "loading"
         self._created_s = int(time.time())
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
@@ -106,7 +114,9 @@ class PipelineEngine:
             live.close()
         if self._thread.is_alive():  # loading cannot be ended but by the end of Ray
             self._thread.join(None if live is not None else LOADING_S)
-        if self._owns_tokenizer:
+        if self._owns_processes:
+            if self.lengths is not None:
+                self.lengths.close()
             self.tokenizer.close()
 
     @property
@@ -163,28 +173,33 @@ class PipelineEngine:
         answers: asyncio.Queue[Progress | None] = asyncio.Queue()
         self._answers[request.id] = answers
         self._reserved[request.id] = len(request.prompt_ids) + request.max_new_tokens
-        live.submit(
-            Request(
-                request.id,
-                request.prompt_ids,
-                request.max_new_tokens,
-                request.sampling,
-                draw_id=request.draw_id,
-                top_logprobs=request.top_logprobs,
-            )
-        )
-        ended = False
+        ended, tokens = True, 0
         try:
+            expected = await self._expected(request)
+            live.submit(_request(request, expected))
+            ended = False
             while not ended:
                 progress = await answers.get()
                 ended = progress is None or progress.finish_reason is not None
                 for event in _events(progress):
+                    tokens += 1
                     yield event
+            if self.lengths is not None:
+                self.lengths.note(request.id, tokens)
         finally:
             del self._answers[request.id], self._reserved[request.id]
             self._running.discard(request.id)
             if not ended:
                 live.cancel(request.id)
+
+    async def _expected(self, request: GenerationRequest) -> int | None:
+        """The new tokens that are expected of a request, under a policy that goes by them."""
+        if self.lengths is None:
+            return None
+        expected = await self.lengths.expect(request)
+        if self._status != "ready":  # it may have ended meanwhile
+            raise EngineStoppingError("the engine takes no requests now")
+        return expected
 
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
@@ -244,6 +259,18 @@ class PipelineEngine:
         """End all generations: their stages are gone."""
         for answers in self._answers.values():
             answers.put_nowait(None)
+
+
+def _request(request: GenerationRequest, expected_tokens: int | None) -> Request:
+    return Request(
+        request.id,
+        request.prompt_ids,
+        request.max_new_tokens,
+        request.sampling,
+        draw_id=request.draw_id,
+        top_logprobs=request.top_logprobs,
+        expected_tokens=expected_tokens,
+    )
 
 
 def _events(progress: Progress | None) -> Sequence[TokenEvent]:

@@ -1,0 +1,169 @@
+"""`llmpq-lengths`: train and judge predictors of output lengths, for runs under the policy s3."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from llmpq.cli.common import EXIT_DONE, console, run_command
+from llmpq.cli.options.lengths import TRAIN_RULES, lengths_parser
+from llmpq.lengths.buckets import Agreement
+from llmpq.lengths.training import Judgement, TrainingOptions
+from quant.common.errors import InputError
+from quant.common.whole_file import names_a_file, write_whole
+
+if TYPE_CHECKING:
+    from llmpq.lengths.finished_rows import LearntRow
+    from llmpq.lengths.training import ServedIds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser, train, _ = lengths_parser(__doc__)
+    options = parser.parse_args(arguments)
+    if options.command == "train":
+        train.refuse_ignored(options, arguments[1:], TRAIN_RULES)
+        return run_command("llmpq-lengths", lambda: _train(options))
+    return run_command("llmpq-lengths", lambda: _evaluate(options))
+
+
+def _train(options: argparse.Namespace) -> int:
+    from llmpq.lengths.folder import check_target, save_predictor
+    from llmpq.lengths.training import train
+
+    target, figures = Path(options.output).expanduser(), _json_file(options)
+    check_target(target, options.overwrite)
+    chosen = TrainingOptions(
+        kind=options.kind,
+        base=getattr(options, "base", None),
+        buckets=options.buckets,
+        longest=getattr(options, "longest", None),
+        epochs=getattr(options, "epochs", None),
+        seed=options.seed,
+    )
+    _quiet()
+    rows, ids = _rows(options)
+    model, judgement = train(rows, chosen, ids)
+    save_predictor(target, model, judgement.confusion, options.overwrite)
+    console().print(_table(judgement, f"{model.kind}, {model.trained_rows} rows learnt from"))
+    console().print(_confusion(judgement, model.buckets))
+    _write_json(figures, judgement, model.buckets)
+    return EXIT_DONE
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from llmpq.lengths.folder import check_tokenizer, load_predictor
+    from llmpq.lengths.training import judge
+    from planner.prediction import predictor_file
+    from quant.common.errors import SpecError
+
+    folder, figures = Path(options.predictor).expanduser(), _json_file(options)
+    file = predictor_file(folder)
+    _quiet()
+    rows, ids = _rows(options)
+    if ids is not None:
+        check_tokenizer(file, folder, ids.digest, options.model)
+    elif file.tokenizer is not None:
+        raise SpecError(
+            f"the predictor in {folder} reads token ids; name the model whose tokenizer makes "
+            "them: --model"
+        )
+    model = load_predictor(folder)
+    judgement = judge(model, rows)
+    console().print(_table(judgement, f"{model.kind} in {folder}"))
+    console().print(_confusion(judgement, model.buckets))
+    _write_json(figures, judgement, model.buckets)
+    return EXIT_DONE
+
+
+def _rows(options: argparse.Namespace) -> tuple[list[LearntRow], ServedIds | None]:
+    """The finished rows as a predictor sees them, and the ids that they have."""
+    from llmpq.lengths.finished_rows import as_prompts, read_finished
+    from llmpq.lengths.folder import tokenizer_digest
+    from llmpq.lengths.training import ServedIds
+    from llmpq.model_check import checked_shape
+    from quant.checkpoint.model_reference import resolve
+
+    model = getattr(options, "model", None)
+    finished = read_finished(options.input, getattr(options, "lengths", None) or ())
+    if model is None:
+        return as_prompts(finished, None), None
+    folder = resolve(model, weights=False)
+    vocab_size = checked_shape(folder).vocab_size
+    ids = ServedIds(tokenizer_digest(folder, vocab_size), vocab_size)
+    return as_prompts(finished, folder), ids
+
+
+def _quiet() -> None:
+    """Keep the progress bars of transformers out of the output, if it is going to be loaded."""
+    import os
+
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _table(judgement: Judgement, what: str) -> Table:
+    found = judgement.predictor
+    table = Table(
+        title=f"{what}; {found.rows} rows held against",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("predictor")
+    for name in ("accuracy", "too short", "buckets off", "calibration error", "ms a prompt"):
+        table.add_column(name, justify="right")
+    table.add_row("this one", *_cells(found), f"{judgement.ms_per_prompt:.2f}")
+    table.add_row("the most frequent bucket", *_cells(judgement.majority), "")
+    table.add_row("the longest answer", *_cells(judgement.longest), "")
+    return table
+
+
+def _cells(found: Agreement) -> tuple[str, ...]:
+    distance, error = found.wrong_distance, found.calibration_error
+    return (
+        f"{found.accuracy:.1%}",
+        f"{found.too_short:.1%}",
+        "-" if distance is None else f"{distance:.2f}",
+        "" if error is None else f"{error:.3f}",
+    )
+
+
+def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Table:
+    """Rows by true and by predicted bucket."""
+    table = Table(title="true bucket by predicted one", title_justify="left", title_style="bold")
+    table.add_column("tokens", justify="right")
+    for most in buckets:
+        table.add_column(f"≤ {most}", justify="right")
+    for most, row in zip(buckets, judgement.confusion.tolist(), strict=True):
+        table.add_row(f"≤ {most}", *(str(count) if count else "·" for count in row))
+    return table
+
+
+def _json_file(options: argparse.Namespace) -> Path | None:
+    target = Path(options.json) if "json" in options else None
+    if target is not None and not names_a_file(target):
+        raise InputError(f"cannot write {target}: name a file in a folder that exists")
+    return target
+
+
+def _write_json(path: Path | None, judgement: Judgement, buckets: Sequence[int]) -> None:
+    if path is None:
+        return
+    values: dict[str, Any] = dataclasses.asdict(judgement)
+    values |= {"buckets": list(buckets), "confusion": judgement.confusion.tolist()}
+    try:
+        write_whole(path, json.dumps(values, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path}: {error}") from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

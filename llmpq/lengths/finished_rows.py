@@ -1,0 +1,224 @@
+"""Prompts with the lengths of their answers, to train on and to judge by.
+
+Lengths stand in the rows themselves (`output_tokens`), or in results that are joined with the
+prompts by `custom_id`: outputs of `llmpq-dist` and files of answers of OpenAI's batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from actors.messages import Request, Sampling
+from llmpq.jobs.formats.file_format import input_format
+from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, numbered_lines, reason
+from llmpq.jobs.inputs import Content, JobInput, row_of
+from llmpq.lengths.predictor import Prompt
+from llmpq.lengths.trace_file import whole_tokens
+from llmpq.rows.row import BadRow, Row
+from llmpq.tokenizing.requests import RequestMaker, load_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
+from llmpq.workload.measured_lengths import MOST_FINISHED, read_measured
+from planner.workload import MAX_TOKENS, Workload
+from quant.common.errors import InputError, SpecError
+
+FIELD = "output_tokens"
+_TEXTS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class FinishedRow:
+    """A prompt, and how many tokens its answer had."""
+
+    row: Row
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LearntRow:
+    """The same, as a predictor sees it."""
+
+    prompt: Prompt
+    tokens: int
+
+
+def read_finished(
+    inputs: Sequence[str | Path], results: Sequence[str | Path] = ()
+) -> list[FinishedRow]:
+    """The rows of `inputs` with the lengths that `results` have, or that stand in them.
+
+    Rows that cannot run, have no result or failed are left out; of more than `MOST_FINISHED`, the
+    later ones. SpecError names file and line of a length that is none; raises `InputError`.
+    """
+    if results:
+        lengths: dict[str, int] = {}
+        for path in results:
+            lengths |= result_lengths(Path(path).expanduser())
+        found = _joined(JobInput.find(inputs), lengths)
+    else:
+        found = _with_lengths(inputs)
+    rows = list(islice(found, MOST_FINISHED))
+    if not rows:
+        where = ", ".join(map(str, inputs))
+        told = f"no row of {where} has a result" if results else f"{where} has no rows"
+        raise InputError(
+            f"{told}; give the prompts and, with --lengths, finished results of the same custom_id"
+        )
+    return rows
+
+
+def result_lengths(path: Path) -> Mapping[str, int]:
+    """Tokens of answers by `custom_id`, of an output of `llmpq-dist` or of OpenAI's batches."""
+    if not _is_of_openai(path):
+        outputs = read_measured(path).outputs
+        if outputs is None:
+            raise InputError(
+                f"lengths {path}: it has no custom_id; give the output of llmpq-dist, or of a batch"
+            )
+        return outputs
+    return dict(islice(_openai_lengths(path), MOST_FINISHED))
+
+
+def as_prompts(rows: Sequence[FinishedRow], model: Path | None) -> list[LearntRow]:
+    """What a predictor sees of `rows`: of a run of the model in the folder `model` the ids, and the
+    text of these ids, as it has nothing else. Without a model the text, and no ids.
+
+    Rows that its tokenizer cannot read are left out. Raises `CheckpointError`; SpecError where
+    prompts are no texts and there is no model, and where no row is left.
+    """
+    if model is None:
+        return [_as_text(each) for each in rows]
+    tokenizer = load_tokenizer(model, Limits())
+    if tokenizer is None:
+        learnt = _tokenized(rows, None)
+    else:
+        with closing(tokenizer):
+            learnt = _tokenized(rows, tokenizer)
+    if not learnt:
+        raise SpecError(f"the tokenizer of {model} can read none of {len(rows)} prompts")
+    return learnt
+
+
+def texts_of(tokenizer: TokenizerProcess | None, ids: Sequence[tuple[int, ...]]) -> list[str]:
+    """Texts of prompts' ids, empty where there is no tokenizer, or one cannot be made."""
+    if tokenizer is None:
+        return [""] * len(ids)
+    found: list[str] = []
+    for begin in range(0, len(ids), _TEXTS_AT_ONCE):
+        lists = list(ids[begin : begin + _TEXTS_AT_ONCE])
+        texts = tokenizer.ask({"lists": lists}).texts
+        if texts is None:  # one of them harms it
+            texts = tuple(tokenizer.ask({"ids": each}).text or "" for each in lists)
+        found += texts
+    return found
+
+
+def _with_lengths(inputs: Sequence[str | Path]) -> Iterator[FinishedRow]:
+    """Rows that bring their lengths, each the field `output_tokens`."""
+    lengths: list[int] = []
+
+    def taken(content: Content, place: str) -> Row | BadRow:
+        content, tokens = _without_length(content, place)
+        lengths.append(tokens)
+        return row_of(content, place)
+
+    source = replace(JobInput.find(inputs), row_of=taken)
+    for row, place in source.rows():
+        tokens = lengths.pop()
+        if isinstance(row, BadRow):
+            raise SpecError(f"{source.place_name(place)}: {row.error}")
+        yield FinishedRow(row, tokens)
+
+
+def _without_length(content: Content, place: str) -> tuple[Content, int]:
+    """A row without its field `output_tokens`, and this."""
+    if isinstance(content, str):
+        raise SpecError(f"{place}: {content}")
+    values: Mapping[str, Any] | None = None
+    try:
+        values = json.loads(content) if isinstance(content, bytes) else content
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{place}: not JSON: {error}") from error
+    if not isinstance(values, Mapping) or FIELD not in values:
+        raise SpecError(
+            f"{place}: no {FIELD}; give the tokens of each answer there, or with --lengths the "
+            "results of llmpq-dist"
+        )
+    kept = {name: value for name, value in values.items() if name != FIELD}
+    return kept, whole_tokens(values[FIELD], FIELD, place)
+
+
+def _joined(source: JobInput, lengths: Mapping[str, int]) -> Iterator[FinishedRow]:
+    for row, _ in source.rows():
+        if isinstance(row, Row) and row.custom_id in lengths:
+            yield FinishedRow(row, lengths[row.custom_id])
+
+
+def _is_of_openai(path: Path) -> bool:
+    """Whether the first line is one of a batch's answers."""
+    if path.is_dir() or path.suffix == ".parquet":
+        return False
+    try:
+        named = input_format(path)
+        if named.rows != "jsonl" or contradiction(path, named) is not None:
+            return False
+        for _, line in numbered_lines(path, named.compression):
+            if line is not None and line.strip():
+                first = json.loads(line)
+                return isinstance(first, Mapping) and "response" in first
+    except (*READ_ERRORS, ValueError, RecursionError):
+        return False  # `read_measured` says what is wrong
+    return False
+
+
+def _openai_lengths(path: Path) -> Iterator[tuple[str, int]]:
+    """Id and `usage.completion_tokens` of each answer that is no error."""
+    try:
+        for number, line in numbered_lines(path, input_format(path).compression):
+            if line is None or not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                values = json.loads(line)
+                response = values["response"]
+                good = response is not None and response["status_code"] == 200
+                custom_id = values["custom_id"]
+                tokens = response["body"]["usage"]["completion_tokens"] if good else None
+            except (ValueError, RecursionError, KeyError, TypeError) as error:
+                raise SpecError(f"{place}: no answer of a batch: {error!r:.80}") from error
+            if isinstance(custom_id, str) and good and tokens != 0:
+                yield custom_id, whole_tokens(tokens, "completion_tokens", place)
+    except READ_ERRORS as error:
+        raise InputError(f"cannot read lengths {path}: {reason(error)}") from error
+
+
+def _as_text(each: FinishedRow) -> LearntRow:
+    row = each.row
+    if row.text is None:
+        kind = "token ids" if row.messages is None else "messages"
+        raise SpecError(
+            f"row {row.custom_id!r:.80} has {kind}; name the model whose tokenizer reads them: "
+            "--model"
+        )
+    return LearntRow(Prompt(row.custom_id, MAX_TOKENS, text=row.text), each.tokens)
+
+
+def _tokenized(rows: Sequence[FinishedRow], tokenizer: TokenizerProcess | None) -> list[LearntRow]:
+    plain = (replace(each.row, sampling={}) for each in rows)
+    maker = RequestMaker(Workload(1, MAX_TOKENS, MAX_TOKENS), 2**31, Sampling(), tokenizer)
+    made: Iterable[Request | BadRow] = maker.requests(plain)
+    found = [
+        (each, request.prompt_ids)
+        for each, request in zip(rows, made, strict=True)
+        if isinstance(request, Request)
+    ]
+    texts = texts_of(tokenizer, [ids for _, ids in found])
+    return [
+        LearntRow(Prompt(each.row.custom_id, MAX_TOKENS, ids, text), each.tokens)
+        for (each, ids), text in zip(found, texts, strict=True)
+    ]

@@ -1,0 +1,118 @@
+"""The folder of a trained predictor: `predictor.json` and weights, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from llmpq.lengths.boosting import Boosting
+from llmpq.lengths.buckets import IntArray
+from llmpq.lengths.predictor import BucketModel
+from planner.prediction import PREDICTOR_FILE, PredictorFile, predictor_file
+from quant.common.errors import InputError, SpecError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
+_DIGEST_BYTES = 8
+
+
+def tokenizer_digest(model_folder: Path, vocab_size: int) -> str:
+    """Digest of the tokenizer in the folder of a model, which tells whether ids mean the same.
+
+    Of a model without one, prompts are ids of a vocabulary of this size.
+    """
+    seen = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in _TOKENIZER_FILES:
+        path = model_folder / name
+        if path.is_file():
+            seen.update(name.encode() + b"\0" + path.read_bytes())
+            if name == _TOKENIZER_FILES[0]:  # complete by itself, others repeat it
+                break
+    else:
+        seen.update(f"{vocab_size} ids".encode())
+    return seen.hexdigest()
+
+
+def check_tokenizer(file: PredictorFile, folder: Path, digest: str, model: str) -> None:
+    """Raise SpecError where the predictor in `folder` reads ids of another tokenizer."""
+    if file.tokenizer not in (None, digest):
+        raise SpecError(
+            f"the predictor in {folder} reads ids of another tokenizer ({file.tokenizer}) than "
+            f"{model} has ({digest}); train one for it: llmpq-lengths train --model"
+        )
+
+
+def load_predictor(folder: Path) -> BucketModel:
+    """The predictor in `folder`; SpecError names what is wrong with it."""
+    file = predictor_file(folder)
+    if file.kind == "boosting":
+        return Boosting.load(folder, file.buckets, file.tokenizer)
+    from llmpq.lengths.classifier import Classifier
+
+    return Classifier.load(folder, file.buckets, file.tokenizer, file.trained_rows)
+
+
+def check_target(target: Path, replace: bool) -> None:
+    """Raise `InputError` where a predictor could not be written to `target`.
+
+    One that is there is replaced with `replace` only; anything else is never replaced.
+    """
+    try:
+        if not target.name or not target.parent.is_dir():
+            raise InputError(f"cannot write {target}: there is no folder {target.parent}")
+        taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+        is_predictor = (target / PREDICTOR_FILE).is_file()
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from error
+    if taken and not is_predictor:
+        raise InputError(f"cannot write {target}: something else is there; name another folder")
+    if taken and not replace:
+        raise InputError(
+            f"cannot write {target}: a predictor is there; name another folder, or pass --overwrite"
+        )
+
+
+def save_predictor(
+    target: Path, model: BucketModel, confusion: IntArray, replace: bool = False
+) -> None:
+    """Write `model` and how it errs, `[buckets][buckets]`, to the folder `target`.
+
+    It is written beside it and renamed when it is complete. Raises `InputError`.
+    """
+    check_target(target, replace)
+    file = PredictorFile(
+        kind=model.kind,
+        buckets=model.buckets,
+        trained_rows=model.trained_rows,
+        confusion=tuple(tuple(row) for row in confusion.tolist()),
+        tokenizer=model.tokenizer,
+    )
+    aside = target.with_name(f".llmpq-{secrets.token_hex(8)}.part")
+    try:
+        aside.mkdir()
+        model.save(aside)
+        (aside / PREDICTOR_FILE).write_text(file.model_dump_json(indent=1) + "\n", "utf-8")
+        _put(aside, target)
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put(aside: Path, target: Path) -> None:
+    """Give the folder `aside` the name `target`; what has it is gone afterwards."""
+    if not (target / PREDICTOR_FILE).exists():
+        os.replace(aside, target)  # an empty folder may be there
+        return
+    old = aside.with_suffix(".old")
+    os.replace(target, old)
+    try:
+        os.replace(aside, target)
+    except OSError:
+        with suppress(OSError):
+            os.replace(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

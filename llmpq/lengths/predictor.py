@@ -1,0 +1,187 @@
+"""What a predictor of output lengths is, and the kinds that need no training."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from llmpq.lengths.buckets import FloatArray, buckets_of
+from quant.common.errors import SpecError
+
+Encoded = npt.NDArray[Any]
+"""What a trained predictor keeps of a prompt, in the form in which it computes with it."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt whose answer has at most `limit` tokens.
+
+    `token_ids` are those of the served model's tokenizer, `text` their text; either may be empty
+    for predictors that do not read it.
+    """
+
+    custom_id: str
+    limit: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+
+
+class LengthPredictor(Protocol):
+    """Expects answers of some length."""
+
+    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
+        """New tokens that are expected of each prompt [prompts], 1 to its limit."""
+
+
+class Rest(Protocol):
+    """Is called after every piece of a training; may wait, and may end it by an error."""
+
+    def __call__(self) -> None:
+        """Rest."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and how many tokens its answer had."""
+
+    encoded: Encoded
+    tokens: int
+
+
+class BucketModel(Protocol):
+    """A trained predictor, which tells how probable each bucket is.
+
+    `buckets` `[buckets]`: the most tokens of each, ascending. `tokenizer`: the digest of the
+    tokenizer whose ids it reads, None where it reads none. `trained_rows`: rows it has learnt from.
+    """
+
+    @property
+    def kind(self) -> Literal["classifier", "boosting"]:
+        """Its kind, as in `PredictorFile`."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The most tokens of each bucket."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Digest of the tokenizer whose ids it reads."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it reads the texts of prompts."""
+
+    @property
+    def trained_rows(self) -> int:
+        """Rows that it has learnt from."""
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
+        """What it computes with, of each prompt."""
+
+    def probabilities(self, encoded: Sequence[Encoded]) -> FloatArray:
+        """Probability of each bucket, `[prompts, buckets]`."""
+
+    def improved(self, examples: Sequence[Example], rest: Rest) -> Self:
+        """Another one that has learnt from `examples` too; this one stays as it is."""
+
+    def save(self, folder: Path) -> None:
+        """Write its weights into `folder`, as safetensors and JSON."""
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """Expects the most tokens of the most probable bucket.
+
+    `expect` raises ValueError where the model's probabilities are not finite.
+    """
+
+    model: BucketModel
+
+    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
+        """As `LengthPredictor`."""
+        return self.expect_encoded(self.model.encode(prompts), [each.limit for each in prompts])
+
+    def expect_encoded(self, encoded: Sequence[Encoded], limits: Sequence[int]) -> list[int]:
+        """The same of what `encode` gave."""
+        most = np.asarray(self.model.buckets)[likeliest(self.model.probabilities(encoded))]
+        return [int(each) for each in np.minimum(most, limits)]
+
+
+def likeliest(probabilities: FloatArray) -> npt.NDArray[np.int64]:
+    """The most probable bucket of each prompt [prompts]; ValueError for NaN."""
+    if not np.isfinite(probabilities).all():
+        raise ValueError("its probabilities are not finite (NaN)")
+    return np.asarray(probabilities.argmax(axis=1), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """Expects of every prompt as many tokens as it may have."""
+
+    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
+        """As `LengthPredictor`."""
+        return [each.limit for each in prompts]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Expects what `tokens` says by `custom_id`, and as many as it may have of any other prompt.
+
+    With true lengths it is the oracle of studies, with those of a file (`trace`) any predictor.
+    """
+
+    tokens: Mapping[str, int]
+
+    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
+        """As `LengthPredictor`."""
+        expected = (self.tokens.get(each.custom_id, each.limit) for each in prompts)
+        return [
+            max(1, min(tokens, each.limit)) for tokens, each in zip(expected, prompts, strict=True)
+        ]
+
+
+class Confused:
+    """Errs as a confusion matrix says: expects the most tokens of a bucket that is drawn.
+
+    `true`: answers' tokens by `custom_id`. `confusion` `[buckets][buckets]`: weights of the
+    predicted buckets (columns) by the true one (row). A draw depends on `seed` and `custom_id`
+    alone. Raises SpecError for weights that are negative, not finite, or none at all.
+    """
+
+    def __init__(
+        self,
+        true: Mapping[str, int],
+        buckets: Sequence[int],
+        confusion: Sequence[Sequence[float]],
+        seed: int = 0,
+    ) -> None:
+        weights = np.asarray(confusion, dtype=np.float64)
+        if weights.shape != (len(buckets), len(buckets)):
+            raise SpecError(
+                f"confusion is {list(weights.shape)}; it must have {len(buckets)} rows and columns,"
+                " one for each bucket"
+            )
+        if not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum(axis=1).all():
+            raise SpecError("confusion: every row needs weights of 0 or more, and one above 0")
+        self._true, self._buckets, self._seed = true, tuple(buckets), seed
+        self._shares = np.cumsum(weights, axis=1) / weights.sum(axis=1, keepdims=True)
+
+    def expect(self, prompts: Sequence[Prompt]) -> list[int]:
+        """As `LengthPredictor`; a prompt without a true length gets its limit."""
+        return [self._expected(each) for each in prompts]
+
+    def _expected(self, prompt: Prompt) -> int:
+        true = self._true.get(prompt.custom_id)
+        if true is None:
+            return prompt.limit
+        row = self._shares[buckets_of([true], self._buckets)[0]]
+        name = zlib.crc32(prompt.custom_id.encode("utf-8", "backslashreplace"))
+        drawn = np.random.default_rng((self._seed, name)).random()
+        found = int(np.searchsorted(row, drawn, side="right"))
+        return min(prompt.limit, self._buckets[min(found, len(self._buckets) - 1)])

@@ -1,0 +1,137 @@
+"""Gives each request of a run the length that is expected of it, ahead of its turn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from actors.messages import Finished, Request
+from llmpq.lengths.predictor import Prompt
+from llmpq.lengths.process.predictor_process import PredictionFigures
+from llmpq.lengths.sources import LengthSource
+from llmpq.rows.row import BadRow
+from quant.common.errors import InputError
+
+TOGETHER = 32
+"""Prompts that are predicted together."""
+
+AHEAD = 3
+"""Batches of them that are on their way while the first is waited for."""
+
+GATHERING_S = 0.2
+"""Seconds after which a batch is begun that is not full: rows may take long to be tokenized."""
+
+
+NO_PREDICTOR = "s3 without a predictor (--predictor): room is reserved for the longest answers"
+
+
+@dataclass(frozen=True)
+class _Batch:
+    items: tuple[Request | BadRow, ...]
+    expected: Future[list[int]]
+
+
+class ExpectedLengths:
+    """Asks `source` for the lengths of requests; `texts` makes texts of their token ids.
+
+    `say` is told once where the source is given up, and what it has done in the end.
+    """
+
+    def __init__(
+        self,
+        source: LengthSource,
+        texts: Callable[[Sequence[tuple[int, ...]]], list[str]],
+        say: Callable[[str], None],
+    ) -> None:
+        self.source = source
+        self.say = say
+        self._texts = texts
+        self._has_said = False
+
+    def attach(self, items: Iterable[Request | BadRow]) -> Iterator[Request | BadRow]:
+        """The `items` in their order, requests with `expected_tokens`."""
+        ahead: deque[_Batch] = deque()
+        gathered: list[Request | BadRow] = []
+        since_s = time.monotonic()
+        for item in items:
+            gathered.append(item)
+            if len(gathered) < TOGETHER and time.monotonic() - since_s < GATHERING_S:
+                continue
+            ahead.append(self._begun(gathered))
+            while ahead and (len(ahead) > AHEAD or ahead[0].expected.done()):
+                yield from self._ended(ahead.popleft())
+            gathered, since_s = [], time.monotonic()
+        if gathered:
+            ahead.append(self._begun(gathered))
+        while ahead:
+            yield from self._ended(ahead.popleft())
+
+    def end(self, target: str | Path | None) -> None:
+        """Say what the source has done, and have it write what it learnt to `target`."""
+        figures = self.source.figures()
+        self._look()
+        if figures is not None:
+            self.say(figures_text(figures))
+        if target is None:
+            return
+        try:
+            self.source.save(Path(target).expanduser())
+            self.say(f"the predictor as it is now was written to {target}")
+        except InputError as error:  # the results are there
+            self.say(str(error))
+
+    def note(self, finished: Sequence[Finished]) -> None:
+        """Tell the source how long answers are."""
+        ended = [
+            (each.custom_id, len(each.token_ids))
+            for each in finished
+            if each.finish_reason != "error" and each.token_ids
+        ]
+        self.source.finished(ended)
+        self._look()
+
+    def _begun(self, items: Sequence[Request | BadRow]) -> _Batch:
+        requests = [item for item in items if isinstance(item, Request)]
+        texts = [""] * len(requests)
+        if self.source.reads_text and self.source.failure is None:
+            texts = self._texts([request.prompt_ids for request in requests])
+        prompts = [
+            Prompt(request.custom_id, request.max_new_tokens, request.prompt_ids, text)
+            for request, text in zip(requests, texts, strict=True)
+        ]
+        return _Batch(tuple(items), self.source.submit(prompts))
+
+    def _ended(self, batch: _Batch) -> Iterator[Request | BadRow]:
+        expected = iter(batch.expected.result())
+        self._look()
+        for item in batch.items:
+            if isinstance(item, Request):
+                yield replace(item, expected_tokens=next(expected))
+            else:
+                yield item
+
+    def _look(self) -> None:
+        """Say once that the source has been given up."""
+        failure = self.source.failure
+        if failure is not None and not self._has_said:
+            self._has_said = True
+            self.say(
+                f"the predictor of lengths is given up: {failure}; the run goes on, and reserves "
+                "for the longest answers"
+            )
+
+
+def figures_text(figures: PredictionFigures) -> str:
+    """A sentence on what a predictor has done in a run."""
+    busy_s = figures.predicting_s + figures.learning_s
+    share = busy_s / figures.elapsed_s if figures.elapsed_s else 0.0
+    right = f"{figures.right} of {figures.finished} answers had the length that was predicted"
+    learnt = ""
+    if figures.learnt:
+        times = "once" if figures.learnt == 1 else f"{figures.learnt} times"
+        learnt = f"; the predictor was improved {times}"
+    return f"{right}{learnt}; it took {busy_s:.1f} s of a processor ({share:.1%} of the time)"
