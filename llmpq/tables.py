@@ -19,6 +19,7 @@ from planner.explanation.explain import StageLimits
 from planner.phases import PHASES, Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
+from planner.scheduling import TOKEN_POLICIES
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.units import GIB, MIB
 
@@ -56,10 +57,10 @@ def _headline(plan: PlanSpec) -> str:
 
 def _micro_batches_text(plan: PlanSpec) -> str:
     sizes, policy = plan.micro_batches, plan.policy
-    if policy.name != "orca":
+    if policy.name not in TOKEN_POLICIES:
         return f"{sizes.prefill} (prefill), {sizes.decode} (decode)"
     parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
-    most = f"of up to {policy.max_batch_size} requests of both phases (policy orca"
+    most = f"of up to {policy.max_batch_size} requests of both phases (policy {policy.name}"
     return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
 
 

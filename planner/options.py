@@ -12,7 +12,14 @@ from planner.optimiser.problem import Objective
 from planner.optimiser.solve import METHODS
 from planner.optimiser.solve_options import DEFAULT_SOLVER
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
-from planner.scheduling import STATIC, PolicyName, PolicyOptions, policy_options
+from planner.scheduling import (
+    POLICY_NAMES,
+    PREDICTING,
+    STATIC,
+    PolicyName,
+    PolicyOptions,
+    policy_options,
+)
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
 
@@ -84,6 +91,17 @@ PLAN_RULES = (
         without=("profiles",),
     ),
     Rule(("strict_profiles",), "name the CSV of measured times", without=("profiles",)),
+    Rule(
+        ("predictor",),
+        "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
+        beside="policy",
+        values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
+    ),
+    Rule(
+        ("predictor",),
+        "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
+        without=("policy",),
+    ),
 )
 """Planning options that others make useless."""
 
@@ -138,9 +156,13 @@ class PlanOptions:
       depends on it.
     - `kv_bits`: bits of keys and values: 16 stores the compute type, 8 stores codes with a scale
       for each token and head; `auto` is 16 if that fits, else 8.
-    - `policy`: how the runtime schedules requests, `static` or `orca` (`planner.scheduling`), with
-      `max_batch_size` (None: what is best by simulation) and `prefill_chunk_tokens` (None: the
-      default).
+    - `policy`: how the runtime schedules requests, `static`, `orca` or `s3`
+      (`planner.scheduling`), with `max_batch_size` (None: what is best by simulation) and
+      `prefill_chunk_tokens` (None: the default).
+    - `predictor`: by which requests reserve memory under `s3`: the folder of a predictor, as
+      `llmpq-lengths train` makes it, whose held-out rows say how often it is right; `oracle`, which
+      always is; or `longest`, which expects the most that a request may get, as is assumed where
+      none is named.
     - `memory_margin`: the share of each GPU's memory that is left free.
     """
 
@@ -174,6 +196,7 @@ class PlanOptions:
     policy: PolicyName = STATIC
     max_batch_size: int | None = None
     prefill_chunk_tokens: int | None = None
+    predictor: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
@@ -219,6 +242,11 @@ class PlanOptions:
         given = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
+        if self.predictor is not None and self.policy != PREDICTING:
+            raise SpecError(
+                f"predictor has no effect with policy {self.policy}; leave it out, or choose "
+                f"policy {PREDICTING}"
+            )
         _ = self.scheduling
 
     @property

@@ -17,6 +17,8 @@ POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3")
 STATIC: PolicyName = "static"
 TOKEN_POLICIES: frozenset[PolicyName] = frozenset({"orca", "s3"})
 """Those that count KV memory in tokens and mix both phases in a micro-batch."""
+PREDICTING: PolicyName = "s3"
+"""The one whose requests reserve by predicted lengths."""
 
 PREFILL_CHUNK_TOKENS = 64
 """Tokens of a part of a prompt that `orca` gives where nobody says otherwise.
@@ -28,9 +30,9 @@ tokens per second of whole prompts, as stages wait less for long ones, and with 
 
 @dataclass(frozen=True)
 class PolicyOptions:
-    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch (None: as many as
-    the plan's decode micro-batch has) and the tokens of a prompt that one micro-batch takes at
-    most (0: a prompt is never parted).
+    """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch
+    (None: as many as the plan's decode micro-batch has) and the tokens of a prompt that one
+    micro-batch takes at most (0: a prompt is never parted).
 
     Raises `SpecError` for a policy that does not exist, a number out of range, and for options that
     the policy does not have.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
+from planner.assumed_predictor import AssumedPredictor
 from planner.lengths import Lengths
 from planner.model.shape import ModelShape
-from planner.scheduling import PolicyName
+from planner.scheduling import PREDICTING, TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 MAX_REQUESTS = 2**20
@@ -112,13 +114,15 @@ class Job:
 
     `lengths` is a sample of theirs; the longest of it are the longest there are.
     `default_new_tokens`: the most that prompts without a limit of their own may generate, None for
-    the longest output. SpecError unless there is at least one prompt, and at most `MOST_PROMPTS`,
-    and the limit is within `MAX_TOKENS`.
+    the longest output. `predictor`: by which requests reserve token slots under the policy `s3`;
+    None where each reserves those for the most that it may get. SpecError unless there is at least
+    one prompt, and at most `MOST_PROMPTS`, and the limit is within `MAX_TOKENS`.
     """
 
     prompts: int
     lengths: Lengths
     default_new_tokens: int | None = None
+    predictor: AssumedPredictor | None = None
 
     def __post_init__(self) -> None:
         """Check the number of prompts, their default limit and the longest lengths."""
@@ -140,20 +144,29 @@ class Job:
         """Tokens that all prompts together generate."""
         return self.prompts * self.lengths.mean_output
 
+    @cached_property
+    def mean_predicted(self) -> float:
+        """Mean token slots of a request in flight under the policy `s3`, by its prediction."""
+        if self.predictor is None:
+            return self.lengths.mean_reserved
+        return self.predictor.mean_reserved(self.lengths)
+
     def in_flight(self, requests: int, policy: PolicyName = "static") -> Workload:
         """The workload of so many requests in flight, of which any may be the longest row.
 
         Under `orca` they have together the token slots that so many have reserved in the mean,
         over the time that each of them takes, as long answers are met more often; and `HOLES`. So
-        there are more in flight while those are short, and fewer while they are long.
+        there are more in flight while those are short, and fewer while they are long. Under `s3`
+        they reserve by the predictor.
         """
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total
         slot = None if total is None or total == prompt + output else total
         alike = Workload(requests, prompt, output, slot)
-        if policy != "orca":
+        if policy not in TOKEN_POLICIES:
             return alike
-        needed = ceil(requests * self.lengths.mean_reserved / (1 - HOLES))
+        mean = self.mean_predicted if policy == PREDICTING else self.lengths.mean_reserved
+        needed = ceil(requests * mean / (1 - HOLES))
         needed = max(alike.total_length, needed)
         return replace(alike, n_slots=needed) if needed < alike.kv_tokens else alike
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from llmpq.report.formatting import count, duration, listed, number, per_second, plural
+from llmpq.report.formatting import count, duration, listed, number, per_second, plural, size
 from llmpq.report.pictures.curve import plan_choice
+from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.plan.job_forecast import JobForecast
 from planner.plan.plans_beside import PlanChoice
 from planner.plan.spec import PlanSpec
+from planner.scheduling import PREDICTING, TOKEN_POLICIES
 
 EQUAL_SPEED = 0.005  # less than a percent that is shown
 
@@ -24,7 +26,8 @@ class Answer:
 
 def job_answers(plan: PlanSpec) -> list[Answer]:
     """How long, at which quality, how much slower without quantization, what one more device would
-    bring and what it costs; of a plan of one batch only what is known beside it.
+    bring, what it costs, and what predicted lengths save; of a plan of one batch only what is known
+    beside it.
     """
     job = plan.job
     found = (
@@ -33,6 +36,7 @@ def job_answers(plan: PlanSpec) -> list[Answer]:
         ("And in full precision?", _full_precision(plan)),
         ("With more devices?", _more_devices(plan)),
         ("At which cost?", _cost(plan, job) if job is not None else ""),
+        ("What do predicted lengths save?", _prediction(plan, job) if job is not None else ""),
     )
     return [Answer(question, text) for question, text in found if text]
 
@@ -57,7 +61,7 @@ def what_is_planned(plan: PlanSpec) -> str:
     if alike:
         return f"{prompts} ({lengths.longest_prompt} prompt tokens, {lengths.longest_output} new)"
     room = f"slots of {count(slots.total_length)} tokens"
-    if plan.policy.name == "orca":
+    if plan.policy.name in TOKEN_POLICIES:
         room = f"{count(slots.kv_tokens)} token slots for all"
     return (
         f"{prompts} (mean {lengths.mean_prompt:,.0f} prompt tokens, {lengths.mean_output:,.0f} "
@@ -160,6 +164,41 @@ def _price(amount: float) -> str:
     if 0 < amount < 0.1:
         return f"{amount:.2g}"
     return f"{amount:,.2f}"
+
+
+def _prediction(plan: PlanSpec, job: JobForecast) -> str:
+    """The KV memory of a request by its predicted length and by its longest, under `s3`, and how
+    many more requests are in flight in the same memory thereby.
+    """
+    if plan.policy.name != PREDICTING:
+        return ""
+    lengths, slots = job.job.lengths, plan.workload
+    predicted, longest = job.job.mean_predicted, lengths.mean_reserved
+    token_bytes = sum(stage.memory.kv_cache for stage in plan.stages) / slots.kv_tokens
+    assumed, in_flight = job.job.predictor, slots.global_batch
+    if assumed is None or assumed.source == LONGEST:
+        return (
+            f"KV memory of a request: {size(longest * token_bytes)} in the mean ({longest:,.0f} "
+            "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
+            "llmpq-lengths for less"
+        )
+    fewer = min(in_flight, int(slots.reservable_tokens / longest))
+    return (
+        f"KV memory of a request: {size(predicted * token_bytes)} expected in the mean "
+        f"({predicted:,.0f} tokens), {size(longest * token_bytes)} reserved for the longest "
+        f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
+        f"({_predictor(assumed)})"
+    )
+
+
+def _predictor(assumed: AssumedPredictor) -> str:
+    """What was assumed of predictions."""
+    if assumed.source == ORACLE:
+        return f"oracle: always the right one of {len(assumed.buckets)} lengths"
+    return (
+        f"predictor {assumed.source}: the right one of {len(assumed.buckets)} lengths for "
+        f"{assumed.accuracy:.0%} of the rows held out"
+    )
 
 
 def _long_rows(plan: PlanSpec, job: JobForecast) -> str:

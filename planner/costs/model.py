@@ -27,7 +27,7 @@ from planner.optimiser.assignment import Assignment
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import job_passes
-from planner.scheduling import PolicyOptions
+from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 from quant.scheme import FULL_BITS
@@ -72,11 +72,11 @@ class CostModel:
         return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
-        """The scheduling policy with its sizes: with `orca`, where the options do not say it, a
-        micro-batch has as many requests as a decode step.
+        """The scheduling policy with its sizes: where it mixes the phases and the options do not
+        say it, a micro-batch has as many requests as a decode step.
         """
         chosen = self.options.scheduling
-        if chosen.name != "orca":
+        if chosen.name not in TOKEN_POLICIES:
             return chosen
         return replace(chosen, max_batch_size=chosen.max_batch_size or sizes.decode)
 

@@ -38,7 +38,7 @@ class Solution:
     """The assignment that won, for its device order and sizes, and how much work finding it was.
 
     `workload` has the requests in flight. `lower_bound` holds for every candidate that was
-    considered. `max_batch_size`: requests of a micro-batch of the policy `orca`, where it was
+    considered. `max_batch_size`: requests of a micro-batch of both phases, where it was
     chosen.
     """
 
@@ -62,7 +62,7 @@ class Solution:
 
     def costs(self, searched: CostModel) -> CostModel:
         """The costs that were `searched`, with this solution's requests in flight, head and
-        micro-batches of `orca`.
+        micro-batches of both phases.
         """
         options = searched.options
         if self.max_batch_size is not None:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from planner.assumed_predictor import STUDIES
 from planner.cluster.device import AS_MODELLED, Slowdown
 from planner.cluster.safe_yaml import parse_yaml
 from planner.cluster.spec import ClusterSpec
@@ -86,9 +87,11 @@ def origin_of(
         return None
     omega_file, profiles = _absolute(options.omega_file), _absolute(options.profiles)
     digests = {path: _digest(Path(path)) for path in map(_absolute, files) if path is not None}
-    return PlanOrigin(
-        text, replace(options, omega_file=omega_file, profiles=profiles), files=digests
-    )
+    predictor = options.predictor
+    if predictor not in STUDIES:
+        predictor = _absolute(predictor)
+    named = replace(options, omega_file=omega_file, profiles=profiles, predictor=predictor)
+    return PlanOrigin(text, named, files=digests)
 
 
 def _absolute(path: str | Path | None) -> str | None:

@@ -56,7 +56,7 @@ def first_rows(job: Job | None, slots: int) -> JobRows | None:
     if job is None:
         return None
     count = min(job.prompts, FILLS_SHOWN * slots)
-    return JobRows.of(job.lengths, count)
+    return JobRows.of(job, count)
 
 
 def is_approximate(plan: PlanSpec) -> bool:

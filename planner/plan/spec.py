@@ -35,7 +35,7 @@ from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.plan.plans_beside import PlansBeside
-from planner.scheduling import PolicyOptions
+from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
@@ -180,8 +180,9 @@ class PlanSpec:
     to make it again when devices are lost. `job`: the forecast of a whole job, where one was
     planned: `workload` has as many requests as are in flight then, and `predicted` is of the job.
     `long_rows`: the plan for those of its rows that `workload` has no room for. `beside`: the
-    figures of other plans. `policy` schedules the requests: with `orca` in micro-batches of at most
-    `policy.max_batch_size`, over the token slots of `workload.kv_tokens`.
+    figures of other plans. `policy` schedules the requests: with `orca` and `s3` in micro-batches
+    of at most `policy.max_batch_size`, over the token slots of `workload.kv_tokens`. What was
+    assumed of the predictor of `s3` is `job.job.predictor`.
     """
 
     version: int
@@ -291,9 +292,12 @@ class PlanSpec:
                 f"batch of {batch}; give 1 to {batch}"
             )
         policy, n_slots = self.policy, self.workload.n_slots
-        if policy.name == "orca" and policy.max_batch_size is None:
-            raise SpecError(f"{source}: field policy.max_batch_size: null; orca needs a number")
-        if policy.name != "orca" and n_slots is not None:
+        counts_tokens = policy.name in TOKEN_POLICIES
+        if counts_tokens and policy.max_batch_size is None:
+            raise SpecError(
+                f"{source}: field policy.max_batch_size: null; {policy.name} needs a number"
+            )
+        if not counts_tokens and n_slots is not None:
             raise SpecError(
                 f"{source}: field workload.n_slots: {n_slots}, but policy {policy.name} gives all "
                 "requests slots of one length; it must be null"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from planner.micro_batches import MicroBatches
 from planner.schedule.static import JobRows, Pass, rounded_mean
-from planner.scheduling import PolicyOptions
+from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
 
@@ -23,26 +23,30 @@ from quant.common.errors import SpecError
 @dataclass(frozen=True)
 class OrcaSizes:
     """Sizes as in `actors.schedule.scheduler.QueueSizes`: requests and tokens of a micro-batch,
-    token slots that may be reserved, and tokens of a part of a prompt (0: prompts are not parted).
+    token slots that may be reserved, and tokens of a part of a prompt (0: prompts are not parted);
+    `policy` is one of `TOKEN_POLICIES`.
     """
 
     max_batch_size: int
     n_slots: int
     max_batch_tokens: int = 0
     prefill_chunk_tokens: int = 0
+    policy: PolicyName = "orca"
 
 
 def policy_sizes(
     policy: PolicyOptions, workload: Workload, sizes: MicroBatches
 ) -> MicroBatches | OrcaSizes:
     """The sizes of `policy` for the KV cache of `workload`: `sizes` themselves for `static`. With
-    `orca` the tokens of a micro-batch are those of the largest prefill, and one of each request.
+    the others the tokens of a micro-batch are those of the largest prefill, and one of each
+    request.
     """
-    if policy.name != "orca":
+    if policy.name not in TOKEN_POLICIES:
         return sizes
     most = policy.max_batch_size or sizes.decode
     tokens = sizes.prefill * workload.prompt_length + most
-    return OrcaSizes(most, workload.reservable_tokens, tokens, policy.prefill_chunk_tokens)
+    slots, chunk = workload.reservable_tokens, policy.prefill_chunk_tokens
+    return OrcaSizes(most, slots, tokens, chunk, policy.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class MixedPass(Pass):
 
 
 @dataclass(slots=True)
-class _Prompt:
+class Prompt:
     """A request that is prefilled: its number and the tokens that are under way or there."""
 
     request: int
@@ -73,18 +77,20 @@ class _Prompt:
 
 
 @dataclass(slots=True)
-class _Cohort:
+class Cohort:
     """Requests that run together: those that are prefilled, and `decoding` ones.
 
     `context_tokens` are those before the next step of all that decode. `ends` has, by number of
-    the step that gives them their last token, requests and their context after it.
+    the step that gives them their last token, requests and their context after it. `outgrows` has,
+    by number of the step, requests that have no room for its token; only `s3` uses it.
     """
 
-    prompts: list[_Prompt] = field(default_factory=list)
+    prompts: list[Prompt] = field(default_factory=list)
     decoding: int = 0
     step: int = 0
     context_tokens: int = 0
     ends: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    outgrows: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def requests(self) -> int:
@@ -105,7 +111,7 @@ class OrcaSchedule:
                 f"micro-batches of {sizes.max_batch_size} on {stages} stages cannot be simulated; "
                 "give at least 1 of each"
             )
-        self._prompts, self._outputs = list(rows.prompts), list(rows.outputs)
+        self._texts, self._outputs = list(rows.prompts), list(rows.outputs)
         self._reserved = list(
             rows.reserved or map(sum, zip(rows.prompts, rows.outputs, strict=True))
         )
@@ -116,7 +122,8 @@ class OrcaSchedule:
                 "n_slots of at least that"
             )
         self._sizes, self._stages = sizes, stages
-        self._n_rsrv = 0
+        self._chunk = sizes.prefill_chunk_tokens
+        self._n_rsrv = self._running = 0
         self._next_request = 0
         self._results = 0
         self._ended_after: list[int] = []
@@ -139,60 +146,71 @@ class OrcaSchedule:
 
     def passes(self) -> Iterator[MixedPass]:
         """Every pass, in the first stage's order of computing."""
-        under_way: deque[_Cohort] = deque()
-        ready = _Cohort()
-        index, running = 0, 0
+        under_way: deque[Cohort] = deque()
+        ready = Cohort()
+        index = 0
         while True:
             if len(under_way) < self._stages:
-                left = self._next_request
                 parts = self._select(ready)
-                running += self._next_request - left
                 if ready.requests:
-                    self._in_flight.append(running)
+                    self._in_flight.append(self._running)
                     yield self._pass(ready, parts, index)
                     index += 1
                     under_way.append(ready)
-                    ready = _Cohort()
+                    ready = Cohort()
                     continue
             if not under_way:
                 return
             ready = under_way.popleft()
-            before = ready.requests
             self._complete(ready)
-            running -= before - ready.requests
 
-    def _select(self, cohort: _Cohort) -> list[tuple[int, int]]:
+    def _select(self, cohort: Cohort) -> list[tuple[int, int]]:
         """Let newcomers join; returns the part of a prompt that each prefilled request gets."""
-        chunk = self._sizes.prefill_chunk_tokens
         parts: list[tuple[int, int]] = []
         tokens = cohort.decoding
         for prompt in cohort.prompts:
-            count = self._part(prompt.request, prompt.written, chunk)
+            count = self._part(prompt.request, prompt.written)
             parts.append((prompt.written, count))
             tokens += count
             prompt.written += count
         most = self._sizes.max_batch_tokens
         requests = cohort.requests
-        while self._next_request < len(self._prompts) and requests < self._sizes.max_batch_size:
-            request = self._next_request
-            if self._n_rsrv + self._reserved[request] > self._sizes.n_slots:
+        while requests < self._sizes.max_batch_size:
+            request = self._next()
+            if request is None:
                 break
-            count = self._part(request, 0, chunk)
+            count = self._part(request, 0)
             if most and tokens and tokens + count > most:
                 break
-            self._next_request += 1
-            self._n_rsrv += self._reserved[request]
-            cohort.prompts.append(_Prompt(request, count))
+            self._take(request)
+            self._running += 1
+            cohort.prompts.append(Prompt(request, count))
             parts.append((0, count))
             tokens += count
             requests += 1
         return parts
 
-    def _part(self, request: int, written: int, chunk: int) -> int:
-        left = self._prompts[request] - written
-        return min(left, chunk) if chunk else left
+    def _next(self) -> int | None:
+        """The next request that gets a reservation; None where there is none, or no room for it."""
+        request = self._next_request
+        if request == len(self._reserved):
+            return None
+        return request if self._reserved[request] <= self._available else None
 
-    def _pass(self, cohort: _Cohort, parts: list[tuple[int, int]], index: int) -> MixedPass:
+    def _take(self, request: int) -> None:
+        """Give the next request its reservation."""
+        self._next_request += 1
+        self._n_rsrv += self._reserved[request]
+
+    @property
+    def _available(self) -> int:
+        return self._sizes.n_slots - self._n_rsrv
+
+    def _part(self, request: int, written: int) -> int:
+        left = self._texts[request] - written
+        return min(left, self._chunk) if self._chunk else left
+
+    def _pass(self, cohort: Cohort, parts: list[tuple[int, int]], index: int) -> MixedPass:
         steps = [start for start, count in parts if start and count == 1]
         if steps:
             parts = [each for each in parts if not (each[0] and each[1] == 1)]
@@ -214,7 +232,7 @@ class OrcaSchedule:
             parts=tuple(parts),
         )
 
-    def _complete(self, cohort: _Cohort) -> None:
+    def _complete(self, cohort: Cohort) -> None:
         """Take in the tokens of a pass: the requests that have their last one leave."""
         self._results += 1
         cohort.step += 1
@@ -223,22 +241,27 @@ class OrcaSchedule:
             cohort.decoding -= 1
             cohort.context_tokens -= context
             self._leave(request)
-        still: list[_Prompt] = []
+        still: list[Prompt] = []
         for each in cohort.prompts:
-            request, prompt = each.request, self._prompts[each.request]
-            if each.written < prompt:
+            request, text = each.request, self._texts[each.request]
+            if each.written < text:
                 still.append(each)
                 continue
             steps = self._outputs[request] - 1
-            if not steps:
+            if steps:
+                self._decode(cohort, request, text, steps)
+            else:
                 self._leave(request)
-                continue
-            cohort.decoding += 1
-            cohort.context_tokens += prompt
-            ends = cohort.ends.setdefault(cohort.step + steps, [])
-            ends.append((request, prompt + steps))
         cohort.prompts = still
+
+    def _decode(self, cohort: Cohort, request: int, text: int, steps: int) -> None:
+        """Let a request make its decode steps from the next pass on, `text` tokens before them."""
+        cohort.decoding += 1
+        cohort.context_tokens += text
+        ends = cohort.ends.setdefault(cohort.step + steps, [])
+        ends.append((request, text + steps))
 
     def _leave(self, request: int) -> None:
         self._n_rsrv -= self._reserved[request]
+        self._running -= 1
         self._ended_after.append(self._results)

@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planner.lengths import Lengths
 from planner.micro_batches import MicroBatches
 from planner.phases import Phase
-from planner.workload import Workload
+from planner.workload import Job, Workload
 
 UNDER_WAY_PER_STAGE = 2
 """Micro-batches of the policy that may be under way, per stage: enough to hide the hops."""
@@ -68,11 +67,13 @@ class JobRows:
     """Prompt and output tokens of a job's requests [R], in the order of their queue.
 
     `reserved`: the most tokens that each may have when it is done; None where all run to that.
+    `expected`: the new tokens that a predictor expects of each; None: as many as it may get.
     """
 
     prompts: Sequence[int]
     outputs: Sequence[int]
     reserved: Sequence[int] | None = None
+    expected: Sequence[int] | None = None
 
     @classmethod
     def alike(cls, workload: Workload) -> JobRows:
@@ -81,11 +82,12 @@ class JobRows:
         return cls([workload.prompt_length] * rows, [workload.new_tokens] * rows)
 
     @classmethod
-    def of(cls, lengths: Lengths, count: int) -> JobRows:
-        """So many requests of these lengths."""
-        prompts, outputs = lengths.rows(count)
-        reserved = lengths.reserved(prompts, outputs)
-        return cls(prompts.tolist(), outputs.tolist(), reserved.tolist())
+    def of(cls, job: Job, count: int) -> JobRows:
+        """So many requests of the job's lengths, with what its predictor expects of them."""
+        prompts, outputs = job.lengths.rows(count)
+        reserved = job.lengths.reserved(prompts, outputs)
+        expected = None if job.predictor is None else job.predictor.predicted(outputs)
+        return cls(prompts.tolist(), outputs.tolist(), reserved.tolist(), expected)
 
 
 def static_schedule(workload: Workload, sizes: MicroBatches, stages: int) -> tuple[Pass, ...]:

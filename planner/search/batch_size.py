@@ -1,4 +1,5 @@
-"""How many requests a micro-batch of the policy `orca` has: the best few sizes, by simulation.
+"""How many requests a micro-batch of both phases has (policies `orca` and `s3`): the best few
+sizes, by simulation.
 
 More than an even share of the requests in flight lets more of them in while they are short; fewer
 make steps shorter, and leave some waiting.
@@ -12,6 +13,7 @@ from dataclasses import replace
 from planner.costs.model import CostModel, grouped
 from planner.optimiser.assignment import stage_times
 from planner.plan.builder import Solution, forecast_solution
+from planner.scheduling import TOKEN_POLICIES
 from planner.search.job.in_flight import RANKING_PASSES
 
 SHARES = (0.75, 1.0, 1.25, 1.5, 2.0)
@@ -23,7 +25,7 @@ def with_best_batch_size(costs: CostModel, solution: Solution) -> Solution:
     and where the user has chosen a size.
     """
     options = costs.options
-    if options.policy != "orca" or options.max_batch_size is not None:
+    if options.policy not in TOKEN_POLICIES or options.max_batch_size is not None:
         return solution
     return min(
         _fitting(costs, solution),

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.assumed_predictor import LONGEST, AssumedPredictor
 from planner.cluster.growth import grown, kinds_of_devices
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
 from planner.options import AUTO, PlanOptions
+from planner.scheduling import PREDICTING
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, DoesNotFitError, InfeasibleError, SpecError
 from quant.scheme import BITWIDTHS, KV_BITWIDTHS
@@ -48,17 +50,34 @@ class PlanningRequest:
                     "(--global_bz), or leave it out"
                 )
             least = _least_in_flight(workload, options)
+            workload = with_predictor(workload, options)
             return cls(cluster, shape, workload.in_flight(least, options.policy), options, workload)
         if options.in_flight != AUTO:
             raise SpecError(
                 f"in_flight is {options.in_flight} beside a batch of {workload.global_batch}, all "
                 "of which is in flight; give a job (--input or --prompts), or leave it out"
             )
+        if options.predictor is not None:
+            raise SpecError(
+                f"predictor is {options.predictor} beside a batch of {workload.global_batch}, all "
+                "of whose answers are of one length; give a job (--input or --prompts), or leave "
+                "it out"
+            )
         return cls(cluster, shape, workload, options)
 
     def with_options(self, **changed: Any) -> PlanningRequest:
         """The request with other options."""
         return replace(self, options=replace(self.options, **changed))
+
+
+def with_predictor(job: Job, options: PlanOptions) -> Job:
+    """The job with the predictor that the options name; one that it has already, as a job that was
+    planned before, is kept, as its folder may be gone or trained again.
+    """
+    if options.policy != PREDICTING or job.predictor is not None:
+        return job
+    named = options.predictor or LONGEST
+    return replace(job, predictor=AssumedPredictor.named(named, job.lengths))
 
 
 def _least_in_flight(job: Job, options: PlanOptions) -> int:

@@ -18,9 +18,9 @@ class Forecast:
     """Seconds of a batch or of a whole job, and its new tokens per second.
 
     `prefill_s`: until every request of a batch has its first token; of a job, in which prefills
-    come all along, and under the policy `orca` the share of the busiest stage's work that is
-    prefill. `busy_s`: seconds in
-    which each stage computes in prefill [N] and in decode [N]; `busy_share` [N] is of `seconds`.
+    come all along, and under a policy that mixes the phases the share of the busiest stage's work
+    that is prefill. `busy_s`: seconds in which each stage computes in prefill [N] and in decode
+    [N]; `busy_share` [N] is of `seconds`.
     """
 
     seconds: float

@@ -15,6 +15,7 @@ from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
 from planner.schedule.job_passes import job_passes
 from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes
+from planner.schedule.s3 import most_waiting
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.simulation.simulation import (
     PassSeconds,
@@ -98,17 +99,20 @@ def forecast_job(
 ) -> SimulatedJob:
     """Run `job`, or of a long one a part of about `most_passes` passes: the rest goes on as the
     part did between its first fill of the slots and its last prefill, but for as many decoded
-    tokens as it has.
+    tokens as it has. Where requests are chosen from a pool, it goes on as between the time in which
+    all of the first pool were chosen and the last time that the pool was full.
     """
-    slots = min(slots, job.prompts)
-    count = _simulated_rows(job, slots, _passes(job, slots, sizes, stages), most_passes)
-    rows = JobRows.of(job.lengths, count)
+    slots, waiting = min(slots, job.prompts), most_waiting(sizes, stages)
+    passes = _passes(job, slots, sizes, stages)
+    count = _simulated_rows(job, slots, passes, most_passes, waiting)
+    rows = JobRows.of(job, count)
     schedule = job_schedule(rows, slots, sizes, stages)
     part, marks = _simulate(schedule, rows, stages, seconds_of)
     if count == job.prompts:  # the sample may not come a whole number of times
         return replace(part, generated_tokens=job.output_tokens)
-    ends = marks[-1]
-    fills = max(1, count // slots - 2)  # whole ones, in which equal rows come again
+    ends = marks[_nearest(marks, count - waiting)] if waiting else marks[-1]
+    # whole fills, in which equal rows come again
+    fills = max(1, (count - 2 * waiting) // slots - 2)
     begins = marks[_nearest(marks, ends.prefilled - fills * slots)]
     prompts, decoded = ends.prefilled - begins.prefilled, ends.decoded - begins.decoded
     prefill_s, decode_s = ends.busy_s - begins.busy_s
@@ -206,11 +210,18 @@ def _passes(job: Job, slots: int, sizes: MicroBatches | OrcaSizes, stages: int) 
     return job.prompts * iterations / max(1.0, min(sizes.max_batch_size, slots / stages))
 
 
-def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int) -> int:
-    """How many prompts to simulate: all, or fewer by whole fills of the slots."""
+def _simulated_rows(job: Job, slots: int, passes: float, most_passes: int, waiting: int = 0) -> int:
+    """How many prompts to simulate: all, or fewer by whole fills of the slots.
+
+    Where so many are `waiting` in a pool, it is two pools more, until it is as ever and after it
+    was full last; and more of them, as their order says less. In simulations of skewed lengths on 4
+    stages 512 rows had 4 % of error (root mean square), 1,024 had 2 %.
+    """
     most = most_passes * job.prompts / passes
-    least = LEAST_FILLS * slots
-    wanted = max(least, min(most, max(MOST_FILLS * slots, FEW_ROWS)))
+    least, enough = LEAST_FILLS * slots, max(MOST_FILLS * slots, FEW_ROWS)
+    if waiting:
+        least, enough = max(least, FEW_ROWS), 2 * enough
+    wanted = 2 * waiting + max(least, min(most, enough))
     left_out = max(0, job.prompts - round(wanted)) // slots
     return job.prompts - left_out * slots
 

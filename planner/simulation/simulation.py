@@ -21,7 +21,9 @@ from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
 from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes, policy_sizes
+from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobRows, JobSchedule, Pass
+from planner.scheduling import PREDICTING
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.scheme import DTYPE_BYTES
@@ -140,7 +142,8 @@ def job_schedule(
 ) -> JobSchedule | OrcaSchedule:
     """The schedule of `rows` under the policy whose sizes these are."""
     if isinstance(sizes, OrcaSizes):
-        return OrcaSchedule(rows, sizes, stages)
+        schedule = S3Schedule if sizes.policy == PREDICTING else OrcaSchedule
+        return schedule(rows, sizes, stages)
     return JobSchedule(rows, slots, sizes, stages)
 
 

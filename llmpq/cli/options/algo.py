@@ -29,11 +29,12 @@ _WORKLOAD_RULES = (
             ("prompts", ", whatever comes after it"),
             ("in_flight", " with all its prompts in flight"),
             ("lengths", " of the longest prompt and output"),
+            ("predictor", " of the longest prompt and output"),
             ("long_rows", " of the longest prompt and output"),
         )
     ),
     Rule(
-        ("in_flight", "lengths"),
+        ("in_flight", "lengths", "predictor"),
         "it is about a job of many prompts; give --input FILE or --prompts COUNT",
         without=("input", "prompts"),
     ),
@@ -237,12 +238,15 @@ def _add_search(add: Any, default: PlanOptions) -> None:
         help="do not try to leave out devices that do not help",
     )
     add("--policy", choices=POLICY_NAMES,
-        help="scheduling to plan for: micro-batches of one phase, or first come, first served at "
-        "every iteration (static)")  # fmt: skip
+        help="scheduling to plan for: micro-batches of one phase, or at every iteration anew first "
+        "come, first served (orca) or by predicted lengths (s3) (static)")  # fmt: skip
+    add("--predictor", metavar="FOLDER",
+        help="predictor of output lengths by which requests of s3 reserve memory: a folder of "
+        "llmpq-lengths train, oracle, or longest: all of what they may get (longest)")  # fmt: skip
     add("--max_batch_size", type=int,
-        help="most requests in a micro-batch of orca (what is best by simulation)")  # fmt: skip
+        help="most requests in a micro-batch of orca or s3 (best by simulation)")  # fmt: skip
     add("--prefill_chunk_tokens", type=int,
-        help="tokens of a prompt that a micro-batch of orca takes at most, 0 is all "
+        help="tokens of a prompt that a micro-batch of orca and s3 takes at most, 0 is all "
         f"({PREFILL_CHUNK_TOKENS})")  # fmt: skip
     add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")

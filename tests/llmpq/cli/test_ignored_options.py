@@ -79,6 +79,22 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
     ),
     (
         algo.main,
+        [*PLAN, "--prompts", "9", "--policy", "orca", "--predictor", "oracle"],
+        ("--predictor", "--policy orca", "policy s3"),
+    ),
+    (algo.main, [*PLAN, "--prompts", "9", "--predictor", "oracle"], ("--predictor", "--policy")),
+    (
+        algo.main,
+        [*PLAN, "--policy", "s3", "--predictor", "oracle"],
+        ("--predictor", "--input", "--prompts"),
+    ),
+    (
+        algo.main,
+        [*PLAN, "--input", "a", "--policy", "s3", "--predictor", "p", "--global_bz", "4"],
+        ("--predictor", "--global-batch"),
+    ),
+    (
+        algo.main,
         [*PLAN, "--input", "a", "--long_rows", "error", "--global_bz", "4"],
         ("--long-rows", "--global-batch"),
     ),

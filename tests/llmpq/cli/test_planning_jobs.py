@@ -19,6 +19,20 @@ def test_the_front_of_a_job_has_the_seconds_of_the_job(capsys: pytest.CaptureFix
     assert "s for the job" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", [None, "{", '{"kind": "oracle"}'])
+def test_a_predictor_that_is_none_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "predictor.json").write_text(content)
+    devices = ["--device_names", "T4", "--device_numbers", "1"]
+    job = ["--prompts", "8", "--policy", "s3", "--predictor", str(tmp_path)]
+    assert algo.main(["--model", "opt-125m", *devices, *job]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path / "predictor.json") in said.replace("\n", "")
+    assert "Traceback" not in said
+
+
 def test_workload_from_prompts(tiny: tuple[Path, Any], cluster_file: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": [3] * 7, "max_new_tokens": 5},

@@ -12,11 +12,13 @@ from llmpq import Cluster
 from llmpq.report.formatting import count, duration, per_second
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.sentences import search_outcome
+from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.lengths import Lengths
 from planner.options import PlanOptions
 from planner.plan.origin import origin_of
 from planner.plan.plans_beside import MoreDevices, PlanChoice, QualityChoice
 from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyOptions
 from planner.workload import Job
 from tests.llmpq.jobs_of_prompts import BALANCED, FAST, HIGH, LENGTHS, job_plan, small_plan
 
@@ -103,6 +105,44 @@ def test_a_kind_of_device_on_two_nodes_is_told_apart() -> None:
         "one more T4-16GB on a: 1.50 times the tokens/s; one more T4-16GB on b: 1.50 times"
     )
     assert len(texts(changed(more_devices=()))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (  # 60 of 50 and 150 of 150 new tokens expected: (50 * 160 + 150 * 450) / 200 slots
+            ORACLE,
+            "KV memory of a request: 3.69\xa0MiB expected in the mean (378 tokens), 3.91\xa0MiB "
+            "reserved for the longest answer (400); so 96 in flight instead of 90 (oracle: always "
+            "the right one of 10 lengths)",
+        ),
+        (
+            LONGEST,
+            "KV memory of a request: 3.91\xa0MiB in the mean (400 tokens), as every answer is "
+            "expected to be the longest; --predictor FOLDER of llmpq-lengths for less",
+        ),
+    ],
+)
+def test_what_predicted_lengths_save_is_told(name: str, expected: str) -> None:
+    lengths = Lengths((100, 300), (50, 150), "seen", 150)
+    assumed = AssumedPredictor.named(name, lengths)
+    # a token slot has 10 KiB; of all of them 95 % may be reserved
+    plan = changed(job=Job(3000, lengths, predictor=assumed))
+    slots = replace(plan.workload, n_slots=38148)
+    stage = replace(plan.stages[0].memory, kv_cache=38148 * 10240)
+    plan = replace(
+        plan,
+        stages=(replace(plan.stages[0], memory=stage),),
+        workload=slots,
+        policy=PolicyOptions("s3", 24),
+    )
+    assert texts(plan)[-1] == expected
+    assert texts(replace(plan, policy=PolicyOptions("orca", 24)))[-1].startswith("cost")
+    folder = AssumedPredictor("lengths/", (50, 150), ((3, 1), (0, 4)))
+    trained = replace(plan, job=replace(plan.job, job=Job(3000, lengths, predictor=folder)))  # type: ignore[type-var]
+    assert texts(trained)[-1].endswith(
+        "(predictor lengths/: the right one of 2 lengths for 88% of the rows held out)"
+    )
 
 
 def test_long_rows_have_their_time_and_their_share_of_the_cost() -> None:

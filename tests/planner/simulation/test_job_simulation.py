@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from planner.assumed_predictor import AssumedPredictor
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
@@ -15,13 +16,14 @@ from planner.options import PlanOptions
 from planner.phases import Phase
 from planner.quality.sensitivity import default_sensitivity
 from planner.schedule.job_passes import job_passes
-from planner.schedule.static import JobRows
+from planner.schedule.orca import MixedPass, OrcaSizes
+from planner.schedule.static import JobRows, Pass
 from planner.simulation.job_simulation import (
     forecast_job,
     simulate_job,
     simulate_job_assignment,
 )
-from planner.simulation.simulation import simulate_assignment
+from planner.simulation.simulation import PassSeconds, simulate_assignment
 from planner.workload import Job
 from tests.planner.schedule.test_job_passes import KINDS, cases, drawn_outputs
 from tests.planner.simulation.event_simulation import EventSimulation, Pipeline
@@ -142,6 +144,31 @@ def test_forecast_of_a_long_job_is_near_all_of_its_events(kind: str) -> None:
     np.testing.assert_allclose(forecast.prefill_busy_s, expected.prefill_busy_s, rtol=0.01)
     np.testing.assert_allclose(forecast.decode_busy_s, expected.decode_busy_s, rtol=0.01)
     assert forecast.tokens_per_s == pytest.approx(expected.tokens_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forecast_with_predicted_lengths_is_near_all_of_its_events(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    outputs = np.clip(rng.lognormal(2.5, 1.0, 300).astype(int), 1, 100)
+    prompts = rng.integers(1, 50, 300)
+    lengths = Lengths(tuple(prompts.tolist()), tuple(outputs.tolist()), "seen", 100)
+    confusion = np.eye(10, dtype=np.int64) * 60 + rng.integers(0, 9, (10, 10))
+    counts = tuple(map(tuple, confusion.tolist()))
+    job = Job(4000, lengths, None, AssumedPredictor("tried", tuple(range(10, 101, 10)), counts))
+    slots = job.in_flight(24, "s3").reservable_tokens
+    sizes = OrcaSizes(12, slots, 400, 32, "s3")
+
+    def seconds(each: Pass) -> PassSeconds:
+        assert isinstance(each, MixedPass)
+        decode_s = bool(each.decodes) + 0.02 * each.decodes
+        taken = decode_s + 0.02 * (each.all_tokens - each.decodes)
+        return PassSeconds((taken,) * 3, (0.1,) * 3, (decode_s,) * 3)
+
+    expected = simulate_job(JobRows.of(job, job.prompts), 24, sizes, 3, seconds)
+    forecast = forecast_job(job, 24, sizes, 3, seconds)
+    assert len(forecast.ended_s) < job.prompts / 2
+    assert forecast.seconds == pytest.approx(expected.seconds, rel=0.05)
+    assert max(forecast.busy_share) == pytest.approx(max(expected.busy_share), rel=0.03)
 
 
 def cost_model(job: Job, slots: int) -> CostModel:

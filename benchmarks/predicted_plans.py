@@ -1,0 +1,79 @@
+"""Plans for the policy `s3` beside those for `orca`: what predicted lengths bring before anything
+runs.
+
+One table, as Markdown: requests in flight, mean bits and predicted tokens per second of the fastest
+plans for real lengths, by a real classifier's predictions (of Vicuna-13B's answers) and by an
+oracle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.job_cases import LONGEST_OUTPUT, REAL, RowLengths, settings
+from benchmarks.token_slots import CASES, PROMPTS, mean_bits
+from planner.assumed_predictor import ORACLE, AssumedPredictor
+from planner.options import PlanOptions
+from planner.plan.spec import PlanSpec
+from planner.search.search import find_plan
+from planner.workload import Job
+
+QUANTILES = (0.25, 0.5, 0.75, 0.99)
+"""Of the answers' lengths, between the classes of the file."""
+
+PREDICTIONS = Path("lengths") / "vicuna13b_predictions.csv"
+
+
+def classifier(data: Path) -> AssumedPredictor:
+    """The predictor of the file, which names one of five classes of answers up to 511 tokens."""
+    with (data / PREDICTIONS).open(encoding="utf-8", newline="") as file:
+        rows = [(int(r["output_tokens"]), int(r["predicted_class"])) for r in csv.DictReader(file)]
+    outputs, predicted = np.array([row for row in rows if 1 <= row[0] <= LONGEST_OUTPUT]).T
+    buckets = (*np.quantile(outputs, QUANTILES).astype(int).tolist(), LONGEST_OUTPUT)
+    confusion = np.zeros((len(buckets), len(buckets)), dtype=np.int64)
+    np.add.at(confusion, (np.searchsorted(buckets, outputs), predicted), 1)
+    return AssumedPredictor(PREDICTIONS.name, buckets, tuple(map(tuple, confusion.tolist())))
+
+
+def plans(data: Path, cases: Sequence[str]) -> Iterator[tuple[str, list[PlanSpec]]]:
+    """Plans for `orca`, for `s3` by the classifier, and by the oracle, for each cluster."""
+    for setting in settings(cases):
+        job = RowLengths(REAL, data).job(PROMPTS)
+        oracle = AssumedPredictor.named(ORACLE, job.lengths)
+        found = []
+        for predictor in (None, classifier(data), oracle):
+            policy = "orca" if predictor is None else "s3"
+            options = PlanOptions.of({"quality": "fast", "policy": policy})
+            asked = Job(PROMPTS, job.lengths, predictor=predictor)
+            found.append(find_plan(setting.cluster, setting.shape, setting.model, asked, options))
+        yield f"{setting.name}, {setting.model}", found
+
+
+def cell(plan: PlanSpec, beside: PlanSpec) -> str:
+    """Requests in flight, mean bits and tokens per second, and how many times those `beside`."""
+    rate = plan.predicted.tokens_per_s
+    ratio = "" if plan is beside else f" ({rate / beside.predicted.tokens_per_s:.2f})"
+    return f"{plan.workload.global_batch} x {mean_bits(plan):.1f} bit: {rate:.1f}{ratio}"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    options = parser.parse_args()
+    right = classifier(options.data).accuracy
+    print(f"| job | orca | s3, right class in {right:.0%} | s3, oracle |", flush=True)
+    print("|---|---|---|---|", flush=True)
+    for name, found in plans(options.data, options.cases):
+        cells = " | ".join(cell(each, found[0]) for each in found)
+        print(f"| {name} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

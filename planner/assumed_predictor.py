@@ -1,0 +1,141 @@
+"""What planning assumes of a predictor of output lengths (S3, section 3): how often it is right,
+and the token slots that requests hold by its predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.lengths import IntArray, Lengths
+from planner.prediction import predictor_file
+from quant.common.errors import SpecError
+
+FloatArray = npt.NDArray[np.float64]
+
+ORACLE, LONGEST = "oracle", "longest"
+STUDIES = (ORACLE, LONGEST)
+"""Predictors that need no file: one that is always right, and one that expects the most of all."""
+
+BUCKETS = 10
+"""Parts of the longest answer that the oracle tells apart (S3, section 3)."""
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, are spread ever more evenly over 0 to 1."""
+
+
+@dataclass(frozen=True)
+class AssumedPredictor:
+    """A predictor by how often it takes an answer for another.
+
+    `source`: one of `STUDIES`, or the folder of the predictor. `buckets` `[buckets]`: the most new
+    tokens of each, ascending; an answer is in the first one that has room for it, or the last.
+    `confusion` `[buckets][buckets]`: how many answers of a bucket (row) were predicted to be of a
+    bucket (column); a bucket that none was of is predicted as all others are together. SpecError
+    for other shapes and for counts of which none is positive.
+    """
+
+    source: str
+    buckets: tuple[int, ...]
+    confusion: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        """Check that there is a count of each pair of buckets, and buckets ascend from 1."""
+        count = len(self.buckets)
+        ascending = all(a < b for a, b in zip((0, *self.buckets), self.buckets, strict=False))
+        if not count or not ascending:
+            raise SpecError(
+                f"predictor {self.source}: buckets are {list(self.buckets)}; give the most new "
+                "tokens of each, at least 1 and ascending"
+            )
+        if [len(row) for row in self.confusion] != [count] * count:
+            raise SpecError(
+                f"predictor {self.source}: confusion has {len(self.confusion)} rows of "
+                f"{sorted({len(row) for row in self.confusion})} counts; give {count} of {count}, "
+                "as many as there are buckets"
+            )
+        least = min(map(min, self.confusion))
+        if least < 0 or not any(map(any, self.confusion)):
+            raise SpecError(
+                f"predictor {self.source}: confusion has {'counts below 0' if least < 0 else 'no'}"
+                f"{'' if least < 0 else ' row that was held out'}; train it again, with rows held "
+                "out to be predicted"
+            )
+
+    @classmethod
+    def named(cls, name: str | Path, lengths: Lengths) -> AssumedPredictor:
+        """The predictor that an option names, one of `STUDIES` or a folder, for a job of these
+        lengths. SpecError for a folder without the file of a predictor.
+        """
+        longest = lengths.longest_output
+        if name == LONGEST:
+            return cls(LONGEST, (longest,), ((1,),))
+        if name == ORACLE:
+            parts = sorted({-(-longest * part // BUCKETS) for part in range(1, BUCKETS + 1)})
+            right = tuple(tuple(int(a == b) for a in parts) for b in parts)
+            return cls(ORACLE, tuple(parts), right)
+        found = predictor_file(Path(name).expanduser())
+        return cls(str(name), found.buckets, found.confusion)
+
+    @cached_property
+    def accuracy(self) -> float:
+        """The share of all answers whose bucket it names."""
+        counts = np.array(self.confusion)
+        return float(np.trace(counts) / counts.sum())
+
+    @cached_property
+    def _shares(self) -> FloatArray:
+        """The share of a bucket's answers (row) that are predicted to be of each (column)."""
+        counts = np.array(self.confusion, dtype=np.float64)
+        counts[counts.sum(axis=1) == 0] = counts.sum(axis=0)
+        shares: FloatArray = counts / counts.sum(axis=1, keepdims=True)
+        return shares
+
+    def _true_buckets(self, outputs: IntArray) -> IntArray:
+        found = np.searchsorted(self.buckets, outputs)
+        return np.asarray(np.minimum(found, len(self.buckets) - 1), dtype=np.int64)
+
+    def predicted(self, outputs: Sequence[int] | IntArray) -> list[int]:
+        """The new tokens that it expects of answers of these lengths [rows]: for each bucket in its
+        shares, spread evenly over the rows that are of it.
+        """
+        true = self._true_buckets(np.asarray(outputs, dtype=np.int64))
+        ends = self._shares.cumsum(axis=1)
+        expected = np.empty(len(true), dtype=np.int64)
+        for bucket in np.unique(true).tolist():
+            rows = np.flatnonzero(true == bucket)
+            drawn = (0.5 + GOLDEN * np.arange(len(rows))) % 1.0
+            chosen = np.searchsorted(ends[bucket], drawn, "right")
+            expected[rows] = np.array(self.buckets)[np.minimum(chosen, len(self.buckets) - 1)]
+        found: list[int] = expected.tolist()
+        return found
+
+    def mean_reserved(self, lengths: Lengths) -> float:
+        """Mean token slots of the rows that are in flight at a time, as `Lengths.mean_reserved`,
+        but each holds those of its prediction, and twice as many whenever it outgrows them.
+        """
+        prompts = np.array(lengths.prompt_tokens)[:, None]
+        outputs = np.array(lengths.output_tokens)[:, None]
+        most = lengths.reserved(prompts, outputs)
+        shares = self._shares[self._true_buckets(outputs[:, 0])]
+        size = first_reservation(prompts, np.array(self.buckets)[None, :], most)
+        held = np.zeros(size.shape)
+        begun = np.zeros(size.shape, dtype=np.int64)
+        while (begun < outputs).any():
+            # the last token needs no room, as it is not computed with
+            until = np.clip(size - prompts + 1, begun, outputs)
+            held += (until - begun) * size
+            begun, size = until, np.minimum(2 * size, most)
+        return float((shares * held).sum() / outputs.sum())
+
+
+def first_reservation(prompts: IntArray, expected: IntArray, most: IntArray) -> IntArray:
+    """Token slots of requests [rows] of which so many new tokens are `expected`; `most`: those that
+    they may need.
+    """
+    return np.asarray(np.minimum(prompts + expected, most), dtype=np.int64)

@@ -1,0 +1,147 @@
+"""The counted schedule of `s3` is that of the actors' scheduler, batch for batch, whatever is
+predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.messages import MicroBatch
+from actors.schedule.driver import PipelineDriver
+from actors.schedule.s3 import OVERTAKES_PER_SLOT, POOL_PER_SLOT, S3Scheduler
+from planner.schedule import s3
+from planner.schedule.orca import OrcaSchedule, OrcaSizes
+from planner.schedule.s3 import S3Schedule
+from planner.schedule.static import JobRows, rounded_mean
+from quant.common.errors import SpecError
+from tests.actors.schedule.token_pipeline import TokenPipeline, request, sizes_of
+
+
+class Case:
+    """Random rows, predictions and sizes."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.stages, self.most = int(rng.integers(1, 5)), int(rng.integers(1, 7))
+        count = int(rng.integers(1, 200))
+        self.prompts = rng.integers(1, 20, count).tolist()
+        self.outputs = rng.integers(1, 40, count).tolist()
+        unused = rng.integers(0, 20, count).tolist()
+        self.limits = [n + more for n, more in zip(self.outputs, unused, strict=True)]
+        reserved = [p + n for p, n in zip(self.prompts, self.limits, strict=True)]
+        self.expected = (rng.uniform(0.1, 1.5, count) * self.outputs).astype(int).tolist()
+        self.rows = JobRows(self.prompts, self.outputs, reserved, self.expected)
+        self.n_slots = max(reserved) + int(rng.integers(0, 80))
+        self.chunk = int(rng.choice([0, 0, 1, 2, 3, 7]))
+        self.tokens = int(rng.choice([0, rng.integers(1, 40)]))
+
+    @property
+    def sizes(self) -> OrcaSizes:
+        return OrcaSizes(self.most, self.n_slots, self.tokens, self.chunk, "s3")
+
+    def scheduler(self) -> S3Scheduler:
+        # room for holes, so that ranges, too, are those of a run
+        sizes = sizes_of(self.stages, self.most, self.n_slots + 9, self.chunk, self.tokens)
+        return S3Scheduler(replace(sizes, n_slots=self.n_slots, policy="s3"), self.stages)
+
+
+def driven(case: Case) -> tuple[TokenPipeline, S3Scheduler]:
+    """Run the actors' scheduler, whose requests come one by one as it wants them."""
+    outputs = {str(i): n for i, n in enumerate(case.outputs)}
+    pipeline = TokenPipeline(case.stages, case.n_slots + 9, outputs, fixed_rooms=False)
+    requests = [
+        request(i, case.prompts[i], case.limits[i], expected=case.expected[i])
+        for i in range(len(case.prompts))
+    ]
+    pipeline.expect(requests)
+    scheduler = case.scheduler()
+    driver = PipelineDriver(scheduler, pipeline)
+    ended = 0
+    for each in requests:
+        driver.add([each], last=each is requests[-1])
+        ended += sum(len(finished) for finished in driver.run())
+    assert ended == len(requests)
+    return pipeline, scheduler
+
+
+def counted(batch: MicroBatch) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Decode steps, the tokens before them, and the parts of prompts."""
+    rows = list(zip(batch.starts.tolist(), batch.counts.tolist(), strict=True))
+    steps = [start for start, count in rows if start and count == 1]
+    return len(steps), sum(steps), tuple(each for each in rows if not (each[0] and each[1] == 1))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
+    case = Case(seed)
+    pipeline, scheduler = driven(case)
+    schedule = S3Schedule(case.rows, case.sizes, case.stages)
+    passes = list(schedule.passes())
+    assert len(passes) == len(pipeline.batches)
+    for each, batch in zip(passes, pipeline.batches, strict=True):
+        steps, context, parts = counted(batch)
+        assert (each.decodes, each.parts) == (steps, parts)
+        assert each.decode_context == (rounded_mean(context, steps) if steps else 0)
+        assert (each.requests, each.all_tokens) == (len(batch.slots), batch.counts.sum())
+        assert each.phase == ("prefill" if parts else "decode")
+    assert schedule.prefilled == len(case.prompts) == len(schedule.ended_after)
+    assert max(schedule.in_flight) <= case.stages * case.most
+    found = scheduler.supervision
+    assert (schedule.grown, schedule.preempted) == (found.grown, found.recomputed)
+    assert schedule.recomputed_tokens == found.recomputed_tokens
+
+
+def test_the_cases_meet_all_that_may_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = preempted = 0
+    held: list[bool] = []
+
+    def following(pool: s3.Pool, free: int, sizes: Sequence[int]) -> int | None:
+        held.append(pool.holds_for is not None)
+        return found_next(pool, free, sizes)
+
+    found_next = s3.Pool.next
+    monkeypatch.setattr(s3.Pool, "next", following)
+    for seed in range(40):
+        case = Case(seed)
+        schedule = S3Schedule(case.rows, case.sizes, case.stages)
+        list(schedule.passes())
+        grown, preempted = grown + schedule.grown, preempted + schedule.preempted
+    assert min(grown, preempted) > 200
+    assert sum(held) > 50
+    assert (s3.POOL_PER_SLOT, s3.OVERTAKES_PER_SLOT) == (POOL_PER_SLOT, OVERTAKES_PER_SLOT)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_alike_requests_with_full_reservations_run_as_under_orca(seed: int) -> None:
+    case = Case(seed)
+    rows = JobRows([7] * 50, [9] * 50, [20] * 50)
+    sizes = replace(case.sizes, prefill_chunk_tokens=max(1, case.chunk))
+    found = S3Schedule(rows, sizes, case.stages)
+    same = OrcaSchedule(rows, replace(sizes, policy="orca"), case.stages)
+    assert list(found.passes()) == list(same.passes())
+    assert found.ended_after == same.ended_after
+
+
+def test_short_predictions_leave_room_for_others() -> None:
+    rows = JobRows([1] * 60, [4] * 60, [100] * 60, [4] * 60)
+    most = {}
+    for policy, schedule in (("orca", OrcaSchedule), ("s3", S3Schedule)):
+        found = schedule(rows, OrcaSizes(20, 200, 0, 0, policy), 2)  # type: ignore[arg-type]
+        list(found.passes())
+        most[policy] = max(found.in_flight)
+    assert most == {"orca": 2, "s3": 40}
+
+
+def test_the_longest_that_fits_goes_first() -> None:
+    rows = JobRows([1] * 4, [2, 9, 5, 7], [10] * 4, [2, 9, 5, 7])
+    passes = list(S3Schedule(rows, OrcaSizes(1, 10, 0, 0, "s3"), 1).passes())
+    assert [p.index for p in passes if p.phase == "prefill"] == [0, 9, 16, 21]
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"needs 9 token slots, but there are 8 in all"):
+        S3Schedule(JobRows([5], [4], None, [1]), OrcaSizes(1, 8, policy="s3"), 1)

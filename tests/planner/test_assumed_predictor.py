@@ -1,0 +1,128 @@
+"""What planning assumes of predicted lengths, against counting token by token."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from planner.assumed_predictor import BUCKETS, LONGEST, ORACLE, AssumedPredictor
+from planner.lengths import Lengths
+from planner.schedule.static import JobRows
+from planner.workload import HOLES, Job, Workload
+from quant.common.errors import SpecError
+
+
+def random_lengths(rng: np.random.Generator) -> Lengths:
+    count = int(rng.integers(1, 9))
+    prompts, outputs = rng.integers(1, 50, count), rng.integers(1, 120, count)
+    limit = int(outputs.max() + rng.integers(0, 40)) if rng.integers(2) else None
+    total = None
+    if rng.integers(2):
+        most = outputs.max() if limit is None else limit
+        total = int(rng.integers((prompts + outputs).max(), prompts.max() + most + 1))
+    return Lengths(tuple(prompts.tolist()), tuple(outputs.tolist()), "seen", limit, total)
+
+
+def random_predictor(rng: np.random.Generator) -> AssumedPredictor:
+    count = int(rng.integers(1, 6))
+    buckets = sorted(rng.choice(np.arange(1, 140), count, replace=False).tolist())
+    confusion = rng.integers(0, 5, (count, count)) * rng.integers(0, 2, (count, 1))
+    confusion[0, 0] += 1
+    return AssumedPredictor("tried", tuple(buckets), tuple(map(tuple, confusion.tolist())))
+
+
+def shares_of(predictor: AssumedPredictor, output: int) -> dict[int, float]:
+    """How probably each number of new tokens is expected of an answer of `output` tokens."""
+    buckets, confusion = predictor.buckets, predictor.confusion
+    true = next((i for i, most in enumerate(buckets) if output <= most), len(buckets) - 1)
+    counts = list(confusion[true])
+    if not any(counts):
+        counts = [sum(row[i] for row in confusion) for i in range(len(buckets))]
+    return {most: n / sum(counts) for most, n in zip(buckets, counts, strict=True)}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_reservations_are_those_of_a_walk_over_all_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths, predictor = random_lengths(rng), random_predictor(rng)
+    held = 0.0
+    for prompt, output in zip(lengths.prompt_tokens, lengths.output_tokens, strict=True):
+        longest = lengths.output_limit or output
+        most = min(prompt + longest, lengths.longest_total or prompt + longest)
+        for expected, share in shares_of(predictor, output).items():
+            size = min(prompt + expected, most)
+            for token in range(1, output + 1):
+                if prompt + token - 1 > size:
+                    size = min(2 * size, most)
+                held += share * size
+    mean = held / sum(lengths.output_tokens)
+    assert predictor.mean_reserved(lengths) == pytest.approx(mean)
+    assert mean <= lengths.mean_reserved
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_are_predicted_as_often_as_the_confusion_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    predictor = random_predictor(rng)
+    outputs = rng.integers(1, 140, 4000)
+    expected = predictor.predicted(outputs.tolist())
+    kinds = np.minimum(np.searchsorted(predictor.buckets, outputs), len(predictor.buckets) - 1)
+    for kind in np.unique(kinds):
+        rows = np.flatnonzero(kinds == kind)
+        found = Counter(expected[row] for row in rows)
+        for most, share in shares_of(predictor, int(outputs[rows[0]])).items():
+            assert found[most] == pytest.approx(share * len(rows), abs=4)
+
+
+def test_the_longest_is_what_orca_reserves() -> None:
+    for seed in range(10):
+        lengths = random_lengths(np.random.default_rng(seed))
+        longest = AssumedPredictor.named(LONGEST, lengths)
+        assert longest.mean_reserved(lengths) == pytest.approx(lengths.mean_reserved)
+        job = Job(300, lengths, predictor=longest)
+        assert (
+            job.in_flight(7, "s3")
+            == job.in_flight(7, "orca")
+            == Job(300, lengths).in_flight(7, "s3")
+        )
+
+
+def test_the_oracle_knows_the_tenth() -> None:
+    lengths = Lengths((10,) * 3, (1, 55, 95), "seen", 95)
+    oracle = AssumedPredictor.named(ORACLE, lengths)
+    assert oracle.buckets == (10, 19, 29, 38, 48, 57, 67, 76, 86, 95)
+    assert len(oracle.buckets) == BUCKETS
+    assert oracle.predicted(lengths.output_tokens) == [10, 57, 95]
+    assert oracle.accuracy == 1.0
+    weighted = (1 * 20 + 55 * 67 + 95 * 105) / 151
+    assert oracle.mean_reserved(lengths) == pytest.approx(weighted)
+    assert AssumedPredictor.named(ORACLE, Lengths((1,), (3,))).buckets == (1, 2, 3)
+
+
+def test_more_requests_are_in_the_slots_that_predictions_leave() -> None:
+    lengths = Lengths((10,) * 4, (10, 10, 10, 100), "seen", 100)
+    job = Job(99, lengths, predictor=AssumedPredictor.named(ORACLE, lengths))
+    slots = job.in_flight(10, "s3")
+    weighted = (3 * 10 * 20 + 100 * 110) / 130
+    assert slots.n_slots == int(np.ceil(10 * weighted / (1 - HOLES)))
+    assert job.in_flight(10, "orca") == Workload(10, 10, 100)
+    assert job.in_flight(1, "s3").kv_tokens == 110
+    rows = JobRows.of(job, 8)
+    assert rows.expected == [10, 10, 10, 100] * 2
+    assert rows.reserved == [110] * 8
+
+
+def test_an_edited_predictor_is_refused() -> None:
+    for buckets, confusion, message in (
+        ((), (), "buckets are []"),
+        ((0, 5), ((1, 0), (0, 1)), r"buckets are \[0, 5\]"),
+        ((5, 5), ((1, 0), (0, 1)), "ascending"),
+        ((5, 9), ((1, 0),), r"confusion has 1 rows of \[2\] counts; give 2 of 2"),
+        ((5, 9), ((1,), (0, 1)), r"rows of \[1, 2\] counts"),
+        ((5, 9), ((1, -1), (0, 1)), "counts below 0"),
+        ((5, 9), ((0, 0), (0, 0)), "no row that was held out; train it again"),
+    ):
+        with pytest.raises(SpecError, match=message.replace("[]", r"\[\]")):
+            AssumedPredictor("here", buckets, confusion)
