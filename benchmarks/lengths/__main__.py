@@ -3,6 +3,7 @@
 python -m benchmarks.lengths papers      # the paper's models and GPUs, in virtual time
 python -m benchmarks.lengths memory      # KV memory from scarce to ample
 python -m benchmarks.lengths accuracy    # predictions from all right to chance
+python -m benchmarks.lengths real        # a job of the demo model on this machine's CPU
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.lengths import accuracy, memory, papers
+from benchmarks.lengths import accuracy, memory, papers, real
 
-PARTS = {"papers": papers, "memory": memory, "accuracy": accuracy}
+PARTS = {"papers": papers, "memory": memory, "accuracy": accuracy, "real": real}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
