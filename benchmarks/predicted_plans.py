@@ -3,7 +3,7 @@ runs.
 
 One table, as Markdown: requests in flight, mean bits and predicted tokens per second of the fastest
 plans for real lengths, by a real classifier's predictions (of Vicuna-13B's answers) and by an
-oracle.
+oracle; with prompts as they are (conversations), and a tenth as long (questions).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import csv
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,9 @@ from planner.workload import Job
 QUANTILES = (0.25, 0.5, 0.75, 0.99)
 """Of the answers' lengths, between the classes of the file."""
 
+PARTS = (1, 10)
+"""What the lengths of prompts are divided by."""
+
 PREDICTIONS = Path("lengths") / "vicuna13b_predictions.csv"
 
 
@@ -40,18 +45,24 @@ def classifier(data: Path) -> AssumedPredictor:
     return AssumedPredictor(PREDICTIONS.name, buckets, tuple(map(tuple, confusion.tolist())))
 
 
-def plans(data: Path, cases: Sequence[str]) -> Iterator[tuple[str, list[PlanSpec]]]:
-    """Plans for `orca`, for `s3` by the classifier, and by the oracle, for each cluster."""
-    for setting in settings(cases):
-        job = RowLengths(REAL, data).job(PROMPTS)
-        oracle = AssumedPredictor.named(ORACLE, job.lengths)
+def plans(
+    data: Path, cases: Sequence[str], parts: Sequence[int]
+) -> Iterator[tuple[str, list[PlanSpec]]]:
+    """Plans for `orca`, for `s3` by the classifier, and by the oracle, for each cluster, with these
+    parts of the prompts' lengths.
+    """
+    for part, setting in product(parts, settings(cases)):
+        lengths = RowLengths(REAL, data).job(PROMPTS).lengths
+        prompts = tuple(-(-tokens // part) for tokens in lengths.prompt_tokens)
+        lengths = replace(lengths, prompt_tokens=prompts)
         found = []
-        for predictor in (None, classifier(data), oracle):
+        for predictor in (None, classifier(data), AssumedPredictor.named(ORACLE, lengths)):
             policy = "orca" if predictor is None else "s3"
             options = PlanOptions.of({"quality": "fast", "policy": policy})
-            asked = Job(PROMPTS, job.lengths, predictor=predictor)
+            asked = Job(PROMPTS, lengths, predictor=predictor)
             found.append(find_plan(setting.cluster, setting.shape, setting.model, asked, options))
-        yield f"{setting.name}, {setting.model}", found
+        tokens = f"prompts of {lengths.mean_prompt:.0f} tokens"
+        yield f"{setting.name}, {setting.model}, {tokens}", found
 
 
 def cell(plan: PlanSpec, beside: PlanSpec) -> str:
@@ -66,11 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--parts", type=int, nargs="+", default=PARTS)
     options = parser.parse_args()
     right = classifier(options.data).accuracy
     print(f"| job | orca | s3, right class in {right:.0%} | s3, oracle |", flush=True)
     print("|---|---|---|---|", flush=True)
-    for name, found in plans(options.data, options.cases):
+    for name, found in plans(options.data, options.cases, options.parts):
         cells = " | ".join(cell(each, found[0]) for each in found)
         print(f"| {name} | {cells} |", flush=True)
 

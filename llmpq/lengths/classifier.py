@@ -168,8 +168,8 @@ def from_nothing(
         attention_dropout=0.1,
         seq_classif_dropout=0.1,
         pad_token_id=_PAD,
-        num_labels=len(buckets),
     )
+    config.num_labels = len(buckets)
     with _seeded(seed):
         model = DistilBertForSequenceClassification(config).eval()
     return Classifier(buckets, model, None, tokenizer, 0)

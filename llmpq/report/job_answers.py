@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from llmpq.report.formatting import count, duration, listed, number, per_second, plural, size
+from llmpq.report.formatting import (
+    SPACE,
+    count,
+    duration,
+    listed,
+    number,
+    per_second,
+    plural,
+    size,
+)
 from llmpq.report.pictures.curve import plan_choice
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.plan.job_forecast import JobForecast
@@ -178,17 +187,22 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
     assumed, in_flight = job.job.predictor, slots.global_batch
     if assumed is None or assumed.source == LONGEST:
         return (
-            f"KV memory of a request: {size(longest * token_bytes)} in the mean ({longest:,.0f} "
+            f"KV memory of a request: {_size(longest * token_bytes)} in the mean ({longest:,.0f} "
             "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
             "llmpq-lengths for less"
         )
     fewer = min(in_flight, int(slots.reservable_tokens / longest))
     return (
-        f"KV memory of a request: {size(predicted * token_bytes)} expected in the mean "
-        f"({predicted:,.0f} tokens), {size(longest * token_bytes)} reserved for the longest "
+        f"KV memory of a request: {_size(predicted * token_bytes)} expected in the mean "
+        f"({predicted:,.0f} tokens), {_size(longest * token_bytes)} reserved for the longest "
         f"answer ({longest:,.0f}); so {count(in_flight)} in flight instead of {count(fewer)} "
         f"({_predictor(assumed)})"
     )
+
+
+def _size(count_bytes: float) -> str:
+    """Bytes for the terminal too, which may know no other space than that of ASCII."""
+    return size(count_bytes).replace(SPACE, " ")
 
 
 def _predictor(assumed: AssumedPredictor) -> str:

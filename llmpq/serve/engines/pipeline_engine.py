@@ -76,8 +76,10 @@ class PipelineEngine:
         )
         limits = Limits(options.row_s, most_tokens=room.prompt_length)
         self._owns_processes = shared is None
-        self.tokenizer = shared.tokenizer if shared else ModelTokenizer(folder, limits)
-        self.lengths = shared.lengths if shared else None
+        self.tokenizer: ModelTokenizer = (
+            shared.tokenizer if shared else ModelTokenizer(folder, limits)
+        )
+        self.lengths: OnlineLengths | None = shared.lengths if shared else None
         if shared is None and options.scheduling(plan).name == "s3":
             try:
                 self.lengths = OnlineLengths(options, folder, shape.vocab_size, self.tokenizer)

@@ -24,6 +24,7 @@ from planner.optimiser.capacity import is_feasible
 from planner.optimiser.relaxation.relax import lower_bound
 from planner.options import AUTO
 from planner.plan.builder import Solution, forecast_solution, solution_quality
+from planner.scheduling import PREDICTING
 from planner.search.candidate_search import CandidateSearch, search, untried_sets
 from planner.search.candidates import Candidates, SearchCandidate
 from planner.search.memory_fit import fits_somehow, fitting_sets, misfit
@@ -45,6 +46,11 @@ COARSE_GAP, EXPLORING_GAP = 3e-2, 5e-3
 SLACK, FINALISTS, RANKING_PASSES = 0.05, 6, 4_000
 """The share by which the objective and the simulation may differ, so that plans within it are
 simulated: at most so many, each for so many passes."""
+
+WIDE_SLACK, APART = 0.15, 1.15
+"""The share, and the ratio of numbers in flight, where lengths are predicted: then the simulation
+differs more from the objective, and most in how many should be in flight. So half of those that are
+simulated are the best of numbers that are so far apart."""
 
 FEW_HALVES = 3  # of the number in flight that all devices have, tried with fewer devices
 
@@ -136,8 +142,10 @@ class JobSearch:
                 sets = [] if quick else untried_sets(one, run.runner, seen)
         if not run.searched:
             raise misfit(one)
-        finalists = run.runner.solutions(run.searched)[: 1 if quick else FINALISTS]
-        found = self._best_simulated(costs, finalists)
+        solutions = run.runner.solutions(run.searched)
+        found = self._best_simulated(
+            costs, solutions[:1] if quick else _finalists(costs, solutions)
+        )
         self._best.add(found.workload.global_batch)
         self._sets.append(found.devices)
         return found
@@ -213,7 +221,8 @@ class _Run:
 
     def __init__(self, job: JobSearch, costs: CostModel, effort: _Effort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
-        self.runner = CandidateSearch(costs.options, job.clock, SLACK)
+        slack = WIDE_SLACK if costs.options.policy == PREDICTING else SLACK
+        self.runner = CandidateSearch(costs.options, job.clock, slack)
         self.searched: list[Candidates] = []
         self._tried: set[tuple[Hashable, int]] = set()
 
@@ -306,6 +315,19 @@ class _Run:
                 bound = lower_bound(problem)
                 same = best.devices, sizes, problem, bound, best.head_on_first
                 yield SearchCandidate(costs.workload, *same)
+
+
+def _finalists(costs: CostModel, solutions: Sequence[Solution]) -> list[Solution]:
+    """The solutions that are simulated, of some that are given best first."""
+    if costs.options.policy != PREDICTING:
+        return list(solutions[:FINALISTS])
+    found = list(solutions[: FINALISTS // 2])
+    for each in solutions[len(found) :]:
+        number = each.workload.global_batch
+        numbers = [other.workload.global_batch for other in found]
+        if all(max(number, other) > APART * min(number, other) for other in numbers):
+            found.append(each)
+    return found[:FINALISTS]
 
 
 def _alike(one: SearchCandidate, other: SearchCandidate | None) -> bool:

@@ -112,13 +112,13 @@ def test_a_kind_of_device_on_two_nodes_is_told_apart() -> None:
     [
         (  # 60 of 50 and 150 of 150 new tokens expected: (50 * 160 + 150 * 450) / 200 slots
             ORACLE,
-            "KV memory of a request: 3.69\xa0MiB expected in the mean (378 tokens), 3.91\xa0MiB "
+            "KV memory of a request: 3.69 MiB expected in the mean (378 tokens), 3.91 MiB "
             "reserved for the longest answer (400); so 96 in flight instead of 90 (oracle: always "
             "the right one of 10 lengths)",
         ),
         (
             LONGEST,
-            "KV memory of a request: 3.91\xa0MiB in the mean (400 tokens), as every answer is "
+            "KV memory of a request: 3.91 MiB in the mean (400 tokens), as every answer is "
             "expected to be the longest; --predictor FOLDER of llmpq-lengths for less",
         ),
     ],
