@@ -3,6 +3,7 @@
 python -m benchmarks.lengths papers      # the paper's models and GPUs, in virtual time
 python -m benchmarks.lengths memory      # KV memory from scarce to ample
 python -m benchmarks.lengths accuracy    # predictions from all right to chance
+python -m benchmarks.lengths plans       # plans for s3 beside those for orca
 python -m benchmarks.lengths real        # a job of the demo model on this machine's CPU
 """
 
@@ -11,9 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.lengths import accuracy, memory, papers, real
+from benchmarks.lengths import accuracy, memory, papers, plans, real
 
-PARTS = {"papers": papers, "memory": memory, "accuracy": accuracy, "real": real}
+PARTS = {"papers": papers, "memory": memory, "accuracy": accuracy, "plans": plans, "real": real}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,5 +1,6 @@
-"""Plans for the policy `s3` beside those for `orca`: what predicted lengths bring before anything
-runs.
+"""Point 4: plans for `s3` beside those for `orca`, what predicted lengths bring before a run.
+
+    python -m benchmarks.lengths plans --data REFERENCE_DATA
 
 One table, as Markdown: requests in flight, mean bits and predicted tokens per second of the fastest
 plans for real lengths, by a real classifier's predictions (of Vicuna-13B's answers) and by an
@@ -72,20 +73,18 @@ def cell(plan: PlanSpec, beside: PlanSpec) -> str:
     return f"{plan.workload.global_batch} x {mean_bits(plan):.1f} bit: {rate:.1f}{ratio}"
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--parts", type=int, nargs="+", default=PARTS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table."""
     right = classifier(options.data).accuracy
     print(f"| job | orca | s3, right class in {right:.0%} | s3, oracle |", flush=True)
     print("|---|---|---|---|", flush=True)
     for name, found in plans(options.data, options.cases, options.parts):
         cells = " | ".join(cell(each, found[0]) for each in found)
         print(f"| {name} | {cells} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
