@@ -19,15 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.job_cases import LONGEST_OUTPUT, REAL, RowLengths, settings
+from benchmarks.lengths.rows import CLASS_QUANTILES
 from benchmarks.token_slots import CASES, PROMPTS, mean_bits
 from planner.assumed_predictor import ORACLE, AssumedPredictor
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Job
-
-QUANTILES = (0.25, 0.5, 0.75, 0.99)
-"""Of the answers' lengths, between the classes of the file."""
 
 PARTS = (1, 10)
 """What the lengths of prompts are divided by."""
@@ -40,7 +38,7 @@ def classifier(data: Path) -> AssumedPredictor:
     with (data / PREDICTIONS).open(encoding="utf-8", newline="") as file:
         rows = [(int(r["output_tokens"]), int(r["predicted_class"])) for r in csv.DictReader(file)]
     outputs, predicted = np.array([row for row in rows if 1 <= row[0] <= LONGEST_OUTPUT]).T
-    buckets = (*np.quantile(outputs, QUANTILES).astype(int).tolist(), LONGEST_OUTPUT)
+    buckets = (*np.quantile(outputs, CLASS_QUANTILES).astype(int).tolist(), LONGEST_OUTPUT)
     confusion = np.zeros((len(buckets), len(buckets)), dtype=np.int64)
     np.add.at(confusion, (np.searchsorted(buckets, outputs), predicted), 1)
     return AssumedPredictor(PREDICTIONS.name, buckets, tuple(map(tuple, confusion.tolist())))
