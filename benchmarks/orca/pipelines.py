@@ -29,11 +29,16 @@ MOST_BATCH = 128
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, its GPUs, and the model of the paper in whose place it is."""
+    """A model, its GPUs, and the model of the paper in whose place it is.
+
+    Times are tabulated for micro-batches of up to `most_batch` requests.
+    """
 
     model: str
     gpus: int
     paper: str
+    gpu: str = GPU
+    most_batch: int = MOST_BATCH
 
 
 SETTINGS = (
@@ -67,14 +72,16 @@ def modelled_pipeline(setting: Setting, longest: Lengths) -> ModelledPipeline:
         )
     priced = _priced(setting, longest, low)
     if priced is None:
-        raise InfeasibleError(f"{setting.model} does not fit {setting.gpus} {GPU}")
-    return ModelledPipeline(setting, priced.plan, _times(priced))
+        raise InfeasibleError(f"{setting.model} does not fit {setting.gpus} {setting.gpu}")
+    return ModelledPipeline(setting, priced.plan, _times(priced, setting.most_batch))
 
 
 def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | None:
+    firsts = range(0, setting.gpus, GPUS_A_NODE)
+    counts = [min(GPUS_A_NODE, setting.gpus - first) for first in firsts]
     nodes = [
-        {"name": f"node{first}", "accelerators": {GPU: min(GPUS_A_NODE, setting.gpus - first)}}
-        for first in range(0, setting.gpus, GPUS_A_NODE)
+        {"name": f"node{first}", "accelerators": {setting.gpu: count}}
+        for first, count in zip(firsts, counts, strict=True)
     ]
     network = {"internode_gbit_per_s": NETWORK_GBIT_PER_S}
     cluster = ClusterSpec.from_dict({"name": "orca", "nodes": nodes, "network": network}, "orca")
@@ -95,12 +102,12 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
         return None
 
 
-def _times(priced: PricedPlan) -> tuple[ModelledTimes, ...]:
+def _times(priced: PricedPlan, most_batch: int) -> tuple[ModelledTimes, ...]:
     """Times tabulated up to micro-batches larger than any; equal ones are one object."""
     planned = planned_assignment(priced.plan, priced.costs)
     occupied = occupied_stages(planned.devices, planned.first_layer)
     timing = assignment_timing(priced.costs, occupied, planned.bitwidth)
-    most = max(MOST_BATCH, priced.plan.workload.global_batch)
+    most = max(most_batch, priced.plan.workload.global_batch)
     sizes = MicroBatches(most, most)
     found = modelled_times(priced.costs, occupied.devices, sizes, timing.compute_s)
     unique: dict[ModelledTimes, ModelledTimes] = {}

@@ -5,12 +5,20 @@ modelled seconds, without waiting for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from actors.messages import FinishReason, MicroBatch, Request, Sampled, Sampling, TokenIds
+from actors.messages import (
+    Admission,
+    FinishReason,
+    MicroBatch,
+    Request,
+    Sampled,
+    Sampling,
+    TokenIds,
+)
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.live import Inbox, LiveRun, Mail
 from actors.schedule.scheduler import Scheduler
@@ -43,11 +51,20 @@ class VirtualClock:
 
 
 class VirtualPipeline:
-    """A pipeline whose stages and links serve first come, first served, each its modelled time."""
+    """A pipeline whose stages and links serve first come, first served, each its modelled time.
 
-    def __init__(self, times: Sequence[ModelledTimes], clock: VirtualClock) -> None:
+    `answer_tokens` tells how many tokens a request will have when it ends.
+    """
+
+    def __init__(
+        self,
+        times: Sequence[ModelledTimes],
+        clock: VirtualClock,
+        answer_tokens: Callable[[Admission], int] = lambda each: each.max_new_tokens,
+    ) -> None:
         self.stages = len(times)
         self._times, self._clock = times, clock
+        self._answer_tokens = answer_tokens
         self._stage_free_s = [0.0] * self.stages
         self._link_free_s = [0.0] * self.stages
         self._missing: dict[int, int] = {}  # tokens that each slot's request will still get
@@ -57,9 +74,14 @@ class VirtualPipeline:
 
         The driver runs on the first stage, as in the product: it goes on when that has computed.
         """
-        self._missing |= {each.slot: each.max_new_tokens for each in batch.admitted}
+        self._missing |= {
+            each.slot: self._answer_tokens(each) - len(each.generated) for each in batch.admitted
+        }
         unique = {id(each): each for each in self._times}
-        seconds = {key: t.pass_s(batch.starts, batch.counts) for key, t in unique.items()}
+        beside_s = self.beside_s(batch)
+        seconds = {
+            key: each.pass_s(batch.starts, batch.counts) + beside_s for key, each in unique.items()
+        }
         tokens, answers = int(batch.counts.sum()), len(batch.sampled_rows)
         at_s = self._clock.now_s
         for stage, times in enumerate(self._times):
@@ -70,6 +92,10 @@ class VirtualPipeline:
             at_s = max(at_s, self._link_free_s[stage]) + times.transfer_s(tokens, answers)
             self._link_free_s[stage] = at_s
         return at_s, batch
+
+    def beside_s(self, batch: MicroBatch) -> float:
+        """Seconds of every stage for what it does beside computing: none here."""
+        return 0.0
 
     def result(self, handle: tuple[float, MicroBatch]) -> Sampled:
         """Turn the clock to when the micro-batch is back; its tokens are all 0."""

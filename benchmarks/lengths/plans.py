@@ -1,5 +1,6 @@
-"""Plans for the policy `s3` beside those for `orca`: what predicted lengths bring before anything
-runs.
+"""Point 4: plans for `s3` beside those for `orca`, what predicted lengths bring before a run.
+
+    python -m benchmarks.lengths plans --data REFERENCE_DATA
 
 One table, as Markdown: requests in flight, mean bits and predicted tokens per second of the fastest
 plans for real lengths, by a real classifier's predictions (of Vicuna-13B's answers) and by an
@@ -18,15 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.job_cases import LONGEST_OUTPUT, REAL, RowLengths, settings
+from benchmarks.lengths.rows import CLASS_QUANTILES
 from benchmarks.token_slots import CASES, PROMPTS, mean_bits
 from planner.assumed_predictor import ORACLE, AssumedPredictor
 from planner.options import PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_plan
 from planner.workload import Job
-
-QUANTILES = (0.25, 0.5, 0.75, 0.99)
-"""Of the answers' lengths, between the classes of the file."""
 
 PARTS = (1, 10)
 """What the lengths of prompts are divided by."""
@@ -39,7 +38,7 @@ def classifier(data: Path) -> AssumedPredictor:
     with (data / PREDICTIONS).open(encoding="utf-8", newline="") as file:
         rows = [(int(r["output_tokens"]), int(r["predicted_class"])) for r in csv.DictReader(file)]
     outputs, predicted = np.array([row for row in rows if 1 <= row[0] <= LONGEST_OUTPUT]).T
-    buckets = (*np.quantile(outputs, QUANTILES).astype(int).tolist(), LONGEST_OUTPUT)
+    buckets = (*np.quantile(outputs, CLASS_QUANTILES).astype(int).tolist(), LONGEST_OUTPUT)
     confusion = np.zeros((len(buckets), len(buckets)), dtype=np.int64)
     np.add.at(confusion, (np.searchsorted(buckets, outputs), predicted), 1)
     return AssumedPredictor(PREDICTIONS.name, buckets, tuple(map(tuple, confusion.tolist())))
@@ -72,20 +71,18 @@ def cell(plan: PlanSpec, beside: PlanSpec) -> str:
     return f"{plan.workload.global_batch} x {mean_bits(plan):.1f} bit: {rate:.1f}{ratio}"
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this part."""
+    parser.add_argument("--data", type=Path, required=True, help="folder of the reference data")
     parser.add_argument("--cases", nargs="+", default=CASES)
     parser.add_argument("--parts", type=int, nargs="+", default=PARTS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table."""
     right = classifier(options.data).accuracy
     print(f"| job | orca | s3, right class in {right:.0%} | s3, oracle |", flush=True)
     print("|---|---|---|---|", flush=True)
     for name, found in plans(options.data, options.cases, options.parts):
         cells = " | ".join(cell(each, found[0]) for each in found)
         print(f"| {name} | {cells} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""S³'s experiments: scheduling by predicted output lengths, beside what else reserves KV memory."""
