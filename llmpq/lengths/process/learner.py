@@ -92,6 +92,9 @@ class Learner:
     def _run(self) -> None:
         with suppress(OSError):
             os.nice(_NICENESS)  # of this thread alone, as Linux has it
+        if self.model.kind == "boosting":
+            with suppress(ImportError):  # while stages still load; a training says what is missing
+                import sklearn.ensemble  # noqa: F401
         with suppress(_EndedError):
             while True:
                 self._learn(*self._rows())
@@ -135,7 +138,7 @@ class Learner:
         self._rest()
 
     def _rest(self) -> None:
-        """Wait until what was computed since the last rest is no more than its share of the time."""
+        """Wait until what was computed since the last rest is its share of the time."""
         now = _Moment.present()
         busy_s = now.busy_s - self._rested.busy_s
         self.seconds += busy_s

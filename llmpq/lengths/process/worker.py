@@ -64,12 +64,6 @@ class Worker:
         """The present predictor."""
         return self._learner.model
 
-    def prepare(self) -> None:
-        """Import what learning needs, while stages still load; where it is missing nobody learns."""
-        if self.model.kind == "boosting":
-            with suppress(ImportError):
-                import sklearn.ensemble  # noqa: F401
-
     def answer(self, task: Mapping[str, Any]) -> dict[str, Any] | None:
         """The answer to a task; None for one that has none."""
         if "predict" in task:
@@ -171,7 +165,6 @@ def serve(settings: Mapping[str, Any]) -> None:
     send(first)
     if worker is None:
         return
-    worker.prepare()
     for line in sys.stdin:
         try:
             answer = worker.answer(json.loads(line))
