@@ -31,7 +31,7 @@ LEAST_ROWS = 20
 HELD_OUT = 0.2
 """Share of the rows that a predictor does not learn from."""
 
-_PROMPTS_AT_ONCE = 32
+_PROMPTS_AT_ONCE = 16
 """As many as a run predicts together."""
 
 

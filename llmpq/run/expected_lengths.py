@@ -16,10 +16,10 @@ from llmpq.lengths.sources import LengthSource
 from llmpq.rows.row import BadRow
 from quant.common.errors import InputError
 
-TOGETHER = 32
+TOGETHER = 16
 """Prompts that are predicted together."""
 
-AHEAD = 3
+AHEAD = 7
 """Batches of them that are on their way while the first is waited for."""
 
 GATHERING_S = 0.2

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,8 @@ _CHECK_EVERY = 4
 
 @dataclass(frozen=True)
 class LearningLimits:
-    """Bounds of learning: `share` of the time that it computes, rows that are kept to learn from,
-    and mistakes after which it begins.
+    """Bounds of learning: `share` of the time that it computes, at any time, as what it has not
+    used is lost; rows that are kept to learn from; and mistakes after which it begins.
     """
 
     share: float = 0.03
@@ -38,6 +39,17 @@ class LearningLimits:
 
 class _EndedError(Exception):
     """The process ends."""
+
+
+class _Moment(NamedTuple):
+    """The clock, and the processor's time that this thread has had."""
+
+    clock_s: float
+    busy_s: float
+
+    @classmethod
+    def present(cls) -> _Moment:
+        return cls(time.monotonic(), time.thread_time())
 
 
 class Learner:
@@ -53,7 +65,7 @@ class Learner:
         self.seconds = 0.0
         self.failure: str | None = None
         self._limits = limits
-        self._began_s = time.monotonic()
+        self._rested = _Moment(0.0, 0.0)
         self._wrong: deque[Example] = deque(maxlen=limits.most_rows // 2)
         self._right: deque[Example] = deque(maxlen=limits.most_rows // 2)
         self._mistakes = 0
@@ -80,6 +92,9 @@ class Learner:
     def _run(self) -> None:
         with suppress(OSError):
             os.nice(_NICENESS)  # of this thread alone, as Linux has it
+        if self.model.kind == "boosting":
+            with suppress(ImportError):  # while stages still load; a training says what is missing
+                import sklearn.ensemble  # noqa: F401
         with suppress(_EndedError):
             while True:
                 self._learn(*self._rows())
@@ -101,25 +116,17 @@ class Learner:
         return learn, check
 
     def _learn(self, learn: list[Example], check: list[Example]) -> None:
-        """Train another predictor, and let it take over if it is no worse."""
-        began_s = time.thread_time()
-        spent_s = self.seconds
-
-        def rest() -> None:
-            self.seconds = spent_s + time.thread_time() - began_s
-            self._rest()
-
+        """Train another predictor, and let it take over if it errs less."""
+        self._rested = _Moment.present()
         try:
-            other = self.model.improved(learn, rest)
-            rest()
+            other = self.model.improved(learn, self._rest)
+            self._rest()
             better = accuracy(other, check) > accuracy(self.model, check)
         except _EndedError:
             raise
         except Exception as error:  # predictions go on with the one there is
             self.failure = f"{type(error).__name__}: {error}"
             raise _EndedError from error
-        finally:
-            self.seconds = spent_s + time.thread_time() - began_s
         if better:
             self.model = other
             self.learnt += 1
@@ -131,11 +138,14 @@ class Learner:
         self._rest()
 
     def _rest(self) -> None:
-        """Wait until learning has had its share of the time at most."""
-        due_s = self.seconds / self._limits.share
-        wait_s = due_s - (time.monotonic() - self._began_s)
+        """Wait until what was computed since the last rest is its share of the time."""
+        now = _Moment.present()
+        busy_s = now.busy_s - self._rested.busy_s
+        self.seconds += busy_s
+        wait_s = busy_s / self._limits.share - (now.clock_s - self._rested.clock_s)
         if self._ended.wait(max(0.0, wait_s)):
             raise _EndedError
+        self._rested = _Moment.present()
 
 
 def accuracy(model: BucketModel, examples: list[Example]) -> float:

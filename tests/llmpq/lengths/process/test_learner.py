@@ -77,6 +77,7 @@ class Pretend:
     busy_s: float = 0.0
     steps: int = 1
     buckets: tuple[int, ...] = BUCKETS
+    kind: str = "classifier"
 
     def probabilities(self, encoded: Sequence[Encoded]) -> Any:
         return np.tile(np.eye(len(BUCKETS))[self.bucket], (len(encoded), 1))
