@@ -84,8 +84,10 @@ class S3Scheduler(TokenSlotScheduler):
         for waiting in self._pool.give_up(custom_id):
             if waiting.parked:
                 self._count(parked_now=-waiting.parked)
-                self._parks = [park for park in self._parks if park.key != waiting.arrival]
-                self._drops.append(waiting.arrival)
+                left = [park for park in self._parks if park.key != waiting.arrival]
+                if len(left) == len(self._parks):
+                    self._drops.append(waiting.arrival)
+                self._parks = left
 
     @property
     def wants_requests(self) -> bool:

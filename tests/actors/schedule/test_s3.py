@@ -230,6 +230,7 @@ def run(
     assert scheduler._ranges.reserved == 0
     assert len(scheduler._free) == stages * sizes.max_batch_size
     assert not pipeline.parked
+    assert pipeline.most_parked <= sizes.parked_tokens
     return scheduler, pipeline
 
 
@@ -419,8 +420,8 @@ def test_what_no_micro_batch_has_parked_yet_is_parked_by_the_next_one(is_cancell
     """Or not at all, where it is cancelled meanwhile: the other request holds too much under way,
     so that nothing can be selected when it is preempted.
     """
-    requests = [request(0, 18, 10), request(1, 4, 20, expected=2)]
-    pipeline = TokenPipeline(2, 40, {"0": 10, "1": 20}, fixed_rooms=False)
+    requests = [request(0, 13, 15), request(1, 4, 20, expected=2)]
+    pipeline = TokenPipeline(2, 40, {"0": 15, "1": 20}, fixed_rooms=False)
     pipeline.expect(requests)
     scheduler = S3Scheduler(s3_sizes_of(2, 1, 40, park_from=1, parked_tokens=99), 2)
     scheduler.add(requests, last=True)
