@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,16 +17,14 @@ from actors.messages import Request
 class Waiting:
     """A request, the number of its arrival, and the token slots that it reserves.
 
-    `parked`: how many of its tokens lie in host memory, where it was preempted. `overtaken`: how
-    many that came later were admitted while it waited. `is_urgent`: it goes before all that are
-    not, as if it were overtaken too often.
+    `parked`: how many of its tokens lie in host memory, where it was preempted. `is_urgent`: it
+    goes before all that are not, as if it were overtaken too often.
     """
 
     request: Request
     arrival: int
     size: int
     parked: int = 0
-    overtaken: int = 0
     is_urgent: bool = False
 
 
@@ -65,7 +63,7 @@ class RequestPool:
         places = np.searchsorted(self._arrivals, arrivals)
         self._arrivals = np.insert(self._arrivals, places, arrivals)
         most = self._most_overtakes
-        overtaken = [most if each.is_urgent else each.overtaken for each in newcomers]
+        overtaken = [most if each.is_urgent else 0 for each in newcomers]
         self._overtaken = np.insert(self._overtaken, places, overtaken)
 
     def next(self, free: int) -> Waiting | None:
@@ -81,13 +79,10 @@ class RequestPool:
         place = bisect_left(self._by_size, (-free, -1))
         return self._waiting[self._by_size[place][1]] if place < len(self._by_size) else None
 
-    def take(self, waiting: Waiting) -> Waiting:
-        """Take out a request that is admitted; returns it with its final `overtaken`."""
-        place = int(np.searchsorted(self._arrivals, waiting.arrival))
-        self._overtaken[:place] += 1
-        overtaken = int(self._overtaken[place])
+    def take(self, waiting: Waiting) -> None:
+        """Take out a request that is admitted; those that came before it are overtaken."""
+        self._overtaken[: np.searchsorted(self._arrivals, waiting.arrival)] += 1
         self._remove(waiting)
-        return waiting if waiting.is_urgent else replace(waiting, overtaken=overtaken)
 
     def give_up(self, custom_id: str) -> list[Waiting]:
         """Take out what waits by this id."""

@@ -84,8 +84,10 @@ class S3Scheduler(TokenSlotScheduler):
         for waiting in self._pool.give_up(custom_id):
             if waiting.parked:
                 self._count(parked_now=-waiting.parked)
-                self._parks = [park for park in self._parks if park.key != waiting.arrival]
-                self._drops.append(waiting.arrival)
+                left = [park for park in self._parks if park.key != waiting.arrival]
+                if len(left) == len(self._parks):
+                    self._drops.append(waiting.arrival)
+                self._parks = left
 
     @property
     def wants_requests(self) -> bool:
@@ -154,18 +156,17 @@ class S3Scheduler(TokenSlotScheduler):
         until the next micro-batch.
         """
         tokens, size = int(self._written[slot]), self._doubled(slot)
-        before = self._admitted[slot]
+        arrival = self._admitted[slot].arrival
         request = replace(self._requests[slot], generated=self._new_tokens(slot))
         parks = self._is_parked(tokens)
         if parks:
-            self._parks.append(Park(before.arrival, begin, tokens))
+            self._parks.append(Park(arrival, begin, tokens))
             self._count(parked=1, parked_tokens=tokens, parked_now=tokens)
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)
         self._leave(slot)
         parked = tokens if parks else 0
-        again = Waiting(request, before.arrival, size, parked, before.overtaken, is_urgent=True)
-        self._pool.add([again])
+        self._pool.add([Waiting(request, arrival, size, parked, is_urgent=True)])
 
     def _is_parked(self, tokens: int) -> bool:
         """Whether a request with so many tokens has them parked when it is preempted."""
@@ -185,7 +186,7 @@ class S3Scheduler(TokenSlotScheduler):
             count = self._first_part(text - waiting.parked)
             if most and tokens and tokens + count > most:
                 break
-            waiting = self._pool.take(waiting)
+            self._pool.take(waiting)
             slot = self._take_slot(waiting.request, waiting.arrival)
             self._admitted[slot] = waiting
             moves += self._ranges.reserve(slot, waiting.size, self._written)

@@ -93,6 +93,7 @@ class TokenPipeline:
     n_rsrv: list[int] = field(default_factory=list)  # slots reserved when each was submitted
     under_way: int = 0
     moved: int = 0
+    most_parked: int = 0
 
     def __post_init__(self) -> None:
         self._store = np.full(self.kv_tokens, -1)
@@ -117,6 +118,7 @@ class TokenPipeline:
         for park in batch.parks:
             assert park.key not in self.parked
             self.parked[park.key] = self._store[park.begin : park.begin + park.tokens].copy()
+        self.most_parked = max(self.most_parked, sum(map(len, self.parked.values())))
         for move in batch.moves:
             taken = self._store[move.begin : move.begin + move.tokens].copy()
             self._store[move.to : move.to + move.tokens] = taken
