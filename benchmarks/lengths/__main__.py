@@ -1,6 +1,7 @@
 """Scheduling by predicted output lengths (S³) against what else reserves KV memory.
 
 python -m benchmarks.lengths papers      # the paper's models and GPUs, in virtual time
+python -m benchmarks.lengths mixed       # mixed clusters, on the stages of llmpq's plans
 python -m benchmarks.lengths memory      # KV memory from scarce to ample
 python -m benchmarks.lengths accuracy    # predictions from all right to chance
 python -m benchmarks.lengths plans       # plans for s3 beside those for orca
@@ -12,9 +13,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.lengths import accuracy, memory, papers, plans, real
+from benchmarks.lengths import accuracy, memory, mixed, papers, plans, real
 
-PARTS = {"papers": papers, "memory": memory, "accuracy": accuracy, "plans": plans, "real": real}
+PARTS = {
+    "papers": papers,
+    "mixed": mixed,
+    "memory": memory,
+    "accuracy": accuracy,
+    "plans": plans,
+    "real": real,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

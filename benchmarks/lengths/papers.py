@@ -4,19 +4,18 @@
 
 Every contestant drives the same stages, which take the seconds of the planner's latency model, over
 the same rows. Nothing waits and nothing is random but by seed, so the tables are the same
-everywhere; `own` is the share of the scheduler's own seconds on this machine.
+everywhere, but for the share of the scheduler's own seconds, which are this machine's.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.lengths.contestants import Contestant, Memory, contestants
 from benchmarks.lengths.rows import IntArray, Rows, confusion_of, recorded, short_answers, tenths
-from benchmarks.lengths.virtual_job import JobRun
 from benchmarks.orca.pipelines import ModelledPipeline, Setting, modelled_pipeline
 from benchmarks.orca.traces import Lengths
 
@@ -40,10 +39,6 @@ SETTINGS = tuple(
         ("opt-175b", 10, "GPT-3 175B, 10"),
     )
 )
-HEADER = (
-    "| model | GPUs | rows | token slots | reserves for | tokens/s | / longest | / Oracle | batch "
-    "| iterations | preempted | computed again | own |\n" + "|---" * 13 + "|"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,19 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a line for each model, kind of rows and contestant."""
-    print(HEADER)
+    """Print a table for each kind of rows: a line for each model."""
     kinds = [short_answers(options.rows, options.seed)]
     if options.data is not None:
         kinds.append(recorded(options.data, options.rows, options.seed))
-    for setting in SETTINGS:
-        if options.models and setting.model not in options.models:
-            continue
-        for rows in kinds:
-            memory = whole_memory(setting, rows)
-            predictions = list(predictions_of(rows, options.seed))
-            for line in lines(memory, rows, contestants(rows, predictions)):
-                print(line, flush=True)
+    for rows in kinds:
+        chosen = contestants(rows, list(predictions_of(rows, options.seed)))
+        names = " | ".join(each.name for each in chosen)
+        print(f"\n{rows.name}:\n\n| model, GPUs | the paper's | token slots | {names} |")
+        print("|---" * (len(chosen) + 3) + "|")
+        for setting in SETTINGS:
+            if options.models is None or setting.model in options.models:
+                print(line(whole_memory(setting, rows), rows, chosen), flush=True)
 
 
 def whole_memory(setting: Setting, rows: Rows) -> Memory:
@@ -89,38 +83,19 @@ def predictions_of(rows: Rows, seed: int) -> Iterator[tuple[str, IntArray]]:
     yield f"S³, {ACCURACY:.1%} right", ten.expected_by(confusion_of(ACCURACY, NEAR), seed)
 
 
-def lines(memory: Memory, rows: Rows, chosen: list[Contestant]) -> Iterator[str]:
-    """The lines of a table for one setting."""
-    runs = [(each, each.best(memory, rows)) for each in chosen]
-    by_name = {each.name: run for each, run in runs}
+def line(memory: Memory, rows: Rows, chosen: Sequence[Contestant]) -> str:
+    """A line of the table: tokens per second, and in brackets how many times the first
+    contestant's; requests at once; how often a row was preempted, the share of tokens that were
+    computed again, and the scheduler's own share.
+    """
     setting = memory.pipeline.setting
-    for each, run in runs:
-        yield _line(
-            [
-                setting.model,
-                str(setting.gpus),
-                rows.name,
-                str(memory.kv_tokens),
-                each.name,
-                f"{run.tokens_per_s:.0f}",
-                f"{run.tokens_per_s / by_name['longest (ORCA)'].tokens_per_s:.2f}",
-                f"{run.tokens_per_s / by_name['Oracle'].tokens_per_s:.2f}",
-                *costs_of(run, rows),
-            ]
-        )
-
-
-def costs_of(run: JobRun, rows: Rows) -> list[str]:
-    """Cells: requests at once, iterations, preemptions a row, tokens computed again, own time."""
-    again = run.computed_again / (run.tokens + int(rows.prompts.sum()))
-    return [
-        f"{run.mean_batch:.1f}",
-        str(len(run.held)),
-        f"{run.preemptions / len(rows):.2f}",
-        f"{again:.1%}",
-        f"{run.scheduler_s / run.seconds:.1%}",
-    ]
-
-
-def _line(cells: list[str]) -> str:
+    runs = [each.best(memory, rows) for each in chosen]
+    cells = [f"{setting.model}, {setting.gpus}", setting.paper or "-", str(memory.kv_tokens)]
+    for run in runs:
+        times = run.tokens_per_s / runs[0].tokens_per_s
+        cell = f"{run.tokens_per_s:.0f} ({times:.2f}), {run.mean_batch:.1f}"
+        if run.preemptions:
+            again = run.computed_again / (run.tokens + int(rows.prompts.sum()))
+            cell += f", {run.preemptions / len(rows):.2f} {again:.1%}"
+        cells.append(f"{cell}, {run.scheduler_s / run.seconds:.1%}")
     return f"| {' | '.join(cells)} |"

@@ -59,7 +59,7 @@ class ModelledPipeline:
     @property
     def kv_tokens(self) -> int:
         """Token slots of its KV cache."""
-        return self.plan.workload.global_batch * self.plan.workload.total_length
+        return self.plan.workload.kv_tokens
 
 
 def modelled_pipeline(setting: Setting, longest: Lengths) -> ModelledPipeline:
@@ -73,7 +73,7 @@ def modelled_pipeline(setting: Setting, longest: Lengths) -> ModelledPipeline:
     priced = _priced(setting, longest, low)
     if priced is None:
         raise InfeasibleError(f"{setting.model} does not fit {setting.gpus} {setting.gpu}")
-    return ModelledPipeline(setting, priced.plan, _times(priced, setting.most_batch))
+    return ModelledPipeline(setting, priced.plan, stage_times_of(priced, setting.most_batch))
 
 
 def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | None:
@@ -102,7 +102,7 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
         return None
 
 
-def _times(priced: PricedPlan, most_batch: int) -> tuple[ModelledTimes, ...]:
+def stage_times_of(priced: PricedPlan, most_batch: int) -> tuple[ModelledTimes, ...]:
     """Times tabulated up to micro-batches larger than any; equal ones are one object."""
     planned = planned_assignment(priced.plan, priced.costs)
     occupied = occupied_stages(planned.devices, planned.first_layer)
