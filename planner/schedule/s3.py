@@ -46,8 +46,8 @@ class _Decoding(NamedTuple):
 class Pool:
     """The requests [rows] that wait, by their number, longest reservation first.
 
-    Among equal ones those that came first go first. Whoever later ones have overtaken `most` times
-    is next, whether it fits or not.
+    Among equal ones those that came first go first. Whoever is urgent, or was overtaken by later
+    ones `most` times, is next, whether it fits or not.
     """
 
     def __init__(self, rows: int, most: int) -> None:
@@ -62,12 +62,12 @@ class Pool:
         """The number of requests that wait."""
         return len(self._by_size)
 
-    def add(self, request: int, size: int, overtaken: int = 0) -> None:
+    def add(self, request: int, size: int, is_urgent: bool = False) -> None:
         """Put in a request that reserves `size` token slots."""
         insort(self._by_size, (-size, request))
-        self._overtaken[request] = overtaken
+        self._overtaken[request] = self._most if is_urgent else 0
         self._first, self._end = min(self._first, request), max(self._end, request + 1)
-        if overtaken >= self._most:
+        if is_urgent:
             self.holds_for = min(request, self.holds_for if self.holds_for is not None else request)
 
     def next(self, free: int, sizes: Sequence[int]) -> int | None:
@@ -77,17 +77,15 @@ class Pool:
         place = bisect_left(self._by_size, (-free, -1))
         return self._by_size[place][1] if place < len(self._by_size) else None
 
-    def take(self, request: int, size: int) -> int:
-        """Take out a request; returns how often it was overtaken."""
+    def take(self, request: int, size: int) -> None:
+        """Take out a request; those that came before it are overtaken."""
         del self._by_size[bisect_left(self._by_size, (-size, request))]
-        overtaken = int(self._overtaken[request])
         self._overtaken[request] = _TAKEN
         while self._first < self._end and self._overtaken[self._first] < 0:
             self._first += 1
         self._overtaken[self._first : request] += 1
         held = self._overtaken[self._first : self._end] >= self._most
         self.holds_for = self._first + int(held.argmax()) if held.any() else None
-        return overtaken
 
 
 class S3Schedule(OrcaSchedule):
@@ -108,7 +106,6 @@ class S3Schedule(OrcaSchedule):
         overtakes = OVERTAKES_PER_SLOT * stages * sizes.max_batch_size
         self._pool = Pool(len(self._reserved), overtakes)
         self._queued = 0
-        self._overtaken: dict[int, int] = {}  # of requests with a reservation
         self._decoding: dict[int, _Decoding] = {}
         self._again: set[int] = set()
         self.grown = self.preempted = self.recomputed_tokens = 0
@@ -162,13 +159,13 @@ class S3Schedule(OrcaSchedule):
         self.recomputed_tokens += context
         self._reserved[request] = self._doubled(request)
         self._again.add(request)
-        self._pool.add(request, self._reserved[request], self._overtaken.pop(request))
+        self._pool.add(request, self._reserved[request], is_urgent=True)
 
     def _next(self) -> int | None:
         return self._pool.next(self._available, self._reserved)
 
     def _take(self, request: int) -> None:
-        self._overtaken[request] = self._pool.take(request, self._reserved[request])
+        self._pool.take(request, self._reserved[request])
         self._n_rsrv += self._reserved[request]
         if request not in self._again:
             self._next_request += 1
@@ -188,4 +185,3 @@ class S3Schedule(OrcaSchedule):
     def _leave(self, request: int) -> None:
         super()._leave(request)
         self._decoding.pop(request, None)
-        self._overtaken.pop(request, None)
