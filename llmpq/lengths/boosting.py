@@ -236,9 +236,6 @@ def grown(
         random_state=options.seed,
     )
     model.fit(features, found, sample_weight=weights, monitor=monitor)
-    # Rows outside a round's sample tell what it brings; from some round on trees learn by heart.
-    rounds = int(model.oob_improvement_.cumsum().argmax()) + 1
-    model.estimators_ = model.estimators_[:rounds]
     return _arrays(model, len(buckets))
 
 
