@@ -23,7 +23,7 @@ MOST_BATCH_TOKENS = 2048
 """Tokens of a micro-batch: more prompt tokens wait, so that decode steps do not."""
 HOST_BYTES = 64 << 30
 """Host memory of each stage for keys and values of requests that were preempted."""
-SHARES = (1.0, 1.5, 2.0)
+SHARES = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Sizes of micro-batches that are tried on pipelines, in even shares of the requests in flight."""
 
 
