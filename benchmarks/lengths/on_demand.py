@@ -36,6 +36,7 @@ class _Running:
     blocks: int = 0
     given: list[int] = field(default_factory=list)
     ready: bool = True
+    is_given_up: bool = False
 
     @property
     def name(self) -> str:
@@ -95,8 +96,10 @@ class OnDemandScheduler:
         return {s: (r.name, np.array(r.given, dtype=np.int64)) for s, r in self._running.items()}
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request, which no job of a benchmark does."""
-        raise NotImplementedError
+        """Give up a request; its blocks are free with its next token."""
+        self._waiting = deque(each for each in self._waiting if each[1].custom_id != custom_id)
+        for running in self._running.values():
+            running.is_given_up |= running.name == custom_id
 
     def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
         """Those that are ready, in the order of their arrival, and newcomers."""
@@ -196,9 +199,11 @@ class OnDemandScheduler:
         ):
             running = self._running[slot]
             running.given.append(token)
-            if reason is not None:
-                del self._running[slot]
-                self._free += running.blocks
-                self._free_slots.append(slot)
+            if reason is None and not running.is_given_up:
+                continue
+            del self._running[slot]
+            self._free += running.blocks
+            self._free_slots.append(slot)
+            if reason is not None and not running.is_given_up:
                 ended.append(Finished(running.name, tuple(running.given), reason))
         return tuple(ended)
