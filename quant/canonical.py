@@ -20,6 +20,7 @@ import torch
 
 from quant.common.errors import CheckpointError, SpecError
 from quant.gpu_upload import moved_blocks
+from quant.importance.statistics import InputStatistics
 from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
 from quant.scheme import group_size
 
@@ -63,8 +64,11 @@ def quantize(
     bits: int,
     device: torch.device | None = None,
     rounding: Rounding = NEAREST,
+    inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
     """Round `weight` `[out, in]` (any float type) to the canonical form, on `device`.
+
+    `inputs`: statistics of what it is multiplied with, by which the rounding weighs its columns.
 
     Works through blocks of rows, so that temporaries stay at a few megabytes next to the codes.
     SpecError for other bitwidths than 3, 4 and 8; CheckpointError for weights that are not finite.

@@ -12,8 +12,9 @@ from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
-from quant.canonical import CanonicalWeight, dequantize, quantize
+from quant.canonical import CanonicalWeight, dequantize
 from quant.common.errors import DeviceError
+from quant.importance.statistics import InputStatistics
 from quant.rounding import Rounding
 from quant.scheme import FULL_BITS, LinearShape, Processor
 
@@ -96,9 +97,15 @@ def warm_up_kernels(model: nn.Module) -> None:
 
 
 def quantize_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, form: LayerForm, name: str = ""
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    form: LayerForm,
+    name: str = "",
+    inputs: InputStatistics | None = None,
 ) -> nn.Module:
     """A linear layer of `weight` `[out, in]` in `form`; 16 bit gives an `nn.Linear`.
+
+    `inputs`: statistics of what it is multiplied with, where they are known.
 
     `weight` and `bias` are read, never kept, whatever their type: they may be views of a file.
     Stochastic rounding draws from a seed of the tensor's `name`; backends with codes of their own,
@@ -113,12 +120,8 @@ def quantize_linear(
     if form.bits == FULL_BITS:
         return _plain_linear(weight, own_bias, dtype, device)
     kernel = usable_backend(rule.name, form.bits, dtype, device)
-    packed: PackedWeight
-    if issubclass(kernel, CanonicalPacked):
-        rounding = Rounding.of_tensor(form.rounding, name)
-        packed = kernel.from_canonical(quantize(weight, form.bits, device, rounding))
-    else:
-        packed = kernel.from_weight(weight, dtype, device)
+    rounding = Rounding.of_tensor(form.rounding, name)
+    packed: PackedWeight = kernel.from_weight(weight, dtype, device, rounding, inputs)
     _check_bytes(packed, rule, shape, dtype)
     return QuantizedLinear(packed, shape, own_bias, dtype, rule)
 

@@ -13,6 +13,8 @@ from torch.nn import functional
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
 from quant.gpu_upload import moved_blocks
+from quant.importance.statistics import InputStatistics
+from quant.rounding import NEAREST, Rounding
 from quant.scheme import LinearShape
 
 _CPU_DECODED_WEIGHTS = 1 << 19
@@ -30,12 +32,27 @@ class PackedWeight(Protocol):
     """One weight `[out, in]` as a backend of `quant.backends.table` holds it."""
 
     @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        """Pack `weight` `[out, in]` for activations of `dtype` on `device`."""
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
+        """Pack `weight` `[out, in]` for activations of `dtype` on `device`.
+
+        `inputs`: statistics of what it is multiplied with, where they are known.
+        """
         ...
 
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
         """Round `weight` to the float32 weight `[out, in]` that the backend multiplies with."""
         ...
 
@@ -77,12 +94,24 @@ class CanonicalPacked(ABC):
         """Pack codes of `bits` bits."""
 
     @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
-        return cls.from_canonical(quantize(weight, cls.bits, device))
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
+        return cls.from_canonical(quantize(weight, cls.bits, device, rounding, inputs))
 
     @classmethod
-    def represent(cls, weight: torch.Tensor) -> torch.Tensor:
-        return dequantize(quantize(weight, cls.bits))
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
+        return dequantize(quantize(weight, cls.bits, rounding=rounding, inputs=inputs))
 
     def warm_up(self, in_features: int) -> None:  # noqa: B027  (few backends compile anything)
         """See `PackedWeight`; by default there is nothing to compile."""

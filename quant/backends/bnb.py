@@ -12,6 +12,8 @@ import torch
 from quant.backends.base import copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
+from quant.importance.statistics import InputStatistics
+from quant.rounding import NEAREST, Rounding
 from quant.scheme import LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
@@ -38,16 +40,28 @@ class BnbNf4:
     quantized: Any
 
     @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
         values = copy_of(weight, dtype, device)
         packed, quantized = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
         )
         return cls(packed, quantized)
 
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        packed = BnbNf4.from_weight(weight, torch.float32, weight.device)
+    @classmethod
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
+        packed = cls.from_weight(weight, torch.float32, weight.device, rounding, inputs)
         restored: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
             packed.packed, packed.quantized
         )
@@ -94,14 +108,26 @@ class BnbInt8:
     maxima: torch.Tensor
 
     @classmethod
-    def from_weight(cls, weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> Self:
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
         values = copy_of(weight, torch.float16, device)
         codes, maxima, _ = _bitsandbytes().functional.int8_vectorwise_quant(values)
         return cls(codes, maxima)
 
-    @staticmethod
-    def represent(weight: torch.Tensor) -> torch.Tensor:
-        packed = BnbInt8.from_weight(weight, torch.float16, weight.device)
+    @classmethod
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
+        packed = cls.from_weight(weight, torch.float16, weight.device, rounding, inputs)
         return packed.codes.float() * (packed.maxima.float() / 127).unsqueeze(-1)
 
     def state(self) -> dict[str, torch.Tensor]:

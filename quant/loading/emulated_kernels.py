@@ -14,12 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quant.backends.base import CanonicalPacked
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
-from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
+from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding import Rounding
@@ -81,8 +80,10 @@ def load_layer_as_planned(
     name_prefix: str,
     scheme: LayerScheme,
     compute: Compute,
+    importance: LayerImportance | None = None,
 ) -> frozenset[str]:
-    """Fill a decoder layer on the meta device by `scheme`; returns the backends represented.
+    """Fill a decoder layer on the meta device by `scheme`, its weights rounded by `importance`;
+    returns the backends represented.
 
     Errors are those of `quant.loading.loader.load_layer`, and DeviceError where a package that is
     needed for a backend is missing. A checkpoint that is quantized already has the same weights on
@@ -99,7 +100,9 @@ def load_layer_as_planned(
                 continue
             rounding = Rounding.of_tensor(scheme.rounding, f"{name_prefix}.{name}")
             stored = _stored(linear, checkpoint, f"{name_prefix}.{name}", compute)
-            weight = _represented(stored, rule, rounding).to(compute.dtype)
+            inputs = None if importance is None else importance.inputs.get(name)
+            represented_weight = BACKENDS[rule.name].represent(stored, rounding, inputs)
+            weight = represented_weight.to(compute.dtype)
             parent, _, attribute = name.rpartition(".")
             filled = RepresentedLinear(weight, linear.bias)
             setattr(module.get_submodule(parent), attribute, filled)
@@ -112,7 +115,7 @@ def load_layer_as_planned(
         scheme.backend,
         scheme.rounding,
     )
-    load_layer(LayerLoad(module, name_prefix, form), checkpoint)
+    load_layer(LayerLoad(module, name_prefix, form, importance), checkpoint)
     return frozenset(represented)
 
 
@@ -133,11 +136,3 @@ def _stored(
     stored = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
     load_tensors(stored, checkpoint, full_name, torch.float32, compute.device)
     return stored.weight.detach()
-
-
-def _represented(weight: torch.Tensor, rule: KernelRule, rounding: Rounding) -> torch.Tensor:
-    """Round a weight as the backend of `rule` does."""
-    backend = BACKENDS[rule.name]
-    if issubclass(backend, CanonicalPacked):
-        return dequantize(quantize(weight, rule.bits, rounding=rounding))
-    return backend.represent(weight)

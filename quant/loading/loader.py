@@ -33,6 +33,7 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
+from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
 from quant.loading.onednn_linear import PrepackedLinear
 from quant.scheme import FULL_BITS
@@ -42,12 +43,14 @@ from quant.scheme import FULL_BITS
 class LayerLoad:
     """A decoder layer to load: `module` on the meta device, and the form that it will have.
 
-    `name_prefix` is its full name, such as `model.layers.3`.
+    `name_prefix` is its full name, such as `model.layers.3`; `importance` are the statistics by
+    which its weights are rounded, None where there are none.
     """
 
     module: nn.Module
     name_prefix: str
     form: LayerForm
+    importance: LayerImportance | None = None
 
 
 def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
@@ -115,14 +118,19 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
     for name, linear in _linears(module):
-        filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint)
+        inputs = None if load.importance is None else load.importance.inputs.get(name)
+        filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint, inputs)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
 
 
 def _stored_linear(
-    full_name: str, linear: nn.Linear, form: LayerForm, checkpoint: Checkpoint
+    full_name: str,
+    linear: nn.Linear,
+    form: LayerForm,
+    checkpoint: Checkpoint,
+    inputs: InputStatistics | None,
 ) -> nn.Module:
     """Load the linear for `linear` (on meta) without its bias, of codes or of a weight to round."""
     if checkpoint.gptq is not None:
@@ -133,7 +141,7 @@ def _stored_linear(
             return filled
     weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
     with _named(f"{full_name}.weight", checkpoint):
-        return quantize_linear(weight, None, form, full_name)
+        return quantize_linear(weight, None, form, full_name, inputs)
 
 
 def _restore_layer(load: LayerLoad, cache: ShardCache, key: CacheKey) -> bool:
