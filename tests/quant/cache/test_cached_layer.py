@@ -302,7 +302,7 @@ def test_what_a_key_depends_on(tiny_model: Build, meta_layer: MetaLayer, tmp_pat
         text(replace(FORM, backend="torch_4bit")),
         text(replace(FORM, rounding="stochastic")),
         text(replace(FORM, dtype=torch.float32)),
-        text(replace(FORM, processor=Processor(instruction_sets=frozenset()))),
+        text(replace(FORM, processor=Processor(instruction_sets=frozenset({"other"})))),
     ]
     assert len(set(keys)) == len(keys)
     assert text() == text()
