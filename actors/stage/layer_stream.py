@@ -131,12 +131,14 @@ class LayerStream:
         importance: LayerImportance | None = None,
     ) -> StreamedLayer:
         """Load decoder layer `index`, to be run on `hidden`; its weights are rounded by
-        `importance`.
+        `importance`, or that of the `scheme`.
 
         Raises what `quant.loading.loader.load_layer` raises. Without a `scheme` its linears
         are plain ones in the compute type.
         """
         module = copy.deepcopy(self._empty[index])
+        if importance is None and scheme is not None:
+            importance = scheme.importance
         represented = load_layer_as_planned(
             module,
             self._checkpoint,
@@ -270,15 +272,11 @@ class StreamedLayer:
 class _WatchedCache(KVCache):
     """A cache that shows `on_keys` what it is given."""
 
-    def __init__(
-        self, layers: range, shape: CacheShape, form: CacheForm, on_keys: OnKeys
-    ) -> None:
+    def __init__(self, layers: range, shape: CacheShape, form: CacheForm, on_keys: OnKeys) -> None:
         super().__init__(layers, shape, form)
         self._on_keys = on_keys
 
-    def append(
-        self, layer: int, where: Any, key: Tensor, value: Tensor
-    ) -> tuple[Stored, Stored]:
+    def append(self, layer: int, where: Any, key: Tensor, value: Tensor) -> tuple[Stored, Stored]:
         self._on_keys(key)
         return super().append(layer, where, key, value)
 

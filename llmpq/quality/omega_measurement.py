@@ -12,7 +12,7 @@ import numpy as np
 
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.bitwidth_mixtures import assignments_to_measure
-from llmpq.quality.indicator import Calibration, measure_indicators
+from llmpq.quality.indicator import Calibration, measure_with_importance
 from llmpq.quality.options import EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
@@ -20,8 +20,11 @@ from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windo
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
+from planner.quality.importance import FINGERPRINT_ENTRY
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
+from quant.importance.file import Importance, save_importance
+from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import Compute
 from quant.sensitivity.indicators import (
     HessianStatistics,
@@ -38,11 +41,12 @@ def measure_omega(
     options: IndicatorOptions,
     progress: ReportProgress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    importance_file: Path | None = None,
 ) -> OmegaContent:
     """Sensitivities of the model in `folder`, with where they come from.
 
-    Raises `SpecError`, `InputError` and `CheckpointError` for options, text and weights that cannot
-    be used.
+    The importance that the pass sees is written to `importance_file`. Raises `SpecError`,
+    `InputError` and `CheckpointError` for options, text and weights that cannot be used.
     """
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
@@ -51,8 +55,13 @@ def measure_omega(
         compute = compute_on(device, compute_dtype(options.dtype, device))
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = Calibration.sample(windows, options.sequences, options.seed)
-        matrix, measured = _measured(folder, sample, options, compute, progress)
+        matrix, measured, layers = _measured(folder, sample, options, compute, progress)
         provenance |= measured
+        if importance_file is not None:
+            seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
+            importance = Importance(tuple(layers), seen, shape.fingerprint())
+            save_importance(importance_file, importance)
+            provenance[FINGERPRINT_ENTRY] = importance.fingerprint
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
     provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
@@ -65,15 +74,15 @@ def _measured(
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
-) -> tuple[Matrix, dict[str, str | int | float]]:
-    """The indicator on a text, and its provenance."""
+) -> tuple[Matrix, dict[str, str | int | float], list[LayerImportance]]:
+    """The indicator on a text, its provenance, and the importance of all layers."""
     indicators = {options.method: _indicator(options)}
-    found = measure_indicators(
+    found, importance = measure_with_importance(
         folder, sample.token_ids, indicators, options.bits, compute, progress
     )
     sequences, length = sample.token_ids.shape
     form = asdict(options.form) if options.method == "variance" else {}
-    return _falling(found[options.method]), form | {
+    provenance = form | {
         "calibration_tokens": sequences * length,
         "calibration": sample.fingerprint,
         "sequences": sequences,
@@ -81,6 +90,7 @@ def _measured(
         "device": compute.device.type,
         "dtype": str(compute.dtype).removeprefix("torch."),
     }
+    return _falling(found[options.method]), provenance, importance
 
 
 def measure_points(

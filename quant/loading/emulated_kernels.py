@@ -22,7 +22,7 @@ from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, LinearShape, Processor
+from quant.scheme import FULL_BITS, WEIGHTED, LinearShape, Processor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerScheme:
     compute in where it differs from that of the other layers. With `planned_for` the layer is that
     of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
     are represented. `rounding` is one of `quant.scheme.ROUNDINGS`, `kv_bits` are the bits of keys
-    and values.
+    and values. `importance`: by which weights are rounded where `rounding` is weighted.
     """
 
     bits: int = FULL_BITS
@@ -43,6 +43,7 @@ class LayerScheme:
     planned_dtype: str = "float32"
     rounding: str = "nearest"
     kv_bits: int = FULL_BITS
+    importance: LayerImportance | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def load_layer_as_planned(
     every device: no backend is represented then.
     """
     compute = compute.in_type(scheme.dtype)
+    if scheme.rounding != WEIGHTED:
+        importance = None
     represented = set()
     if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
         for name, linear in list(module.named_modules()):
