@@ -131,14 +131,12 @@ class LayerStream:
         importance: LayerImportance | None = None,
     ) -> StreamedLayer:
         """Load decoder layer `index`, to be run on `hidden`; its weights are rounded by
-        `importance`, or that of the `scheme`.
+        `importance`.
 
         Raises what `quant.loading.loader.load_layer` raises. Without a `scheme` its linears
         are plain ones in the compute type.
         """
         module = copy.deepcopy(self._empty[index])
-        if importance is None and scheme is not None:
-            importance = scheme.importance
         represented = load_layer_as_planned(
             module,
             self._checkpoint,

@@ -59,8 +59,7 @@ def weighed(
         compute = compute_on(device, subject.embedding_dtype or torch.float32)
         _, layers = measure_layers(weighing.folder, compute, range(len(own)), own)
         found = store.keep(layers, SEEN)
-    pairs = zip(subject.layers, found.layers, strict=True)
-    return replace(subject, layers=tuple(replace(s, importance=own) for s, own in pairs))
+    return replace(subject, importance=found)
 
 
 def _needs(scheme: LayerScheme, stored: bool) -> bool:

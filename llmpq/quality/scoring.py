@@ -23,6 +23,7 @@ from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
+from quant.importance.file import Importance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
 
@@ -37,13 +38,15 @@ _MOST_NATS = 700.0
 class Subject:
     """A form for each decoder layer, and the types of embedding and head.
 
-    Types are None where they are those of the whole computation.
+    Types are None where they are those of the whole computation. `importance`: what weights are
+    rounded by.
     """
 
     name: str
     layers: tuple[LayerScheme, ...]
     embedding_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
+    importance: Importance | None = None
 
 
 def evaluate(
@@ -87,6 +90,10 @@ def evaluate(
     return [results[member] for member in range(len(subjects))]
 
 
+_Form = tuple[LayerScheme, Importance | None]
+"""The form of a layer, and what it is rounded by."""
+
+
 @dataclass
 class _Branch:
     """Subjects whose layers have been alike so far, and their hidden states."""
@@ -113,17 +120,19 @@ def _through(
     represented: dict[tuple[int, LayerScheme], frozenset[str]],
 ) -> Iterator[_Branch]:
     """The branches after layer `index`, which is loaded once in every form that one asks for."""
-    wanted: dict[LayerScheme, list[tuple[_Branch, tuple[int, ...]]]] = {}
+    wanted: dict[_Form, list[tuple[_Branch, tuple[int, ...]]]] = {}
     uses: dict[int, int] = {}
     for branch in branches:
-        parts: dict[LayerScheme, list[int]] = {}
+        parts: dict[_Form, list[int]] = {}
         for member in branch.members:
-            parts.setdefault(subjects[member].layers[index], []).append(member)
+            form = subjects[member].layers[index], subjects[member].importance
+            parts.setdefault(form, []).append(member)
         uses[id(branch)] = len(parts)
-        for scheme, alike in parts.items():
-            wanted.setdefault(scheme, []).append((branch, tuple(alike)))
-    for scheme, parts_of in wanted.items():
-        layer = stream.layer(index, parts_of[0][0].hidden, scheme)
+        for form, alike in parts.items():
+            wanted.setdefault(form, []).append((branch, tuple(alike)))
+    for (scheme, importance), parts_of in wanted.items():
+        own = None if importance is None else importance.layers[index]
+        layer = stream.layer(index, parts_of[0][0].hidden, scheme, own)
         represented[index, scheme] = layer.represented
         for branch, members in parts_of:
             uses[id(branch)] -= 1

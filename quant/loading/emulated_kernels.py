@@ -33,7 +33,7 @@ class LayerScheme:
     compute in where it differs from that of the other layers. With `planned_for` the layer is that
     of another processor, which computes in `planned_dtype`: linears whose kernel does not run here
     are represented. `rounding` is one of `quant.scheme.ROUNDINGS`, `kv_bits` are the bits of keys
-    and values. `importance`: by which weights are rounded where `rounding` is weighted.
+    and values.
     """
 
     bits: int = FULL_BITS
@@ -43,7 +43,6 @@ class LayerScheme:
     planned_dtype: str = "float32"
     rounding: str = "nearest"
     kv_bits: int = FULL_BITS
-    importance: LayerImportance | None = None
 
 
 @dataclass(frozen=True)
