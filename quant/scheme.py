@@ -12,7 +12,8 @@ BITWIDTHS = (3, 4, 8, FULL_BITS)
 KV_BITWIDTHS = (8, FULL_BITS)
 WEIGHTED = "weighted"
 ROUNDINGS = (WEIGHTED, "nearest", "stochastic")
-"""Ways of rounding a weight that is quantized while it is loaded; see `quant.rounding`."""
+"""Ways of rounding a weight that is quantized while it is loaded, the default first; see
+`quant.rounding`."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
