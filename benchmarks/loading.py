@@ -104,7 +104,7 @@ def ways_of(bits: int) -> list[Way]:
 
 def importance_ways(bits: int) -> list[Way]:
     """The pass before a first load, and that load beside it."""
-    names = {"overlapped": False, "importance of 64 random ids": True}
+    names = {"overlapped": False, "importance of random ids": True}
     return [
         Way(name, bits, cold, importance=measures)
         for cold in (True, False)

@@ -17,7 +17,7 @@ import torch
 from actors.messages import Request, Sampling, StageStats
 from actors.processes.stage_actor import StageActor
 from actors.recovery.policy import Recovery, RecoveryEvent
-from actors.stage.importance import SEEN, measure_layers
+from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
@@ -123,7 +123,7 @@ def planned(plan: Plan, found: Importance, path: Path) -> Plan:
 def keep(tiny: tuple[Path, Any], path: Path, scale: float = 1.0) -> Importance:
     shape = model_shape(str(tiny[0])).fingerprint()
     layers = tuple(LayerImportance(own.inputs, own.keys * scale) for own in expected(tiny))
-    found = Importance(layers, SEEN, shape)
+    found = Importance(layers, "random ids", shape)
     keep_file(path.parent, path, found)
     return found
 
