@@ -30,7 +30,7 @@ from planner.search.tradeoffs.bounded import within_bounds
 from planner.search.tradeoffs.qualities import Chosen, chosen_by_quality
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
-from quant.scheme import KV_BITWIDTHS
+from quant.scheme import FULL_BITS, KV_BITWIDTHS
 
 _Found = TypeVar("_Found")
 
@@ -84,7 +84,7 @@ def _check_stored(shape: ModelShape, options: PlanOptions) -> None:
         return
     for name, is_usual in (
         ("rounding", options.rounding == PlanOptions.rounding),
-        ("importance", options.importance is None),
+        ("importance", options.importance is None or options.kv_bits != FULL_BITS),
     ):
         if not is_usual:
             raise SpecError(
