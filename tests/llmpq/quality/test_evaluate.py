@@ -206,7 +206,7 @@ def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
 def nf4_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     folder = tmp_path_factory.mktemp("nf4")
     save_tiny(folder, WIDE)
-    plan = plan_on(Cluster.from_counts(["T4"], [1]), folder, bits=[4])
+    plan = plan_on(Cluster.from_counts(["T4"], [1]), folder, bits=[4], rounding="nearest")
     assert plan.stages[0].backends == {4: "bnb_nf4"}
     return plan, folder
 
