@@ -109,6 +109,7 @@ def fit(
     zero float32 `[rows, groups]`; bfloat16 holds the scales and the zeros of `free`, the others
     are codes.
     """
+    weight = weight.detach()
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         weight = weight.float()
     if compiled:

@@ -10,11 +10,13 @@ from typing import Any, Self
 import torch
 
 from quant.backends.base import copy_of, tensor_bytes
+from quant.backends.nf4_maxima import fit_maxima
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
 from quant.rounding import DEFAULT, Rounding
 from quant.scheme import LinearShape
+from quant.weighted import column_importance
 
 _OUTLIER_THRESHOLD = 6.0
 """Larger activations are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""
@@ -52,6 +54,9 @@ class BnbNf4:
         packed, quantized = _bitsandbytes().functional.quantize_4bit(
             values, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=False
         )
+        if rounding.mode == "weighted":
+            importance = column_importance(inputs, weight.shape[1])
+            fit_maxima(values, importance, packed, quantized.absmax, quantized.code)
         return cls(packed, quantized)
 
     @classmethod

@@ -17,10 +17,13 @@ from quant.canonical import (
     unpack_planes,
 )
 from quant.common.errors import CheckpointError, SpecError
+from quant.rounding import Rounding
+from quant.scheme import ROUNDINGS
 
 Packing = Callable[[torch.Tensor], torch.Tensor]
 Unpacking = Callable[[torch.Tensor, int], torch.Tensor]
 
+NEAREST = Rounding("nearest")
 COLUMNS = (1, 7, 32, 64, 96, 100, 128, 200, 256, 640)
 
 
@@ -30,7 +33,7 @@ def weights(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 def largest_excess(weight: torch.Tensor, bits: int) -> float:
     """How far a weight is beyond half a scale from its code, relative to its row's largest."""
-    canonical = quantize(weight, bits)
+    canonical = quantize(weight, bits, rounding=NEAREST)
     scale = canonical.scale.double().repeat_interleave(canonical.group, dim=1)
     error = (weight.double() - dequantize(canonical).double()).abs()
     span = weight.double().abs().amax(dim=1, keepdim=True).clamp_min(1e-300)
@@ -57,7 +60,7 @@ def test_scale_is_near_the_least_possible(bits: int) -> None:
     weight = weights(64, 256)
     groups = weight.view(64, 2, 128)
     best = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
-    ratio = quantize(weight, bits).scale.float() / best
+    ratio = quantize(weight, bits, rounding=NEAREST).scale.float() / best
     assert ratio.min() >= 1.0
     assert ratio.max() < 1.02
 
@@ -83,9 +86,9 @@ def test_blocks_of_rows_do_not_show(bits: int, dtype: torch.dtype) -> None:
     """A weight of several blocks has the codes that its rows have alone."""
     weight = weights(700, 1024).to(dtype)
     assert len(list(row_blocks(700, 1024, weight.device))) > 1
-    whole = quantize(weight, bits)
+    whole = quantize(weight, bits, rounding=NEAREST)
     for row in (0, 511, 512, 699):
-        alone = quantize(weight[row : row + 1], bits)
+        alone = quantize(weight[row : row + 1], bits, rounding=NEAREST)
         assert torch.equal(whole.codes[row], alone.codes[0])
         assert torch.equal(whole.scale[row], alone.scale[0])
 
@@ -98,22 +101,24 @@ def test_source_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_values_that_are_not_finite(bits: int, value: str) -> None:
+def test_values_that_are_not_finite(bits: int, value: str, rounding: str) -> None:
     weight = weights(4, 256)
     weight[2, 130] = float(value)
     with pytest.raises(CheckpointError, match=r"1 of \d+ weight groups hold NaN"):
-        quantize(weight, bits)
+        quantize(weight, bits, rounding=Rounding(rounding))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("pattern", [-1, 0x7FFFFFFF, 0x7F800001, -0x800000])
-def test_every_kind_of_nan_is_seen(bits: int, pattern: int) -> None:
+def test_every_kind_of_nan_is_seen(bits: int, pattern: int, rounding: str) -> None:
     """Vector units make NaNs of all ones, which integer arithmetic turns into small numbers."""
     weight = weights(4, 256)
     weight.view(torch.int32)[1] = pattern
     with pytest.raises(CheckpointError, match="hold NaN"):
-        quantize(weight, bits)
+        quantize(weight, bits, rounding=Rounding(rounding))
 
 
 def test_refused_inputs() -> None:

@@ -2,19 +2,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from quant.canonical import dequantize, quantize, row_blocks
 from quant.common.errors import SpecError
 from quant.linear import LayerForm, quantize_linear
-from quant.rounding import CLIP_FACTORS, Rounding
+from quant.rounding import Rounding
 from quant.scheme import Processor
 
 CPU = torch.device("cpu")
 STOCHASTIC = Rounding.of_tensor("stochastic", "model.layers.0.mlp.up_proj")
-SEARCHED = Rounding("searched")
+NEAREST, WEIGHTED = Rounding("nearest"), Rounding("weighted")
 
 
 def weights(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -23,7 +22,7 @@ def weights(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 def step_of(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """The scale at every weight; it does not depend on how codes are rounded."""
-    canonical = quantize(weight, bits)
+    canonical = quantize(weight, bits, rounding=NEAREST)
     return canonical.scale.double().repeat_interleave(canonical.group, dim=1)
 
 
@@ -41,7 +40,7 @@ def test_stochastic_mean_and_variance_are_those_of_the_closed_form(bits: int) ->
             for n in range(draws)
         ]
     ).double()
-    step, canonical = step_of(weight, bits), quantize(weight, bits)
+    step, canonical = step_of(weight, bits), quantize(weight, bits, rounding=NEAREST)
     zero = 0 if canonical.zero is None else canonical.zero.double().repeat_interleave(128, dim=1)
     position = (weight.double() - zero) / step
     fraction = position - position.floor()
@@ -79,50 +78,7 @@ def test_stochastic_codes_do_not_depend_on_the_size_of_blocks() -> None:
     assert torch.equal(whole.codes.float(), expected.clamp(0, 15))
 
 
-@pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("columns", [100, 64, 640])
-def test_searched_scales_are_the_best_of_the_factors(bits: int, columns: int) -> None:
-    """Against a search in float64 by numpy, up to errors that are equal but for rounding."""
-    weight = weights(12, columns, seed=3) ** 3
-    canonical = quantize(weight, bits, rounding=SEARCHED)
-    groups = weight.double().numpy().reshape(12, -1, canonical.group)
-    half, best = 2 ** (bits - 1), np.full(groups.shape[:2], np.inf)
-    for factor in CLIP_FACTORS:
-        plain = quantize_range(groups, factor, bits)
-        scale, zero = (each[..., None] for each in plain)
-        codes = np.clip(np.rint((groups - zero) / scale), -half, half - 1)
-        best = np.minimum(best, ((codes * scale + zero - groups) ** 2).sum(-1))
-    error = (dequantize(canonical).double().numpy().reshape(groups.shape) - groups) ** 2
-    np.testing.assert_allclose(error.sum(-1), best, rtol=1e-4)
-
-
-def quantize_range(groups: np.ndarray, factor: float, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero of the extremes alone: those that `quantize` takes for them."""
-    low, high = groups.min(-1) * factor, groups.max(-1) * factor
-    ends = torch.from_numpy(np.stack((low, high), axis=-1)).float()
-    canonical = quantize(ends.view(-1, 2), bits)
-    assert canonical.zero is not None
-    shape = groups.shape[:2]
-    scale, zero = canonical.scale.double().view(shape), canonical.zero.double().view(shape)
-    return scale.numpy(), zero.numpy()
-
-
-@pytest.mark.parametrize(("bits", "most"), [(3, 0.80), (4, 0.95)])
-def test_searched_scales_leave_less_error(bits: int, most: float) -> None:
-    weight = weights(64, 512)
-    nearest = (dequantize(quantize(weight, bits)) - weight).square()
-    searched = (dequantize(quantize(weight, bits, rounding=SEARCHED)) - weight).square()
-    by_group = (each.view(64, 4, 128).sum(-1) for each in (searched, nearest))
-    assert torch.le(*by_group).all()
-    assert float(searched.sum() / nearest.sum()) < most
-
-
-def test_searched_is_nearest_at_8_bit() -> None:
-    weight = weights(8, 256)
-    assert torch.equal(quantize(weight, 8, rounding=SEARCHED).codes, quantize(weight, 8).codes)
-
-
-@pytest.mark.parametrize("rounding", [STOCHASTIC, SEARCHED])
+@pytest.mark.parametrize("rounding", [STOCHASTIC, NEAREST, WEIGHTED])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("value", [0.0, 0.75, -3.0])
 def test_equal_weights_survive(bits: int, value: float, rounding: Rounding) -> None:
@@ -142,5 +98,5 @@ def test_linears_take_the_rounding() -> None:
 
 
 def test_unknown_mode() -> None:
-    with pytest.raises(SpecError, match="'up' is not one of nearest, searched, stochastic"):
+    with pytest.raises(SpecError, match="'up' is not one of weighted, nearest, stochastic"):
         Rounding("up")

@@ -66,7 +66,7 @@ def assert_agrees(plan: PlanSpec, shape: ModelShape) -> None:
         ({}, {}),
         ({}, {"memory_margin": 0.0, "bits": [16], "head": "first", "keep_all_devices": True}),
         ({}, {"kv_bits": 8, "dtype": "float32", "prefill_micro_batch": 2}),
-        ({}, {"kv_bits": "auto", "bits": [4], "rounding": "stochastic", "head": "first"}),
+        ({}, {"kv_bits": "auto", "bits": [4], "rounding": "nearest", "head": "first"}),
         ({}, {"method": "uniform"}),
         ({}, {"method": "pipeedge", "bits": [8, 16]}),
         ({}, {"objective": "paper", "head": "last", "group": 2}),

@@ -22,8 +22,11 @@ from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
+from quant.importance.statistics import InputStatistics
 from quant.processor import local_processor
+from quant.rounding import Rounding
 from quant.scheme import LinearShape
+from quant.weighted import column_importance
 
 CPU = torch.device("cpu")
 RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}
@@ -256,3 +259,27 @@ def test_bitsandbytes_sizes_and_products(name: str) -> None:
     packed = BACKENDS[name].from_weight(weight, torch.float16, CPU)
     assert packed.nbytes == RULES[name].nbytes(LinearShape(128, 96), "float16")
     assert self_test(BACKENDS[name], torch.float16, CPU) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("shape", [(24, 128), (9, 96), (5, 100)])
+@pytest.mark.parametrize("known", [False, True])
+def test_fitted_nf4_has_less_weighted_error(shape: tuple[int, int], known: bool) -> None:
+    """By bitsandbytes' own decoding; 9 x 96 has blocks across rows, 5 x 100 a shorter last one."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    squares = torch.rand(shape[1], generator=torch.Generator().manual_seed(8)) ** 6
+    inputs = InputStatistics(squares, squares.sqrt()) if known else None
+    importance = column_importance(inputs, shape[1])
+    count = weight.numel() // 64 * 64
+    errors = []
+    for rounding in ("weighted", "nearest"):
+        restored = BnbNf4.represent(weight, Rounding(rounding), inputs)
+        squared = (restored - weight).square() * importance
+        errors.append(squared.flatten()[:count].view(-1, 64).sum(1))
+    assert (errors[0] <= errors[1] * (1 + 1e-5)).all()
+    assert float(errors[0].sum() / errors[1].sum()) < (0.85 if known else 0.97)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_fitted_nf4_of_zeros_is_zero() -> None:
+    assert not BnbNf4.represent(torch.zeros(4, 64), Rounding("weighted")).any()

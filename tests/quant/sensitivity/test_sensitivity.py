@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
+from quant.rounding import Rounding
 from quant.sensitivity.gram import Gram, squared_rounding_error, top_eigenvalue
 from quant.sensitivity.indicators import (
     HessianStatistics,
@@ -115,7 +116,7 @@ def test_noise_that_theorem_1_bounds_is_what_rounding_adds() -> None:
     """Uniform weights and inputs: rounding to nearest errs by S^2 / 12, a third of its bound."""
     weight = torch.rand(32, 512, generator=torch.Generator().manual_seed(0)) - 0.5
     inputs = normal(4096, 512, seed=1)
-    error = inputs @ (dequantize(quantize(weight, 3)) - weight).T
+    error = inputs @ (dequantize(quantize(weight, 3, rounding=Rounding("nearest"))) - weight).T
     added = float(error.double().square().sum(dim=1).mean())  # summed over outputs
     bound = weight_noises(VarianceForm(), weight, (3,))[0] / 4
     assert added == pytest.approx(bound / 3, rel=0.1)
