@@ -187,7 +187,7 @@ def _add_planning(add: Any) -> None:
     _add_search(add, default)
     add("--profiles", metavar="FILE",
         help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
-    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} (nearest)")
+    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} ({ROUNDINGS[0]})")
     add("--kv_bits", type=_auto_or_number, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add(
