@@ -1,4 +1,4 @@
-"""`llmpq-eval`: perplexity of a plan, or of bitwidths, on a text, and KL divergence from the first."""
+"""`llmpq-eval`: perplexity of plans or of bitwidths on a text, and their KL from the first one."""
 
 from __future__ import annotations
 

@@ -17,8 +17,9 @@ class Perplexity:
 
     `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
     has `window_tokens`. `window_divergence`: summed Kullback-Leibler divergence (nats) of the same
-    predictions from those of the subject that was measured first, None for itself. `dtypes` computed; `represented` names kernel backends that do not run here
-    and the layers in which plain products with their rounded weights stood for them.
+    predictions from those of the subject that was measured first, None for itself. `dtypes`
+    computed; `represented` names kernel backends that do not run here and the layers in which plain
+    products with their rounded weights stood for them.
     """
 
     name: str

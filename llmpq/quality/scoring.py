@@ -4,8 +4,8 @@ Windows do not overlap, and the first token of each is not scored, as nothing pr
 subjects are measured in one pass over the layers: each form of a layer is loaded once, and subjects
 share hidden states as far as their first layers agree. Predictions are compared with those of the
 first subject, by their Kullback-Leibler divergence, while its logits of the same tokens are at
-hand: none are kept or computed twice. Memory: one layer (or embedding or head); hidden states of all
-tokens for every subject that differs, in host memory; logits of `_LOGITS_AT_ONCE` elements.
+hand: none are kept or computed twice. Memory: one layer (or embedding or head); hidden states of
+all tokens for every subject that differs, in host memory; logits of `_LOGITS_AT_ONCE` elements.
 """
 
 from __future__ import annotations
