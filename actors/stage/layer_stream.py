@@ -98,6 +98,11 @@ class LayerStream:
         return model
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the checkpoint holds quantized weights, which nothing here rounds again."""
+        return self._checkpoint.gptq is not None
+
+    @property
     def layers_name(self) -> str:
         """Full name of the list of decoder layers, such as `model.layers`."""
         return self._prefix

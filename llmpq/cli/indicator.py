@@ -12,6 +12,7 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
 from llmpq.quality.options import (
     AUTO,
+    ERROR,
     METHODS,
     SEQUENCE_LENGTH,
     EvaluationOptions,
@@ -23,13 +24,20 @@ from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
-from quant.scheme import BITWIDTHS
-from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.scheme import BITWIDTHS, ROUNDINGS
+from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
+from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(
-        ("rounding", "scheme", "scales"),
+        ("scheme", "scales"),
         "it is an option of the variance indicator; leave it out, or use --method variance",
+        beside="method",
+        values=(ERROR, "hessian", "random"),
+    ),
+    Rule(
+        ("rounding",),
+        "it is an option of the methods variance and error; leave it out, or use one of them",
         beside="method",
         values=("hessian", "random"),
     ),
@@ -95,9 +103,12 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
+    default, is_error = IndicatorOptions(), options.method == ERROR
+    rounding = getattr(options, "rounding", default.rounding if is_error else default.form.rounding)
     return IndicatorOptions(
         method=options.method,
-        form=VarianceForm(options.rounding, options.scheme, options.scales),
+        form=default.form if is_error else VarianceForm(rounding, options.scheme, options.scales),
+        rounding=rounding if is_error else default.rounding,
         bits=tuple(options.bits),
         sequences=options.sequences,
         sequence_length=getattr(options, "sequence_length", None),
@@ -171,12 +182,18 @@ def _parser() -> Parser:
         help="text to calibrate on: plain, or .jsonl with prompt or text; - for stdin",
     )
     add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
-    add("--method", choices=METHODS, default=default.method, help="which indicator")
+    add(
+        "--method",
+        choices=METHODS,
+        default=default.method,
+        help="error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; "
+        "hessian, random: to compare with",
+    )
     add(
         "--rounding",
-        choices=ROUNDINGS,
-        default=default.form.rounding,
-        help="how weights are rounded, for the variance indicator (Theorem 1)",
+        choices=tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
+        help=f"how weights are rounded: as in the plan for the method error ({default.rounding}), "
+        f"nearest or stochastic of Theorem 1 for variance ({default.form.rounding})",
     )
     add(
         "--scheme",

@@ -13,9 +13,10 @@ import numpy as np
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.indicator import Calibration, measure_indicators
-from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
+from llmpq.quality.stored_error import divergence_alone, stored_here
 from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
@@ -23,6 +24,7 @@ from planner.model.finding import model_shape
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import Compute
+from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -67,13 +69,18 @@ def _measured(
     progress: ReportProgress | None,
 ) -> tuple[Matrix, dict[str, str | int | float]]:
     """The indicator on a text, and its provenance."""
-    indicators = {options.method: _indicator(options)}
+    indicators = {options.method: _indicator(options, compute)}
     found = measure_indicators(
         folder, sample.token_ids, indicators, options.bits, compute, progress
     )
+    matrix = found[options.method]
+    if options.method == ERROR:
+        alone = divergence_alone(
+            folder, sample.token_ids, options.bits, options.rounding, compute, progress
+        )
+        matrix = in_nats(matrix, alone)
     sequences, length = sample.token_ids.shape
-    form = asdict(options.form) if options.method == "variance" else {}
-    return _falling(found[options.method]), form | {
+    return _falling(matrix), _form(options) | {
         "calibration_tokens": sequences * length,
         "calibration": sample.fingerprint,
         "sequences": sequences,
@@ -123,8 +130,17 @@ def _falling(matrix: Matrix) -> Matrix:
     return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
-def _indicator(options: IndicatorOptions) -> Indicator:
+def _form(options: IndicatorOptions) -> dict[str, str | int | float]:
+    """The provenance of what a method measures."""
+    if options.method == ERROR:
+        return {"rounding": options.rounding, "unit": "nats a token"}
+    return asdict(options.form) if options.method == "variance" else {}
+
+
+def _indicator(options: IndicatorOptions, compute: Compute) -> Indicator:
     """The statistics that are gathered in each layer."""
+    if options.method == ERROR:
+        return partial(ErrorStatistics, stored_here(options.rounding, compute))
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)

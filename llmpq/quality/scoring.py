@@ -21,10 +21,14 @@ from torch import Tensor
 
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
+from llmpq.quality.random_inputs import RandomInputs
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
+from quant.importance.file import Importance
+from quant.importance.statistics import LayerImportance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
+from quant.scheme import FULL_BITS, WEIGHTED
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, twice that for their logarithms, and twice that for
@@ -38,13 +42,29 @@ _MOST_NATS = 700.0
 class Subject:
     """A form for each decoder layer, and the types of embedding and head.
 
-    Types are None where they are those of the whole computation.
+    Types are None where they are those of the whole computation. `importance`: the statistics by
+    which weights are rounded, None where random ids tell them, as they do a stage without a file.
     """
 
     name: str
     layers: tuple[LayerScheme, ...]
     embedding_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
+    importance: Importance | None = None
+
+    def form(self, index: int) -> _Form:
+        """The form of layer `index`, and the statistics that it is rounded by."""
+        scheme = self.layers[index]
+        return scheme, self.importance if by_importance(scheme) else None
+
+
+_Form = tuple[LayerScheme, Importance | None]
+
+
+def by_importance(scheme: LayerScheme) -> bool:
+    """Whether statistics of its inputs decide how a layer is rounded, or its keys."""
+    weighs = scheme.bits < FULL_BITS and scheme.rounding == WEIGHTED
+    return weighs or scheme.kv_bits < FULL_BITS
 
 
 def evaluate(
@@ -71,9 +91,12 @@ def evaluate(
             )
     token_ids = torch.from_numpy(windows.token_ids)
     represented: dict[tuple[int, LayerScheme], frozenset[str]] = {}
+    unknown = any(by_importance(each) and not s.importance for s in subjects for each in s.layers)
+    random_inputs = RandomInputs(stream) if unknown and not stream.is_quantized else None
     branches = _embedded(stream, token_ids, subjects)
     for index in range(stream.layers):
-        branches = list(_through(stream, index, branches, subjects, represented))
+        measured = random_inputs.measure(index) if random_inputs is not None else None
+        branches = list(_through(stream, index, branches, subjects, represented, measured))
         if progress is not None:
             progress(index + 1, stream.layers)
     outlets = _outlets(stream, branches, subjects)
@@ -110,19 +133,24 @@ def _through(
     branches: Sequence[_Branch],
     subjects: Sequence[Subject],
     represented: dict[tuple[int, LayerScheme], frozenset[str]],
+    measured: LayerImportance | None,
 ) -> Iterator[_Branch]:
-    """The branches after layer `index`, which is loaded once in every form that one asks for."""
-    wanted: dict[LayerScheme, list[tuple[_Branch, tuple[int, ...]]]] = {}
+    """The branches after layer `index`, which is loaded once in every form that one asks for.
+
+    `measured`: the layer's statistics for subjects that have none.
+    """
+    wanted: dict[_Form, list[tuple[_Branch, tuple[int, ...]]]] = {}
     uses: dict[int, int] = {}
     for branch in branches:
-        parts: dict[LayerScheme, list[int]] = {}
+        parts: dict[_Form, list[int]] = {}
         for member in branch.members:
-            parts.setdefault(subjects[member].layers[index], []).append(member)
+            parts.setdefault(subjects[member].form(index), []).append(member)
         uses[id(branch)] = len(parts)
-        for scheme, alike in parts.items():
-            wanted.setdefault(scheme, []).append((branch, tuple(alike)))
-    for scheme, parts_of in wanted.items():
-        layer = stream.layer(index, parts_of[0][0].hidden, scheme)
+        for form, alike in parts.items():
+            wanted.setdefault(form, []).append((branch, tuple(alike)))
+    for (scheme, importance), parts_of in wanted.items():
+        statistics = measured if importance is None else importance.layers[index]
+        layer = stream.layer(index, parts_of[0][0].hidden, scheme, statistics)
         represented[index, scheme] = layer.represented
         for branch, members in parts_of:
             uses[id(branch)] -= 1
