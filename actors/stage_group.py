@@ -34,7 +34,6 @@ from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL
 from planner.model.finding import model_shape
-from planner.plan.importance import needs_importance
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions
 from quant.cache.settings import NO_CACHE, CacheSettings
@@ -145,7 +144,7 @@ class StageGroup:
         self._reservation = Reservation(placements, timeouts.placement_s)
         for stage in self.stages:
             stage.start()
-        if needs_importance(self._plan, model_shape(self._checkpoint).stored is not None):
+        if self._plan.needs_importance(model_shape(self._checkpoint).stored is not None):
             self._hand_out_importance(timeouts.load_s)
         self._repair.load_and_link(timeouts.load_s)
 

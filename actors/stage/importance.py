@@ -6,7 +6,7 @@ stage takes the hidden states that the stage before has computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ def random_token_ids(config: PretrainedConfig) -> Tensor:
     special: set[int] = set()
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         given = getattr(config, name, None)
-        special |= set(given) if isinstance(given, list) else {given} - {None}
+        special |= {given} if isinstance(given, int) else set(given or ())
     usual = torch.tensor([i for i in range(config.vocab_size) if i not in special])
     tokens = min(RANDOM_TOKENS, getattr(config, "max_position_embeddings", None) or RANDOM_TOKENS)
     draws = torch.Generator().manual_seed(_SEED)
@@ -47,7 +47,11 @@ def random_token_ids(config: PretrainedConfig) -> Tensor:
 
 
 def measure_stage(
-    spec: StageSpec, checkpoint: Path, device: torch.device, processor: Processor, hidden: Tensor | None
+    spec: StageSpec,
+    checkpoint: Path,
+    device: torch.device,
+    processor: Processor,
+    hidden: Tensor | None,
 ) -> tuple[Tensor, list[LayerImportance]]:
     """Hidden states after the stage's layers, on the host, and the importance of each of them.
 
@@ -55,18 +59,31 @@ def measure_stage(
     Layers that are quantized already are computed as they are stored. CheckpointError for unusable
     weights and for values that are not finite.
     """
+    compute = Compute(device, getattr(torch, spec.dtype), processor)
+    schemes = [LayerScheme(bits, spec.backends.get(bits)) for bits in spec.bitwidths]
+    return measure_layers(checkpoint, compute, spec.layers, schemes, hidden)
+
+
+def measure_layers(
+    checkpoint: Path,
+    compute: Compute,
+    layers: range,
+    schemes: Sequence[LayerScheme],
+    hidden: Tensor | None = None,
+) -> tuple[Tensor, list[LayerImportance]]:
+    """As `measure_stage`, for any `layers`; `schemes`, one a layer, are those of a checkpoint that
+    is quantized already, and count for no other.
+    """
     stored = Checkpoint(checkpoint).gptq is not None
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    stream = LayerStream(
-        checkpoint, Compute(device, dtype if stored else _fast_dtype(dtype, processor), processor)
-    )
+    dtype = compute.dtype
+    own = compute if stored else compute.in_type(_fast_dtype(dtype, compute.processor))
+    stream = LayerStream(checkpoint, own)
     if hidden is None:
         hidden = stream.embed(random_token_ids(stream.config), dtype)
-    hidden = hidden.to(stream.compute.dtype)
+    hidden = hidden.to(own.dtype)
     found = []
-    for index, bits in zip(spec.layers, spec.bitwidths, strict=True):
-        scheme = LayerScheme(bits, spec.backends.get(bits)) if stored else None
-        layer = stream.layer(index, hidden, scheme)
+    for index, scheme in zip(layers, schemes, strict=True):
+        layer = stream.layer(index, hidden, scheme if stored else None)
         found.append(measure_layer(layer))
         del layer  # before the next one is loaded
     return hidden, found

@@ -98,11 +98,6 @@ class LayerStream:
         return model
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether the checkpoint holds quantized weights, which nothing here rounds again."""
-        return self._checkpoint.gptq is not None
-
-    @property
     def layers_name(self) -> str:
         """Full name of the list of decoder layers, such as `model.layers`."""
         return self._prefix
@@ -275,15 +270,11 @@ class StreamedLayer:
 class _WatchedCache(KVCache):
     """A cache that shows `on_keys` what it is given."""
 
-    def __init__(
-        self, layers: range, shape: CacheShape, form: CacheForm, on_keys: OnKeys
-    ) -> None:
+    def __init__(self, layers: range, shape: CacheShape, form: CacheForm, on_keys: OnKeys) -> None:
         super().__init__(layers, shape, form)
         self._on_keys = on_keys
 
-    def append(
-        self, layer: int, where: Any, key: Tensor, value: Tensor
-    ) -> tuple[Stored, Stored]:
+    def append(self, layer: int, where: Any, key: Tensor, value: Tensor) -> tuple[Stored, Stored]:
         self._on_keys(key)
         return super().append(layer, where, key, value)
 

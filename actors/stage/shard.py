@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.spec import StageSpec
+from actors.stage.transformers_config import read_config
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
 from quant.importance.statistics import LayerImportance
@@ -22,7 +23,6 @@ from quant.scheme import WEIGHTED, Processor
 
 
 def load_shard(
-    config: PretrainedConfig,
     spec: StageSpec,
     checkpoint: Checkpoint,
     device: torch.device,
@@ -35,6 +35,7 @@ def load_shard(
     The parts of other stages are pass-throughs. `importance`: one a layer, by which weights are
     rounded where `spec.rounding` is weighted.
     """
+    config = read_config(checkpoint.folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
     model = empty_model(config)

@@ -59,7 +59,7 @@ class Stage:
         config = read_config(checkpoint)
         self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
         self._model = load_shard(
-            config, spec, Checkpoint(checkpoint), device, processor, self._shards, importance
+            spec, Checkpoint(checkpoint), device, processor, self._shards, importance
         )
         form = CacheForm(self.dtype, device, spec.kv_bits)
         shape = CacheShape(spec.kv_tokens, *kv_shape(config))

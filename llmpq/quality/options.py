@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quant.common.errors import SpecError
 from quant.scheme import BITWIDTHS, FULL_BITS, ROUNDINGS
@@ -12,6 +13,9 @@ SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
 
 AUTO = "auto"
+
+KEPT_OPTIONS = ("importance", "cache_dir")
+"""Options of an evaluation that say what weights are rounded by."""
 
 ERROR = "error"
 METHODS = ("variance", ERROR, "hessian", "random")
@@ -24,13 +28,17 @@ class EvaluationOptions:
 
     `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
     `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
-    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU).
+    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU). `importance`: file of
+    `llmpq-indicator` that weights are rounded by; None: the plan's, or else as stages measure it,
+    kept in `cache_dir` (None: the user's) for them and for later evaluations.
     """
 
     sequence_length: int | None = None
     max_tokens: int | None = None
     device: str = AUTO
     dtype: str = AUTO
+    importance: str | Path | None = None
+    cache_dir: str | Path | None = None
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
-from llmpq.quality.random_inputs import RandomInputs
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
 from quant.importance.file import Importance
-from quant.importance.statistics import LayerImportance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import FULL_BITS, WEIGHTED
+from quant.scheme import FULL_BITS
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, twice that for their logarithms, and twice that for
@@ -42,8 +40,8 @@ _MOST_NATS = 700.0
 class Subject:
     """A form for each decoder layer, and the types of embedding and head.
 
-    Types are None where they are those of the whole computation. `importance`: the statistics by
-    which weights are rounded, None where random ids tell them, as they do a stage without a file.
+    Types are None where they are those of the whole computation. `importance`: what weights are
+    rounded by.
     """
 
     name: str
@@ -51,20 +49,6 @@ class Subject:
     embedding_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
     importance: Importance | None = None
-
-    def form(self, index: int) -> _Form:
-        """The form of layer `index`, and the statistics that it is rounded by."""
-        scheme = self.layers[index]
-        return scheme, self.importance if by_importance(scheme) else None
-
-
-_Form = tuple[LayerScheme, Importance | None]
-
-
-def by_importance(scheme: LayerScheme) -> bool:
-    """Whether statistics of its inputs decide how a layer is rounded, or its keys."""
-    weighs = scheme.bits < FULL_BITS and scheme.rounding == WEIGHTED
-    return weighs or scheme.kv_bits < FULL_BITS
 
 
 def evaluate(
@@ -91,12 +75,9 @@ def evaluate(
             )
     token_ids = torch.from_numpy(windows.token_ids)
     represented: dict[tuple[int, LayerScheme], frozenset[str]] = {}
-    unknown = any(by_importance(each) and not s.importance for s in subjects for each in s.layers)
-    random_inputs = RandomInputs(stream) if unknown and not stream.is_quantized else None
     branches = _embedded(stream, token_ids, subjects)
     for index in range(stream.layers):
-        measured = random_inputs.measure(index) if random_inputs is not None else None
-        branches = list(_through(stream, index, branches, subjects, represented, measured))
+        branches = list(_through(stream, index, branches, subjects, represented))
         if progress is not None:
             progress(index + 1, stream.layers)
     outlets = _outlets(stream, branches, subjects)
@@ -107,6 +88,10 @@ def evaluate(
             apart = divergence if member else None
             results[member] = _result(subjects[member], windows, nll, apart, represented)
     return [results[member] for member in range(len(subjects))]
+
+
+_Form = tuple[LayerScheme, str | None]
+"""The form of a layer, and the fingerprint of the importance that it is rounded by."""
 
 
 @dataclass
@@ -133,24 +118,22 @@ def _through(
     branches: Sequence[_Branch],
     subjects: Sequence[Subject],
     represented: dict[tuple[int, LayerScheme], frozenset[str]],
-    measured: LayerImportance | None,
 ) -> Iterator[_Branch]:
-    """The branches after layer `index`, which is loaded once in every form that one asks for.
-
-    `measured`: the layer's statistics for subjects that have none.
-    """
+    """The branches after layer `index`, which is loaded once in every form that one asks for."""
     wanted: dict[_Form, list[tuple[_Branch, tuple[int, ...]]]] = {}
     uses: dict[int, int] = {}
     for branch in branches:
         parts: dict[_Form, list[int]] = {}
         for member in branch.members:
-            parts.setdefault(subjects[member].form(index), []).append(member)
+            form = _form(subjects[member], index)
+            parts.setdefault(form, []).append(member)
         uses[id(branch)] = len(parts)
         for form, alike in parts.items():
             wanted.setdefault(form, []).append((branch, tuple(alike)))
-    for (scheme, importance), parts_of in wanted.items():
-        statistics = measured if importance is None else importance.layers[index]
-        layer = stream.layer(index, parts_of[0][0].hidden, scheme, statistics)
+    for (scheme, fingerprint), parts_of in wanted.items():
+        importance = subjects[parts_of[0][1][0]].importance
+        own = importance.layers[index] if importance and fingerprint else None
+        layer = stream.layer(index, parts_of[0][0].hidden, scheme, own)
         represented[index, scheme] = layer.represented
         for branch, members in parts_of:
             uses[id(branch)] -= 1
@@ -158,6 +141,13 @@ def _through(
             layer.hidden = branch.hidden if is_last_use else branch.hidden.clone()
             layer.advance()
             yield _Branch(layer.hidden, members)
+
+
+def _form(subject: Subject, index: int) -> _Form:
+    """The form of layer `index`; what is not rounded is alike by any importance."""
+    scheme, importance = subject.layers[index], subject.importance
+    is_plain = scheme.bits == FULL_BITS and scheme.kv_bits == FULL_BITS
+    return scheme, None if is_plain or importance is None else importance.fingerprint
 
 
 @dataclass

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmpq.quality.indicator import TokenIds
@@ -14,6 +17,7 @@ from llmpq.quality.text_windows import Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
+from quant.importance.file import Importance
 from quant.importance.statistics import InputStatistics
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
@@ -45,55 +49,62 @@ def stored_here(rounding: str, compute: Compute) -> Stored:
     return stored
 
 
-def divergence_alone(
-    folder: Path,
-    token_ids: TokenIds,
-    bitwidths: tuple[int, ...],
-    rounding: str,
-    compute: Compute,
-    progress: ReportProgress | None = None,
-) -> Matrix:
-    """Divergence `[layers, K]` in nats a token of the model with one layer alone at a bitwidth.
+@dataclass(frozen=True)
+class Alone:
+    """A model in `folder` with one layer alone quantized, at 16 bit otherwise.
 
-    Measured with this machine's kernels at the lowest of the ascending `bitwidths` and at
-    `MEASURED_ALONE`, on the first of `token_ids` `[sequences, length]` up to `ALONE_TOKENS`; NaN at
-    others, 0 at 16 bit. `progress` counts layers over all passes. Raises as `evaluate`.
+    `token_ids` `[sequences, length]`, of which the first `ALONE_TOKENS` are used; `bitwidths`
+    ascend; `like` has the type to compute in and the rounding, by `importance`.
     """
-    length = token_ids.shape[1]
-    some = token_ids[: max(1, ALONE_TOKENS // length)]
-    windows = Windows(some, np.full(len(some), length))
-    shape = model_shape(str(folder))
-    found = np.full((shape.layers, len(bitwidths)), np.nan)
-    found[:, [bits == FULL_BITS for bits in bitwidths]] = 0.0
-    columns = [
-        k for k, b in enumerate(bitwidths) if b < FULL_BITS and (not k or b == MEASURED_ALONE)
-    ]
-    wanted = [(layer, column) for column in columns for layer in range(shape.layers)]
-    at_once = max(1, _HIDDEN_BYTES // (some.size * shape.hidden_size * compute.dtype.itemsize))
-    passes = -(-len(wanted) // at_once)
-    for number in range(passes):
-        part = wanted[number * at_once : (number + 1) * at_once]
-        subjects = [_alone(shape.layers, -1, FULL_BITS, rounding, compute)]
-        subjects += [
-            _alone(shape.layers, layer, bitwidths[column], rounding, compute)
-            for layer, column in part
-        ]
-        before = number * shape.layers
 
-        def report(done: int, layers: int, before: int = before) -> None:
+    folder: Path
+    token_ids: TokenIds
+    bitwidths: tuple[int, ...]
+    like: LayerScheme
+    importance: Importance
+
+    def divergence(self, device: torch.device, progress: ReportProgress | None = None) -> Matrix:
+        """The divergence in nats a token by layer and bitwidth, `[layers, K]`.
+
+        Measured with this machine's kernels at the lowest of the bitwidths and at `MEASURED_ALONE`;
+        NaN at others, 0 at 16 bit. `progress` counts layers over all passes. Raises as `evaluate`.
+        """
+        shape, length = model_shape(str(self.folder)), self.token_ids.shape[1]
+        some = self.token_ids[: max(1, ALONE_TOKENS // length)]
+        windows = Windows(some, np.full(len(some), length))
+        found = np.full((shape.layers, len(self.bitwidths)), np.nan)
+        found[:, [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
+        wanted = [(layer, column) for column in self._columns() for layer in range(shape.layers)]
+        itemsize = (self.like.dtype or torch.float32).itemsize
+        at_once = max(1, _HIDDEN_BYTES // (some.size * shape.hidden_size * itemsize))
+        passes = list(range(0, len(wanted), at_once))
+        for number, first in enumerate(passes):
+            part = wanted[first : first + at_once]
+            subjects = [self._subject(shape.layers, None, FULL_BITS)]
+            subjects += [self._subject(shape.layers, i, self.bitwidths[k]) for i, k in part]
+            report = None
             if progress is not None:
-                progress(before + done, passes * layers)
+                report = partial(_report, progress, number, len(passes))
+            _, *results = evaluate(self.folder, windows, subjects, device, report)
+            for (layer, column), result in zip(part, results, strict=True):
+                found[layer, column] = max(0.0, result.divergence or 0.0)
+        return found
 
-        _, *results = evaluate(folder, windows, subjects, compute.device, report)
-        for (layer, column), result in zip(part, results, strict=True):
-            found[layer, column] = max(0.0, result.divergence or 0.0)
-    return found
+    def _columns(self) -> list[int]:
+        """Columns of the bitwidths that are measured."""
+        lowest = min(self.bitwidths)
+        return [
+            column
+            for column, bits in enumerate(self.bitwidths)
+            if bits < FULL_BITS and bits in (lowest, MEASURED_ALONE)
+        ]
+
+    def _subject(self, layers: int, which: int | None, bits: int) -> Subject:
+        """The model with layer `which` at `bits`."""
+        own = replace(self.like, bits=bits)
+        schemes = tuple(own if layer == which else self.like for layer in range(layers))
+        return Subject(f"layer {which}", schemes, own.dtype, own.dtype, self.importance)
 
 
-def _alone(layers: int, which: int, bits: int, rounding: str, compute: Compute) -> Subject:
-    """The model at 16 bit but for layer `which`."""
-    schemes = [
-        LayerScheme(bits if layer == which else FULL_BITS, dtype=compute.dtype, rounding=rounding)
-        for layer in range(layers)
-    ]
-    return Subject(f"layer {which}", tuple(schemes), compute.dtype, compute.dtype)
+def _report(progress: ReportProgress, number: int, passes: int, done: int, layers: int) -> None:
+    progress(number * layers + done, passes * layers)

@@ -1,18 +1,19 @@
-"""Whether a plan's stages need the importance of their layers, and the file that it was made with.
-"""
+"""The importance that a plan's weights are rounded by, where it was measured before."""
 
 from __future__ import annotations
 
-from planner.plan.spec import PlanSpec
-from quant.scheme import FULL_BITS, WEIGHTED
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from planner.plan.field_types import STRICT
+from quant.importance.header import FINGERPRINT_HEX
 
 
-def needs_importance(plan: PlanSpec, stored: bool) -> bool:
-    """Whether something is rounded by importance: weights, or keys at 8 bit.
+@dataclass(frozen=True, config=STRICT)
+class PlannedImportance:
+    """The `fingerprint` of the numbers, and the `file` that held them when the plan was made."""
 
-    `stored`: the checkpoint is quantized already, so that no weight is rounded.
-    """
-    if plan.stand_in is not None:  # a small model at 16 bit computes
-        return False
-    rounds = any(bits != FULL_BITS for stage in plan.stages for bits in stage.bitwidths)
-    return plan.kv_bits != FULL_BITS or (rounds and not stored and plan.rounding == WEIGHTED)
+    fingerprint: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{FINGERPRINT_HEX}}}$")]
+    file: Annotated[str, Field(min_length=1)]

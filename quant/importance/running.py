@@ -54,7 +54,9 @@ class LinearInputs:
     def watching(self, linears: Mapping[str, nn.Module]) -> Iterator[None]:
         """Look at what `linears` get."""
         handles = [
-            linear.register_forward_pre_hook(lambda _, inputs, name=name: self._see(name, inputs[0]))
+            linear.register_forward_pre_hook(
+                lambda _, inputs, name=name: self._see(name, inputs[0])
+            )
             for name, linear in linears.items()
         ]
         try:
