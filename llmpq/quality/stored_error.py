@@ -63,18 +63,28 @@ class Alone:
     like: LayerScheme
     importance: Importance
 
-    def divergence(self, device: torch.device, progress: ReportProgress | None = None) -> Matrix:
+    def divergence(
+        self,
+        device: torch.device,
+        progress: ReportProgress | None = None,
+        every_bitwidth: bool = False,
+    ) -> Matrix:
         """The divergence in nats a token by layer and bitwidth, `[layers, K]`.
 
-        Measured with this machine's kernels at the lowest of the bitwidths and at `MEASURED_ALONE`;
-        NaN at others, 0 at 16 bit. `progress` counts layers over all passes. Raises as `evaluate`.
+        Measured with this machine's kernels at the lowest of the bitwidths and at `MEASURED_ALONE`,
+        or at `every_bitwidth`; NaN at others, 0 at 16 bit. `progress` counts layers over all
+        passes. Raises as `evaluate`.
         """
         shape, length = model_shape(str(self.folder)), self.token_ids.shape[1]
         some = self.token_ids[: max(1, ALONE_TOKENS // length)]
         windows = Windows(some, np.full(len(some), length))
         found = np.full((shape.layers, len(self.bitwidths)), np.nan)
         found[:, [bits == FULL_BITS for bits in self.bitwidths]] = 0.0
-        wanted = [(layer, column) for column in self._columns() for layer in range(shape.layers)]
+        wanted = [
+            (layer, column)
+            for column in self._columns(every_bitwidth)
+            for layer in range(shape.layers)
+        ]
         itemsize = (self.like.dtype or torch.float32).itemsize
         at_once = max(1, _HIDDEN_BYTES // (some.size * shape.hidden_size * itemsize))
         passes = list(range(0, len(wanted), at_once))
@@ -90,13 +100,13 @@ class Alone:
                 found[layer, column] = max(0.0, result.divergence or 0.0)
         return found
 
-    def _columns(self) -> list[int]:
+    def _columns(self, every: bool) -> list[int]:
         """Columns of the bitwidths that are measured."""
         lowest = min(self.bitwidths)
         return [
             column
             for column, bits in enumerate(self.bitwidths)
-            if bits < FULL_BITS and bits in (lowest, MEASURED_ALONE)
+            if bits < FULL_BITS and (every or bits in (lowest, MEASURED_ALONE))
         ]
 
     def _subject(self, layers: int, which: int | None, bits: int) -> Subject:

@@ -330,6 +330,9 @@ def test_command_prints_a_table_and_writes_json(
     assert [entry["bitwidths"] for entry in found[1:]] == [[16] * 5, [4] * 5, [3, 3, 4, 16, 16]]
     for part in ("125 tokens", "6 windows", "3x2 4x1 16x2", f"{found[3]['perplexity']:.3f}"):
         assert part in printed
+    assert found[0]["divergence"] is None
+    assert 0 < found[3]["divergence_error"] < found[3]["divergence"]
+    assert f"{found[3]['divergence']:.5f}" in printed
 
 
 def test_text_from_standard_input_by_the_models_tokenizer(
