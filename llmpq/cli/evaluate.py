@@ -1,4 +1,4 @@
-"""`llmpq-eval`: perplexity of plans or of bitwidths on a text, and their KL from the first one."""
+"""`llmpq-eval`: perplexity of plans or bitwidths on a text, and their KL from 16 bit."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _table(results: Sequence[Perplexity]) -> Table:
             "" if is_first else f"{above:+.3f}",
             "" if is_first else _error(above_error),
             "" if result.divergence is None else f"{result.divergence:.5f}",
-            "" if is_first else _error(result.divergence_error, 5),
+            "" if result.divergence is None else _error(result.divergence_error, 5),
             ", ".join(result.dtypes),
         )
     return table

@@ -17,9 +17,9 @@ class Perplexity:
 
     `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
     has `window_tokens`. `window_divergence`: summed Kullback-Leibler divergence (nats) of the same
-    predictions from those of the subject that was measured first, None for itself. `dtypes`
-    computed; `represented` names kernel backends that do not run here and the layers in which plain
-    products with their rounded weights stood for them.
+    predictions from the reference's (`llmpq.quality.scoring`), None for itself. `dtypes` computed;
+    `represented` names kernel backends that do not run here and the layers in which plain products
+    with their rounded weights stood for them.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Perplexity:
 
     @property
     def divergence(self) -> float | None:
-        """Mean divergence from the first subject's predictions, sum p log(p / q), in nats a token.
+        """Mean divergence from the reference's predictions, sum p log(p / q), in nats a token.
 
-        It is not negative and does not depend on which tokens really came. None for that subject.
+        It is not negative and does not depend on which tokens really came. None for the reference.
         """
         if self.window_divergence is None:
             return None

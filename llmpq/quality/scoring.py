@@ -3,9 +3,10 @@
 Windows do not overlap, and the first token of each is not scored, as nothing precedes it. Several
 subjects are measured in one pass over the layers: each form of a layer is loaded once, and subjects
 share hidden states as far as their first layers agree. Predictions are compared with those of the
-first subject, by their Kullback-Leibler divergence, while its logits of the same tokens are at
-hand: none are kept or computed twice. Memory: one layer (or embedding or head); hidden states of
-all tokens for every subject that differs, in host memory; logits of `_LOGITS_AT_ONCE` elements.
+reference (the first subject at 16 bit, else the first), by their Kullback-Leibler divergence, while
+its logits of the same tokens are at hand: none are kept or computed twice. Memory: one layer (or
+embedding or head); hidden states of all tokens for every subject that differs, in host memory;
+logits of `_LOGITS_AT_ONCE` elements.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from quant.scheme import FULL_BITS
 
 _LOGITS_AT_ONCE = 1 << 24
 """Logits worked on at once: 64 MB in float32, twice that for their logarithms, and twice that for
-the probabilities of the first subject."""
+the probabilities of the reference."""
 
 _MOST_NATS = 700.0
 """A mean beyond it has no perplexity in float64; an even guess over 2^32 tokens costs 22."""
@@ -58,7 +59,7 @@ def evaluate(
     device: torch.device,
     progress: ReportProgress | None = None,
 ) -> list[Perplexity]:
-    """Perplexity of every subject, in their order, with the divergence from the first one.
+    """Perplexity of every subject, in their order, and its divergence from the reference.
 
     Raises `CheckpointError` for unusable weights, `SpecError` for subjects of another number of
     layers, ids beyond the vocabulary, windows beyond the model's positions, and logits that are
@@ -80,12 +81,14 @@ def evaluate(
         branches = list(_through(stream, index, branches, subjects, represented))
         if progress is not None:
             progress(index + 1, stream.layers)
+    reference = _reference(subjects)
     outlets = _outlets(stream, branches, subjects)
+    outlets.sort(key=lambda outlet: reference not in outlet.members)
     nats = _window_nats(stream, outlets, windows)
     results: dict[int, Perplexity] = {}
     for outlet, (nll, divergence) in zip(outlets, nats, strict=True):
         for member in outlet.members:
-            apart = divergence if member else None
+            apart = None if member == reference else divergence
             results[member] = _result(subjects[member], windows, nll, apart, represented)
     return [results[member] for member in range(len(subjects))]
 
@@ -150,6 +153,16 @@ def _form(subject: Subject, index: int) -> _Form:
     return scheme, None if is_plain or importance is None else importance.fingerprint
 
 
+def _reference(subjects: Sequence[Subject]) -> int:
+    """The first subject with all layers at 16 bit; the first one where there is none."""
+    full = [
+        number
+        for number, subject in enumerate(subjects)
+        if all(scheme.bits == scheme.kv_bits == FULL_BITS for scheme in subject.layers)
+    ]
+    return min(full, default=0)
+
+
 @dataclass
 class _Outlet:
     """Hidden states after the last layer, with the head that they go through."""
@@ -162,7 +175,7 @@ class _Outlet:
 def _outlets(
     stream: LayerStream, branches: Sequence[_Branch], subjects: Sequence[Subject]
 ) -> list[_Outlet]:
-    """Every branch with each head that its subjects ask for; that of the first subject is first."""
+    """Every branch with each head that its subjects ask for."""
     tails: dict[torch.dtype | None, Tail] = {}
     found = []
     for branch in branches:
@@ -173,7 +186,7 @@ def _outlets(
             if dtype not in tails:
                 tails[dtype] = stream.tail(dtype)
             found.append(_Outlet(branch.hidden, tails[dtype], tuple(members)))
-    return sorted(found, key=lambda outlet: min(outlet.members))
+    return found
 
 
 Nats = npt.NDArray[np.float64]

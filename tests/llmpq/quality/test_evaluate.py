@@ -106,6 +106,11 @@ def test_subjects_measured_together_are_as_measured_alone(tiny: tuple[Path, Any]
     assert together[1:] == pairs
     assert together[0].divergence is None
     assert together[-1].divergence == 0.0
+    low, full, _ = measure(tiny[0], windows, (4, 4, 3, 3, 3), (16,), MIXED_BITS)
+    assert (low.divergence, full.divergence) == (together[2].divergence, None)
+    lower, low = measure(tiny[0], windows, (3,), (4, 4, 3, 3, 3))  # the first, as none is at 16 bit
+    assert lower.divergence is None
+    assert low.divergence is not None
 
 
 def log_probabilities(model: Any, windows: Windows) -> list[torch.Tensor]:
@@ -330,7 +335,8 @@ def test_command_prints_a_table_and_writes_json(
     assert [entry["bitwidths"] for entry in found[1:]] == [[16] * 5, [4] * 5, [3, 3, 4, 16, 16]]
     for part in ("125 tokens", "6 windows", "3x2 4x1 16x2", f"{found[3]['perplexity']:.3f}"):
         assert part in printed
-    assert found[0]["divergence"] is None
+    assert found[0]["divergence"] is None  # the plan is at 16 bit
+    assert found[1]["divergence"] == pytest.approx(0, abs=1e-6)
     assert 0 < found[3]["divergence_error"] < found[3]["divergence"]
     assert f"{found[3]['divergence']:.5f}" in printed
 
