@@ -196,7 +196,7 @@ def promise() -> Iterator[str]:
     importance = importance_of(MODEL, model_shape(str(MODEL)))
     wanted = {
         f"variance, one S_W a {scales}": IndicatorOptions(
-            form=VarianceForm(scales=scales), dtype="float32"
+            method="variance", form=VarianceForm(scales=scales), dtype="float32"
         )
         for scales in ("tensor", "group")
     } | {"error": IndicatorOptions(method="error", dtype="float32")}

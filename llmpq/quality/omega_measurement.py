@@ -53,6 +53,11 @@ def measure_omega(
     """
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
+    if options.method == ERROR and shape.stored is not None:
+        raise SpecError(
+            f"{folder} is quantized already, so that no rounding of ours is left to measure; give "
+            "the 16-bit checkpoint, or another --method"
+        )
     if options.needs_text:
         device = device_of(options.device)  # refused before the text is tokenized
         compute = compute_on(device, compute_dtype(options.dtype, device))

@@ -53,7 +53,7 @@ class IndicatorOptions:
     `dtype`: the type to compute in.
     """
 
-    method: str = "variance"
+    method: str = ERROR
     form: VarianceForm = VarianceForm()  # noqa: RUF009  (frozen)
     rounding: str = ROUNDINGS[0]
     bits: tuple[int, ...] = BITWIDTHS

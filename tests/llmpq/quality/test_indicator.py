@@ -182,7 +182,7 @@ def test_command_writes_what_the_planner_takes(
     omega = tmp_path / "omega.json"
     arguments = ["--model", model, "--calibration", text, "-o", omega, "--sequence-length", 16]
     assert run(*arguments, "--perplexity", held_out, "--bits", 3, 4, 8, "--rounding", "stochastic",
-               "--sequences", 5) == 0  # fmt: skip
+               "--sequences", 5, "--method", "variance") == 0  # fmt: skip
     content = json.loads(omega.read_text())
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
     sample = Calibration.sample(windows, 5, seed=0)
@@ -220,7 +220,7 @@ def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, CONFIGS["llama"])
     text = text_file(tmp_path / "text.jsonl", 130, 1)
     omega = tmp_path / "omega.json"
-    assert run("--model", tmp_path, "--method", "error", "--calibration", text, "-o", omega,
+    assert run("--model", tmp_path, "--calibration", text, "-o", omega,
                "--sequence-length", 16, "--sequences", 5) == 0  # fmt: skip
     content = json.loads(omega.read_text())
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
@@ -341,7 +341,10 @@ def test_bad_input_of_the_command(
         ([*complete, "-o", tmp_path / "no" / "omega.json"], "name a file in a folder that exists"),
         ([*complete, "--sequences", 0], "sequences is 0"),
         ([*complete, "--seed", -1], "seed -1"),
-        ([*complete, "--rounding", "weighted"], "one of nearest, stochastic"),
+        (
+            [*complete, "--method", "variance", "--rounding", "weighted"],
+            "one of nearest, stochastic",
+        ),
         ([*complete, "--calibration", long, "--sequence_length", 200], "128 positions"),
         ([*complete, "--device", "tpu"], "not one of auto, cpu, cuda"),
         ([*complete, "--dtype", "int4"], "compute type 'int4'"),
