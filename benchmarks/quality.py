@@ -1,13 +1,15 @@
-"""Perplexity of the demo model: by bitwidth, and by what chose the bits of equally large plans.
+"""Perplexity and KL divergence of a model: by bitwidth, and by what chose bits at equal memory.
 
-    python -m benchmarks.quality [--quick] [--seeds 24] [--json FILE]
+    python -m benchmarks.quality [--quick] [--seeds 24] [--rounding weighted] [--json FILE]
+    python -m benchmarks.quality --model FOLDER --text HELD_OUT --calibration TEXT --tokens 8192
 
 Bits per layer minimise the summed sensitivity within a budget of bytes (kernel rules, linears of
-the decoder layers), solved exactly by the planner. Indicators see calibration text alone, and the
-perplexity is that of held-out topics; both come from the documentation in this CPython
-(`examples/demo_text.py`), the calibration text from what the model was trained on. Weights are
-rounded, activations are not. `sizes` is the planner's default without a measurement; `random` the
-mean over seeds with its 95 % interval.
+the decoder layers), solved exactly by the planner. Indicators see calibration text alone. Without
+--model it is the demo model; its perplexity is that of held-out topics, and both texts come from
+the documentation in this CPython (`examples/demo_text.py`). Weights are rounded, activations are
+not. `sizes` is the planner's default without a measurement, `alone` the divergence measured with
+each layer alone at each bitwidth; `random` the mean over seeds with its 95 % interval. Divergences
+are from the predictions at 16 bit, and differences are paired over windows, with 1 standard error.
 """
 
 from __future__ import annotations
@@ -15,35 +17,45 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import platform
 import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics as PYDOC_TOPICS
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.stats import t as student
 
+from actors.stage.importance import SEEN, measure_layers
 from actors.stage.layer_stream import compute_on
-from benchmarks.divergence import Divergence
 from benchmarks.machine import processor_name
+from benchmarks.quality_tables import (
+    Bits,
+    Row,
+    print_choices,
+    print_goals,
+    print_pairs,
+    print_rows,
+)
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text_windows import Windows, token_windows
+from llmpq.quality.stored_error import Alone, stored_here
+from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import ModelShape, model_shape
 from planner.optimiser.solve import AssignmentProblem, solve
 from planner.quality.sensitivity import default_sensitivity
 from quant.backends.selection import fallback_rule
+from quant.importance.file import Importance
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import BITWIDTHS
+from quant.processor import local_processor
+from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED
+from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -64,25 +76,39 @@ SEQUENCE_LENGTH = 512
 CALIBRATION_SEQUENCES = 32
 AT_ONCE = 24  # subjects of one pass: their hidden states fit in 200 MB
 W8A8 = "onednn_w8a8"  # needs a CPU with VNNI; others round the weights alone
-UNRESOLVED = 0.8  # share from which 8 bit and 16 bit differ by less than the text can tell
 SEEDS, QUICK_SEEDS = 24, 5
 QUICK_TOKENS = 4096
-
-Bits = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, its layers' bytes at each bitwidth, and the text to measure on."""
+    """A model, how it is rounded, a layer's bytes at each bitwidth, and the text to measure on."""
 
+    model: Path
     shape: ModelShape
     layer_bytes: npt.NDArray[np.float64]  # [K]
     held_out: Windows
+    rounding: str
+    importance: Importance | None
+
+    def subject(self, bits: Bits) -> Subject:
+        """Every layer by the backend that rounds weights alone."""
+        return weight_only(bits, self.rounding, self.importance)
+
+    @property
+    def full(self) -> Bits:
+        """All layers at 16 bit."""
+        return (16,) * self.shape.layers
 
     def budget(self, share: float) -> float:
         """Bytes of all layers' linears at `share` of the way from all-3 to all-16 bit."""
         least, most = self.layer_bytes[0], self.layer_bytes[-1]
         return float(self.shape.layers * (least + share * (most - least)))
+
+    def best_uniform(self, budget_bytes: float) -> Bits:
+        """The highest bitwidth that fits for all layers."""
+        uniform = [(bits,) * self.shape.layers for bits in BITWIDTHS]
+        return [bits for bits in uniform if self.bytes_of(bits) <= 1.0001 * budget_bytes][-1]
 
     def bytes_of(self, bits: Bits) -> float:
         """Bytes of the layers' linears at these bitwidths."""
@@ -98,18 +124,33 @@ class Measured:
 
     def measure(self, wanted: Iterable[Bits]) -> None:
         """Fill in what is not known, many at a time; those that begin alike share their work."""
-        missing = sorted(set(wanted) - self.known.keys())
+        full = self.setting.full
+        missing = sorted(set(wanted) - self.known.keys() - {full})
         for first in range(0, len(missing), AT_ONCE):
-            part = missing[first : first + AT_ONCE]
-            subjects = [weight_only(bits) for bits in part]
-            found = evaluate(MODEL, self.setting.held_out, subjects, CPU)
+            part = [full, *missing[first : first + AT_ONCE]]
+            subjects = [self.setting.subject(bits) for bits in part]
+            found = evaluate(self.setting.model, self.setting.held_out, subjects, CPU)
             self.known |= dict(zip(part, found, strict=True))
 
 
-def weight_only(bits: Bits) -> Subject:
+def weight_only(
+    bits: Bits, rounding: str = "nearest", importance: Importance | None = None
+) -> Subject:
     """Every layer by the backend that rounds weights alone."""
-    schemes = {b: LayerScheme(b, fallback_rule(b).name, torch.float32) for b in sorted(set(bits))}
-    return Subject("bits", tuple(schemes[b] for b in bits), torch.float32, torch.float32)
+    schemes = {
+        b: LayerScheme(b, fallback_rule(b).name, torch.float32, rounding=rounding)
+        for b in sorted(set(bits))
+    }
+    layers = tuple(schemes[b] for b in bits)
+    return Subject("bits", layers, torch.float32, torch.float32, importance)
+
+
+def importance_of(model: Path, shape: ModelShape) -> Importance:
+    """What a stage measures by itself, on random ids."""
+    compute = compute_on(CPU, torch.float32)
+    schemes = [LayerScheme()] * shape.layers
+    _, layers = measure_layers(model, compute, range(shape.layers), schemes)
+    return Importance(tuple(layers), SEEN, shape.fingerprint())
 
 
 def read_texts() -> tuple[list[str], list[str]]:
@@ -154,54 +195,31 @@ def choose(omega: Matrix, setting: Setting, budget_bytes: float) -> Bits:
     return tuple(BITWIDTHS[index] for index in solve(problem, relative_gap=0.0).bitwidth)
 
 
-def indicators_of(shape: ModelShape, calibration: Windows) -> dict[str, Matrix]:
-    """Indicators `[L, K]` by name, measured in one pass of the calibration text."""
+def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
+    """Indicators `[L, K]` by name, measured in one pass of the calibration text, and what each
+    layer alone costs on a part of it.
+    """
+    compute, shape = compute_on(CPU, torch.float32), setting.shape
+    stored = stored_here(setting.rounding, compute)
     forms: dict[str, Indicator] = {
         "variance": VarianceStatistics,
         "variance by group": lambda: VarianceStatistics(VarianceForm(scales="group")),
         "hessian": HessianStatistics,
+        "error": lambda: ErrorStatistics(stored),
     }
-    compute = compute_on(CPU, torch.float32)
-    found = measure_indicators(MODEL, calibration.token_ids, forms, BITWIDTHS, compute)
-    return found | {"sizes": default_sensitivity(shape, BITWIDTHS)}
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of their mean (Student's t)."""
-    quantile = float(student.ppf(0.975, len(values) - 1))
-    return quantile * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One budget: what each indicator and each random seed came to."""
-
-    share: float
-    budget_bytes: float
-    chosen: Mapping[str, Perplexity]
-    drawn: tuple[Perplexity, ...]
-
-    @property
-    def random(self) -> list[float]:
-        """Perplexities by seed."""
-        return [result.perplexity for result in self.drawn]
-
-    @property
-    def random_mean(self) -> float:
-        """Over the seeds."""
-        return float(np.mean(self.random))
-
-    @property
-    def random_half_width(self) -> float:
-        """Half of the 95 % interval of their mean."""
-        return half_width(self.random)
-
-    @property
-    def text_error(self) -> float:
-        """Standard error, over windows of the text, of variance's perplexity less random's."""
-        nats = np.mean([result.window_nll for result in self.drawn], axis=0)
-        typical = replace(self.drawn[0], window_nll=tuple(nats.tolist()))
-        return self.chosen["variance"].above(typical)[1] or math.nan
+    text = calibration.token_ids
+    found = measure_indicators(setting.model, text, forms, BITWIDTHS, compute)
+    like = LayerScheme(dtype=torch.float32, rounding=setting.rounding)
+    importance = setting.importance or importance_of(setting.model, shape)
+    alone = Alone(setting.model, text, BITWIDTHS, like, importance)
+    measured = alone.divergence(CPU, every_bitwidth=True)
+    partly = measured.copy()
+    partly[:, BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq-indicator measures
+    return found | {
+        "sizes": default_sensitivity(shape, BITWIDTHS),
+        "error": in_nats(found["error"], partly),
+        "alone": measured,
+    }
 
 
 def compare(
@@ -215,6 +233,7 @@ def compare(
         budget = setting.budget(share)
         chosen = {name: choose(omega, setting, budget) for name, omega in indicators.items()}
         drawn = [choose(omega, setting, budget) for omega in draws]
+        chosen = {"uniform": setting.best_uniform(budget)} | chosen
         measured.measure([*chosen.values(), *drawn])
         results = {name: measured.known[bits] for name, bits in chosen.items()}
         rows.append(Row(share, budget, results, tuple(measured.known[bits] for bits in drawn)))
@@ -224,86 +243,25 @@ def compare(
 def print_uniform(setting: Setting) -> None:
     """Perplexity at one bitwidth for all layers, and at 8 bit with activations rounded too."""
     layers = setting.shape.layers
-    subjects = [weight_only((bits,) * layers) for bits in reversed(BITWIDTHS)]
-    scheme = LayerScheme(8, W8A8, torch.float32)
-    subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
-    full, *others = evaluate(MODEL, setting.held_out, subjects, CPU)
+    subjects = [setting.subject((bits,) * layers) for bits in reversed(BITWIDTHS)]
+    names = [str(bits) for bits in reversed(BITWIDTHS)]
+    if "avx512_vnni" in local_processor(CPU).instruction_sets:
+        scheme = LayerScheme(8, W8A8, torch.float32)
+        subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
+        names += [f"8, activations too ({W8A8})"]
+    full, *others = evaluate(setting.model, setting.held_out, subjects, CPU)
     print(f"\nHeld-out perplexity, {full.tokens} tokens in {full.windows} windows:\n")
-    print("| bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ |")
-    print("|---|---|---|---|---|")
-    print(f"| 16 | {full.perplexity:.3f} | {full.standard_error:.3f} | | |")
-    names = [*(str(bits) for bits in reversed(BITWIDTHS[:-1])), f"8, activations too ({W8A8})"]
-    for name, result in zip(names, others, strict=True):
+    print("| bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ | KL, 0.001 nats | ± 1 σ |")
+    print("|---|---|---|---|---|---|---|")
+    print(f"| 16 | {full.perplexity:.3f} | {full.standard_error:.3f} | | | | |")
+    for name, result in zip(names[1:], others, strict=True):
         above, error = result.above(full)
         print(
             f"| {name} | {result.perplexity:.3f} | {result.standard_error:.3f} | {above:+.3f} "
-            f"| {error:.3f} |"
+            f"| {error:.3f} | {1000 * (result.divergence or 0):.3f} "
+            f"| {1000 * (result.divergence_error or 0):.3f} |",
+            flush=True,
         )
-
-
-def print_rows(rows: Sequence[Row], shape: ModelShape) -> None:
-    """Perplexity of each indicator's choice, and of the random ones."""
-    weights = shape.layers * sum(linear.parameters for linear in shape.layer_linears())
-    names = list(rows[0].chosen)
-    print(f"\nPerplexity of the bits chosen at equal memory, {len(rows[0].drawn)} random seeds:\n")
-    print(f"| share | bits a weight | {' | '.join(names)} | random | best seed |")
-    print("|---" * (len(names) + 4) + "|")
-    for row in rows:
-        cells = [f"{result.perplexity:.3f}" for result in row.chosen.values()]
-        print(
-            f"| {row.share:.2f} | {8 * row.budget_bytes / weights:.2f} | {' | '.join(cells)} "
-            f"| {row.random_mean:.3f} ± {row.random_half_width:.3f} | {min(row.random):.3f} |"
-        )
-
-
-def print_goals(rows: Sequence[Row]) -> None:
-    """Variance against random and Hessian at each budget."""
-    print("\nVariance beside random (mean of the seeds; 1 σ of the text) and beside Hessian:\n")
-    print("| share | variance - random | 1 σ | beyond the 95 % | seeds beaten | over Hessian |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        own, hessian = row.chosen["variance"].perplexity, row.chosen["hessian"].perplexity
-        difference = own - row.random_mean
-        beaten = sum(own < other for other in row.random)
-        beyond = "yes" if difference < -row.random_half_width else "no"
-        print(
-            f"| {row.share:.2f} | {difference:+.3f} | {row.text_error:.3f} | {beyond} "
-            f"| {beaten} of {len(row.drawn)} | {own / hessian - 1:+.2%} |"
-        )
-
-
-def print_divergences(rows: Sequence[Row], setting: Setting) -> None:
-    """Print how far predictions move, at the budgets where perplexities are too close to tell."""
-    rows = [row for row in rows if row.share > UNRESOLVED]
-    if not rows:
-        return
-    reference = weight_only((16,) * setting.shape.layers)
-    divergence = Divergence(MODEL, setting.held_out, reference)
-    print("\nDivergence from the predictions at 16 bit, 1e-6 nats a token:\n")
-    print("| share | variance | hessian | random (95 % of the mean) | seeds beaten |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        own, hessian, *drawn = (
-            1e6 * divergence.nats_per_token(weight_only(result.bitwidths))
-            for result in (row.chosen["variance"], row.chosen["hessian"], *row.drawn)
-        )
-        beaten = sum(own < other for other in drawn)
-        print(
-            f"| {row.share:.2f} | {own:.1f} | {hessian:.1f} | {np.mean(drawn):.1f} ± "
-            f"{half_width(drawn):.1f} | {beaten} of {len(drawn)} |"
-        )
-
-
-def print_choices(rows: Sequence[Row]) -> None:
-    """The bits that variance and Hessian chose, first layer first."""
-    letters = {3: "3", 4: "4", 8: "8", 16: "F"}
-    print("\nBits of each layer (F: 16):\n\n| share | variance | hessian |\n|---|---|---|")
-    for row in rows:
-        cells = [
-            "".join(letters[bits] for bits in row.chosen[name].bitwidths)
-            for name in ("variance", "hessian")
-        ]
-        print(f"| {row.share:.2f} | `{cells[0]}` | `{cells[1]}` |")
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
@@ -314,6 +272,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
             "budget_bytes": row.budget_bytes,
             "chosen": {name: result.to_dict() for name, result in row.chosen.items()},
             "random": row.random,
+            "random_divergence": [result.divergence for result in row.drawn],
         }
         for row in rows
     ]
@@ -325,34 +284,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     torch.set_num_threads(1)
     began = time.perf_counter()
-    calibration_text, held_out_text = read_texts()
-    tokenizer, shape = load_tokenizer(MODEL), model_shape(MODEL)
-    most = CALIBRATION_SEQUENCES * SEQUENCE_LENGTH
-    calibration = token_windows(calibration_text, tokenizer, SEQUENCE_LENGTH, most)
-    held_out = token_windows(
-        held_out_text, tokenizer, SEQUENCE_LENGTH, QUICK_TOKENS if options.quick else None
-    )
-    setting = Setting(shape, layer_bytes(shape), held_out)
+    setting, calibration = read_setting(options)
     measured = Measured(setting)
     print(
         f"{processor_name()}, 1 thread, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
+        f"Python {platform.python_version()}; rounding {setting.rounding}"
     )
     print_uniform(setting)
-    indicators = indicators_of(shape, calibration)
     rows = compare(
         measured,
-        indicators,
-        QUICK_SEEDS if options.quick else options.seeds,
-        QUICK_BUDGETS if options.quick else BUDGETS,
+        indicators_of(setting, calibration),
+        min(options.seeds, QUICK_SEEDS) if options.quick else options.seeds,
+        options.shares or (QUICK_BUDGETS if options.quick else BUDGETS),
     )
-    print_rows(rows, shape)
-    print_goals(rows)
-    print_divergences(rows, setting)
+    print_rows(rows, setting.shape)
+    print_pairs(rows)
     print_choices(rows)
+    if options.seeds:
+        print_goals(rows)
     print(f"\n{len(measured.known)} assignments measured, {time.perf_counter() - began:.0f} s")
     if options.json:
         write_json(options.json, rows)
+
+
+def read_setting(options: argparse.Namespace) -> tuple[Setting, Windows]:
+    """What is measured, and the text to calibrate on."""
+    calibration_text: Sequence[Document]
+    held_out_text: Sequence[Document]
+    if options.model == MODEL:
+        calibration_text, held_out_text = read_texts()
+    else:
+        held_out_text = read_documents([options.text])
+        calibration_text = read_documents([options.calibration])
+    tokenizer, shape = load_tokenizer(options.model), model_shape(str(options.model))
+    most = options.calibration_sequences * options.length
+    calibration = token_windows(calibration_text, tokenizer, options.length, most)
+    tokens = QUICK_TOKENS if options.quick else options.tokens
+    held_out = token_windows(held_out_text, tokenizer, options.length, tokens)
+    importance = importance_of(options.model, shape) if options.rounding == WEIGHTED else None
+    bytes_by_bits = layer_bytes(shape)
+    setting = Setting(options.model, shape, bytes_by_bits, held_out, options.rounding, importance)
+    return setting, calibration
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -361,9 +333,19 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few budgets, seeds and tokens")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="random indicators")
     parser.add_argument("--json", type=Path, help="write every figure")
+    parser.add_argument("--model", type=Path, default=MODEL, help="folder of another model")
+    parser.add_argument("--text", type=Path, help="its held-out text")
+    parser.add_argument("--calibration", type=Path, help="its calibration text")
+    parser.add_argument("--tokens", type=int, help="most tokens of the held-out text (all)")
+    parser.add_argument("--length", type=int, default=SEQUENCE_LENGTH, help="tokens of a window")
+    parser.add_argument("--calibration-sequences", type=int, default=CALIBRATION_SEQUENCES)
+    parser.add_argument("--rounding", choices=ROUNDINGS, default=ROUNDINGS[0])
+    parser.add_argument("--shares", type=float, nargs="+", help="budgets instead of the usual ones")
     options = parser.parse_args(arguments)
-    if options.seeds < 2:
-        parser.error(f"--seeds is {options.seeds}; an interval needs at least 2")
+    if options.seeds == 1 or options.seeds < 0:
+        parser.error(f"--seeds is {options.seeds}; an interval needs at least 2, 0 leaves it out")
+    if options.model != MODEL and not (options.text and options.calibration):
+        parser.error("--model needs --text and --calibration")
     return options
 
 

@@ -3,8 +3,10 @@
     python -m benchmarks.sensitivity ranks
     python -m benchmarks.sensitivity promise
 
-`ranks`: rank correlation of each form of the indicator with the measured increase of perplexity
-when one layer alone is quantized. `promise`: perplexities measured on one half of the held-out
+`ranks`: rank correlation of each form of the indicator with the measured increase of perplexity,
+and with the KL divergence from the model at 16 bit, when one layer alone is quantized. `error`
+learns from the divergence at 3 bit of each layer alone on calibration text; before it does so it
+is `errors alone`. `promise`: perplexities measured on one half of the held-out
 documents turn --max_ppl_delta into a bound; what the plans found within it cost is measured on
 that half and on the other. Indicators see text of the training split alone.
 """
@@ -24,19 +26,25 @@ from torch import Tensor
 
 from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
-from benchmarks.quality import CPU, EXAMPLES, MODEL, Bits, read_texts, weight_only
+from benchmarks.quality import CPU, EXAMPLES, MODEL, importance_of, read_texts, weight_only
+from benchmarks.quality_tables import Bits
 from llmpq import Cluster, Plan, Workload
 from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.omega_measurement import measure_omega, measure_points
 from llmpq.quality.options import EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
+from llmpq.quality.stored_error import Alone, stored_here
 from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import save_omega
 from quant.common.errors import InfeasibleError
+from quant.importance.file import Importance
+from quant.loading.emulated_kernels import LayerScheme
+from quant.scheme import WEIGHTED
+from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -101,33 +109,51 @@ def ranks() -> Iterator[str]:
     tokenizer = load_tokenizer(MODEL)
     windows = token_windows(calibration, tokenizer, LENGTH, SEQUENCES * LENGTH)
     compute = compute_on(CPU, torch.float32)
-    found = measure_indicators(MODEL, windows.token_ids, forms(), ALONE, compute)
-    layers = model_shape(str(MODEL)).layers
+    stored = stored_here(WEIGHTED, compute)
+    wanted = forms() | {"errors alone": lambda: ErrorStatistics(stored)}
+    found = measure_indicators(MODEL, windows.token_ids, wanted, ALONE, compute)
+    shape = model_shape(str(MODEL))
+    layers, importance = shape.layers, importance_of(MODEL, shape)
+    like = LayerScheme(dtype=torch.float32, rounding=WEIGHTED)
+    own = Alone(MODEL, windows.token_ids, ALONE, like, importance)
+    found["error"] = in_nats(found["errors alone"], own.divergence(CPU))
     alone = [
         tuple(bits if i == layer else 16 for i in range(layers))
         for bits in ALONE
         for layer in range(layers)
     ]
     full, *others = perplexities(
-        [(16,) * layers, *alone], token_windows(held_out, tokenizer, LENGTH)
+        [(16,) * layers, *alone], token_windows(held_out, tokenizer, LENGTH), importance
     )
     lost = np.array([each.above(full)[0] for each in others]).reshape(len(ALONE), layers)
+    apart = np.array([each.divergence for each in others]).reshape(len(ALONE), layers)
     yield "Increase of perplexity with one layer alone quantized:\n"
     yield f"| bits | {' | '.join(map(str, range(layers)))} |"
     yield "|---" * (layers + 1) + "|"
     for bits, row in zip(ALONE, lost, strict=True):
         yield f"| {bits} | {' | '.join(f'{value:+.3f}' for value in row)} |"
-    yield "\n| indicator | rank correlation at 3 bit | at 4 bit | both |"
-    yield "|---|---|---|---|"
+    yield "\nDivergence with one layer alone quantized, 0.001 nats a token:\n"
+    yield f"| bits | {' | '.join(map(str, range(layers)))} |"
+    yield "|---" * (layers + 1) + "|"
+    for bits, row in zip(ALONE, apart, strict=True):
+        yield f"| {bits} | {' | '.join(f'{1000 * value:.2f}' for value in row)} |"
+    yield "\n| indicator | perplexity: rank correlation at 3 bit | at 4 bit | KL: 3 bit | 4 bit |"
+    yield "|---|---|---|---|---|"
     for name, matrix in found.items():
-        columns = [*(spearmanr(matrix[:, k], lost[k])[0] for k in range(len(ALONE)))]
-        columns.append(spearmanr(matrix.T.ravel(), lost.ravel())[0])
+        columns = [
+            spearmanr(matrix[:, k], measured[k])[0]
+            for measured in (lost, apart)
+            for k in range(len(ALONE))
+        ]
         yield f"| {name} | {' | '.join(f'{value:.2f}' for value in columns)} |"
 
 
-def perplexities(assignments: Sequence[Bits], windows: Windows) -> list[Perplexity]:
+def perplexities(
+    assignments: Sequence[Bits], windows: Windows, importance: Importance
+) -> list[Perplexity]:
     """Perplexity of each assignment, weights alone rounded."""
-    return evaluate(MODEL, windows, [weight_only(bits) for bits in assignments], CPU)
+    subjects = [weight_only(bits, WEIGHTED, importance) for bits in assignments]
+    return evaluate(MODEL, windows, subjects, CPU)
 
 
 def bits_of(plan: Plan) -> Bits:
@@ -167,8 +193,14 @@ def promise() -> Iterator[str]:
     calibration, held_out = read_texts()
     tokenizer = load_tokenizer(MODEL)
     seen, unseen = (token_windows(held_out[k::2], tokenizer, LENGTH) for k in (0, 1))
-    for scales in ("tensor", "group"):
-        options = IndicatorOptions(form=VarianceForm(scales=scales), dtype="float32")
+    importance = importance_of(MODEL, model_shape(str(MODEL)))
+    wanted = {
+        f"variance, one S_W a {scales}": IndicatorOptions(
+            method="variance", form=VarianceForm(scales=scales), dtype="float32"
+        )
+        for scales in ("tensor", "group")
+    } | {"error": IndicatorOptions(method="error", dtype="float32")}
+    for name, options in wanted.items():
         content = measure_omega(MODEL, calibration, options)
         settings = EvaluationOptions(dtype="float32")
         content = measure_points(content, MODEL, held_out[::2], settings)
@@ -176,21 +208,24 @@ def promise() -> Iterator[str]:
             save_omega(Path(folder) / "omega.json", content)
             plans, refused = promised_plans(Path(folder) / "omega.json")
         yield (
-            f"\nVariance indicator, one S_W a {scales}; {refused} of "
+            f"\nIndicator: {name}; {refused} of "
             f"{len(PROMISES) * len(MEMORY)} refused, as no plan keeps the promise in that memory:\n"
         )
-        yield from promise_rows(plans, seen, unseen)
+        yield from promise_rows(plans, (seen, unseen), importance)
 
 
 def promise_rows(
-    plans: Mapping[tuple[float, Bits], Plan], seen: Windows, unseen: Windows
+    plans: Mapping[tuple[float, Bits], Plan],
+    texts: tuple[Windows, Windows],
+    importance: Importance,
 ) -> Iterator[str]:
     """A row for each promise: the plans' forecasts, and what was measured on both texts."""
     full = (16,) * model_shape(str(MODEL)).layers
     assignments = sorted({bits for _, bits in plans} - {full})
     measured = []
-    for windows in (seen, unseen):
-        base, *others = perplexities([full, *assignments], windows)
+    seen, unseen = texts
+    for windows in texts:
+        base, *others = perplexities([full, *assignments], windows, importance)
         increases = {b: each.above(base) for b, each in zip(assignments, others, strict=True)}
         measured.append(increases | {full: (0.0, 0.0)})
     yield f"| promised | plans | forecast | measured, {seen.scored} tokens seen | kept |"

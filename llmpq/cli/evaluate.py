@@ -1,4 +1,4 @@
-"""`llmpq-eval`: perplexity of a plan, or of bitwidths, on a text."""
+"""`llmpq-eval`: perplexity of plans or bitwidths on a text, and their KL from 16 bit."""
 
 from __future__ import annotations
 
@@ -110,7 +110,16 @@ def _table(results: Sequence[Perplexity]) -> Table:
     )
     table.add_column("what")
     table.add_column("bits")
-    for name in ("perplexity", "± 1 σ", "nats a token", "above the first", "± 1 σ"):
+    columns = (
+        "perplexity",
+        "± 1 σ",
+        "nats a token",
+        "above the first",
+        "± 1 σ",
+        "KL, nats",
+        "± 1 σ",
+    )
+    for name in columns:
         table.add_column(name, justify="right")
     table.add_column("computed in")
     for result in results:
@@ -124,13 +133,15 @@ def _table(results: Sequence[Perplexity]) -> Table:
             f"{result.nll:.5f}",
             "" if is_first else f"{above:+.3f}",
             "" if is_first else _error(above_error),
+            "" if result.divergence is None else f"{result.divergence:.5f}",
+            "" if result.divergence is None else _error(result.divergence_error, 5),
             ", ".join(result.dtypes),
         )
     return table
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _error(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _runs(bitwidths: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
 from llmpq.quality.options import (
     AUTO,
+    ERROR,
     METHODS,
     SEQUENCE_LENGTH,
     EvaluationOptions,
@@ -29,13 +30,20 @@ from quant.cache.settings import default_folder
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.importance.header import SUFFIX
-from quant.scheme import BITWIDTHS
-from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.scheme import BITWIDTHS, ROUNDINGS
+from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
+from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(
-        ("rounding", "scheme", "scales"),
+        ("scheme", "scales"),
         "it is an option of the variance indicator; leave it out, or use --method variance",
+        beside="method",
+        values=(ERROR, "hessian", "random"),
+    ),
+    Rule(
+        ("rounding",),
+        "it is an option of the methods variance and error; leave it out, or use one of them",
         beside="method",
         values=("hessian", "random"),
     ),
@@ -130,9 +138,12 @@ def _keep(importance: Path) -> None:
 
 
 def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
+    default, is_error = IndicatorOptions(), options.method == ERROR
+    rounding = getattr(options, "rounding", default.rounding if is_error else default.form.rounding)
     return IndicatorOptions(
         method=options.method,
-        form=VarianceForm(options.rounding, options.scheme, options.scales),
+        form=default.form if is_error else VarianceForm(rounding, options.scheme, options.scales),
+        rounding=rounding if is_error else default.rounding,
         bits=tuple(options.bits),
         sequences=options.sequences,
         sequence_length=getattr(options, "sequence_length", None),
@@ -219,12 +230,18 @@ def _parser() -> Parser:
         help=f"where to write what weights are rounded by (OUTPUT's name with {SUFFIX})",
     )
     add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
-    add("--method", choices=METHODS, default=default.method, help="which indicator")
+    add(
+        "--method",
+        choices=METHODS,
+        default=default.method,
+        help="error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; "
+        "hessian, random: to compare with",
+    )
     add(
         "--rounding",
-        choices=ROUNDINGS,
-        default=default.form.rounding,
-        help="how weights are rounded, for the variance indicator (Theorem 1)",
+        choices=tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
+        help=f"how weights are rounded: as in the plan for the method error ({default.rounding}), "
+        f"nearest or stochastic of Theorem 1 for variance ({default.form.rounding})",
     )
     add(
         "--scheme",

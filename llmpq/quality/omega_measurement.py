@@ -12,10 +12,12 @@ import numpy as np
 
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.bitwidth_mixtures import assignments_to_measure
+from llmpq.quality.importance import Weighing, weighed
 from llmpq.quality.indicator import Calibration, measure_with_importance
-from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
+from llmpq.quality.stored_error import Alone, stored_here
 from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
@@ -24,8 +26,9 @@ from planner.quality.importance import FINGERPRINT_ENTRY
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
 from quant.importance.file import Importance, save_importance
-from quant.importance.statistics import LayerImportance
-from quant.loading.emulated_kernels import Compute
+from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.scheme import ROUNDINGS
+from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -50,16 +53,19 @@ def measure_omega(
     """
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
+    if options.method == ERROR and shape.stored is not None:
+        raise SpecError(
+            f"{folder} is quantized already, so that no rounding of ours is left to measure; give "
+            "the 16-bit checkpoint, or another --method"
+        )
     if options.needs_text:
         device = device_of(options.device)  # refused before the text is tokenized
         compute = compute_on(device, compute_dtype(options.dtype, device))
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = Calibration.sample(windows, options.sequences, options.seed)
-        matrix, measured, layers = _measured(folder, sample, options, compute, progress)
+        matrix, measured, importance = _measured(folder, sample, options, compute, progress)
         provenance |= measured
         if importance_file is not None:
-            seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
-            importance = Importance(tuple(layers), seen, shape.fingerprint())
             save_importance(importance_file, importance)
             provenance[FINGERPRINT_ENTRY] = importance.fingerprint
     else:
@@ -74,15 +80,21 @@ def _measured(
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
-) -> tuple[Matrix, dict[str, str | int | float], list[LayerImportance]]:
+) -> tuple[Matrix, dict[str, str | int | float], Importance]:
     """The indicator on a text, its provenance, and the importance of all layers."""
-    indicators = {options.method: _indicator(options)}
-    found, importance = measure_with_importance(
+    indicators = {options.method: _indicator(options, compute)}
+    found, layers = measure_with_importance(
         folder, sample.token_ids, indicators, options.bits, compute, progress
     )
+    seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
+    importance = Importance(tuple(layers), seen, model_shape(str(folder)).fingerprint())
+    matrix = found[options.method]
+    if options.method == ERROR:
+        like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
+        alone = Alone(folder, sample.token_ids, options.bits, like, importance)
+        matrix = in_nats(matrix, alone.divergence(compute.device, progress))
     sequences, length = sample.token_ids.shape
-    form = asdict(options.form) if options.method == "variance" else {}
-    provenance = form | {
+    provenance = _form(options) | {
         "calibration_tokens": sequences * length,
         "calibration": sample.fingerprint,
         "sequences": sequences,
@@ -90,7 +102,7 @@ def _measured(
         "device": compute.device.type,
         "dtype": str(compute.dtype).removeprefix("torch."),
     }
-    return _falling(found[options.method]), provenance, importance
+    return _falling(matrix), provenance, importance
 
 
 def measure_points(
@@ -107,7 +119,11 @@ def measure_points(
     device = device_of(options.device)
     layers = len(content.matrix)
     chosen = assignments_to_measure(content.matrix, content.bits)
-    subjects = [bits_subject(bits, layers, device, options.dtype) for bits in chosen]
+    is_error = content.provenance.get("method") == ERROR
+    rounding = str(content.provenance["rounding"]) if is_error else ROUNDINGS[0]
+    subjects = [bits_subject(bits, layers, device, options.dtype, rounding) for bits in chosen]
+    lowest = weighed(subjects[-1], Weighing(folder, str(folder), options), device)
+    subjects = [replace(subject, importance=lowest.importance) for subject in subjects]
     windows = windows_of(held_out, folder, options)
     full, *others = evaluate(folder, windows, subjects, device, progress)
     if full.windows < 2:
@@ -133,8 +149,17 @@ def _falling(matrix: Matrix) -> Matrix:
     return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
-def _indicator(options: IndicatorOptions) -> Indicator:
+def _form(options: IndicatorOptions) -> dict[str, str | int | float]:
+    """The provenance of what a method measures."""
+    if options.method == ERROR:
+        return {"rounding": options.rounding, "unit": "nats a token"}
+    return asdict(options.form) if options.method == "variance" else {}
+
+
+def _indicator(options: IndicatorOptions, compute: Compute) -> Indicator:
     """The statistics that are gathered in each layer."""
+    if options.method == ERROR:
+        return partial(ErrorStatistics, stored_here(options.rounding, compute))
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)

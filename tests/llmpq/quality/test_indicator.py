@@ -26,7 +26,10 @@ from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.text_windows import Windows, token_windows
 from planner.model.finding import model_shape
 from planner.quality.sensitivity import load_omega
+from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, InputError
+from quant.importance.statistics import InputStatistics
+from quant.rounding import Rounding
 from quant.sensitivity.gram import squared_rounding_error
 from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
 from quant.sensitivity.variance_form import VarianceForm
@@ -179,7 +182,7 @@ def test_command_writes_what_the_planner_takes(
     omega = tmp_path / "omega.json"
     arguments = ["--model", model, "--calibration", text, "-o", omega, "--sequence-length", 16]
     assert run(*arguments, "--perplexity", held_out, "--bits", 3, 4, 8, "--rounding", "stochastic",
-               "--sequences", 5) == 0  # fmt: skip
+               "--sequences", 5, "--method", "variance") == 0  # fmt: skip
     content = json.loads(omega.read_text())
     windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
     sample = Calibration.sample(windows, 5, seed=0)
@@ -204,6 +207,79 @@ def test_command_writes_what_the_planner_takes(
         model, Workload(2, 16, 4), omega_file=omega, dtype="float32", bits=[3, 4, 8, 16]
     )
     assert "variance, stochastic" in plan.spec.sensitivity_source
+
+
+def log_probabilities(model: Any, token_ids: Any) -> Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(token_ids), use_cache=False).logits
+    return torch.log_softmax(logits[:, :-1].double(), dim=-1)
+
+
+def test_error_is_what_layers_alone_diverge(tmp_path: Path) -> None:
+    """3 and 8 bit as transformers' model with one layer rounded, 4 bit by the ratio of errors."""
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    text = text_file(tmp_path / "text.jsonl", 130, 1)
+    omega = tmp_path / "omega.json"
+    assert run("--model", tmp_path, "--calibration", text, "-o", omega,
+               "--sequence-length", 16, "--sequences", 5) == 0  # fmt: skip
+    content = json.loads(omega.read_text())
+    windows = token_windows([json.loads(text.read_text())["prompt"]], None, 16)
+    token_ids = Calibration.sample(windows, 5, seed=0).token_ids
+    seen: dict[nn.Module, Tensor] = {}
+    handles = [
+        linear.register_forward_pre_hook(
+            lambda module, inputs: seen.__setitem__(module, inputs[0].flatten(0, -2).double())
+        )
+        for layer in layers_of(model)
+        for linear in layer.modules()
+        if isinstance(linear, nn.Linear)
+    ]
+    full = log_probabilities(model, token_ids)
+    for handle in handles:
+        handle.remove()
+    for index, layer in enumerate(layers_of(model)):
+        linears = [linear for linear in layer.modules() if isinstance(linear, nn.Linear)]
+        plain = [linear.weight.data for linear in linears]
+        errors, alone = np.zeros(3), np.zeros(3)
+        for column, bits in enumerate(BITS[:-1]):
+            for linear, weight in zip(linears, plain, strict=True):
+                mean_square = seen[linear].square().mean(0)
+                inputs = InputStatistics(mean_square.float(), seen[linear].abs().amax(0).float())
+                rounding = Rounding(content["provenance"]["rounding"])
+                linear.weight.data = dequantize(quantize(weight, bits, None, rounding, inputs))
+                apart = (linear.weight.data - weight).double().square() * mean_square
+                errors[column] += apart.sum() / (weight.double().square() * mean_square).sum()
+            apart = full - log_probabilities(model, token_ids)
+            alone[column] = float((full.exp() * apart).sum(-1).mean())
+            for linear, weight in zip(linears, plain, strict=True):
+                linear.weight.data = weight
+        row = content["matrix"][index]
+        assert row[0] == pytest.approx(alone[0], rel=1e-3, abs=1e-8)
+        assert row[1] == pytest.approx(alone[0] * errors[1] / errors[0], rel=1e-3)
+        # kernels of some processors round activations too, and so little is float32's own noise
+        assert alone[2] - 1e-7 < row[2] < row[1]
+        assert row[3] == 0
+    told = content["provenance"]
+    assert (told["method"], told["rounding"], told["unit"]) == (
+        "error", "weighted", "nats a token",
+    )  # fmt: skip
+    source = load_omega(omega, model_shape(str(tmp_path)), BITS).source
+    assert "error, weighted, nats a token, calibration tokens 80" in source
+
+
+def test_layers_alone_may_take_several_passes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for few hidden states changes nothing, and all layers of all passes are counted."""
+    options = IndicatorOptions(method="error", bits=(3, 8), sequence_length=12)
+    ids = tokens(1, 60)[0].tolist()
+    at_once = measure_omega(model, [ids], options).matrix
+    monkeypatch.setattr("llmpq.quality.stored_error._HIDDEN_BYTES", 1)
+    done: list[tuple[int, int]] = []
+    one_by_one = measure_omega(model, [ids], options, lambda *at: done.append(at)).matrix
+    assert one_by_one == pytest.approx(at_once, rel=1e-5)
+    total = 2 * LAYERS * LAYERS
+    assert done[LAYERS:] == [(layer + 1, total) for layer in range(total)]
 
 
 def test_bound_of_perplexity_from_the_command_line(
@@ -265,6 +341,10 @@ def test_bad_input_of_the_command(
         ([*complete, "-o", tmp_path / "no" / "omega.json"], "name a file in a folder that exists"),
         ([*complete, "--sequences", 0], "sequences is 0"),
         ([*complete, "--seed", -1], "seed -1"),
+        (
+            [*complete, "--method", "variance", "--rounding", "weighted"],
+            "one of nearest, stochastic",
+        ),
         ([*complete, "--calibration", long, "--sequence_length", 200], "128 positions"),
         ([*complete, "--device", "tpu"], "not one of auto, cpu, cuda"),
         ([*complete, "--dtype", "int4"], "compute type 'int4'"),
