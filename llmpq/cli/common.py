@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -101,12 +103,36 @@ def print_notes(spec: ClusterSpec) -> ClusterSpec:
     return spec
 
 
+@contextmanager
+def _warnings_of(command: str) -> Iterator[None]:
+    """Show warnings to users of `command` without the line of source that gave them."""
+    usual = warnings.formatwarning
+
+    def shown(
+        message: Warning | str,
+        category: type[Warning],
+        file: str,
+        line: int,
+        code: str | None = None,
+    ) -> str:
+        if category is not UserWarning:
+            return usual(message, category, file, line, code)
+        return f"{command}: warning: {printable(str(message))}\n"
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
+
+
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run `command` and return its exit code. An error that the user can mend becomes one message
-    and exit code 2; a lost stage or Ray one message and 1.
+    and exit code 2; a lost stage or Ray one message and 1. Our warnings are one line each.
     """
     try:
-        return command()
+        with _warnings_of(name):
+            return command()
     except LlmpqError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return EXIT_BAD_INPUT

@@ -19,11 +19,12 @@ from planner.model.shape import ModelShape
 from planner.model.untied_head import has_own_head
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
-    CONFIG_KEY,
     parse_gptq_config,
+    quantization_entries,
     read_gptq_config,
 )
 from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.json_file import read_json_object
 
@@ -89,7 +90,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
             f"{config.place}: model_type {model_type!r:.40} is not supported; "
             f"supported: {', '.join(supported_model_types())}"
         )
-    family, quantization = FAMILIES[model_type], values.get(CONFIG_KEY)
+    family, quantization = FAMILIES[model_type], quantization_entries(values)
     shape = _read_shape(config, family)
     check_values(config, family.keys, shape)
     if quantization is None:
@@ -129,6 +130,9 @@ def _local_shape(text: str) -> ModelShape | None:
     path = local_path(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
+    unread = unread_file(path)
+    if unread is not None:
+        raise SpecError(unread)
     return shape_from_config(path.parent.resolve().name, _read_config(path), str(path))
 
 
@@ -136,7 +140,8 @@ def _folder_shape(folder: Path) -> ModelShape:
     config = folder / CONFIG_FILE
     if not config.is_file():
         raise SpecError(
-            f"model folder {folder} holds no config.json; "
+            unread_weights(folder)
+            or f"model folder {folder} holds no config.json; "
             "give the folder of a Hugging Face checkpoint"
         )
     shape = shape_from_config(folder.resolve().name, _read_config(config), str(config))

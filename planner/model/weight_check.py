@@ -10,44 +10,60 @@ from planner.model.expected_tensors import Shapes, end_tensors, layer_tensors
 from planner.model.families.table import FAMILIES
 from planner.model.shape import ModelShape
 from quant.checkpoint.gptq_config import STORED_BITS
-from quant.checkpoint.stored_tensors import StoredTensor, spellings, stored_tensors
+from quant.checkpoint.stored_tensors import (
+    StoredTensor,
+    is_in_hub_cache,
+    spellings,
+    stored_tensors,
+)
+from quant.checkpoint.untaken import (
+    has_only_zeros,
+    is_adapter,
+    is_bias,
+    is_harmless,
+    is_norm,
+    patterns,
+)
+from quant.checkpoint.weight_files import unread_weights
 from quant.common.errors import CheckpointError
 
 _WORD_BITS = 32
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _PACKED = ("qweight", "qzeros", "scales")
-_PACKED_EXTRAS = ("g_idx", "bias")
-"""Other tensors of GPTQ: auto-gptq writes a bias of zeros too, where the model has none."""
+_PACKED_MARKS = ("qweight", "weight_packed")
+"""What stands in place of a weight in GPTQ and AWQ, and in compressed-tensors."""
 
-_HARMLESS = re.compile(
-    r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"
-    r"(^|\.)(attention|attn|self_attn)\.(bias|masked_bias)$|"
-    r"^(model\.)?(mtp|visual|vision_tower|vision_model|multi_modal_projector)[._]"
-)
-"""Tensors that may be ignored: tables that are computed, masks
-(`_keys_to_ignore_on_load_unexpected` of transformers), and parts of other models that were saved
-with this one."""
-
-_LISTED = 3
 _REMEDY = "correct config.json, or take the weights of this model"
+_ORIGINAL = "the checkpoint is quantized already; give the original one in 16 or 32 bit"
 
 
 def check_weights(folder: Path, shape: ModelShape) -> str | None:
     """Check the weights in `folder`; returns a warning about tensors that nothing takes.
 
-    Nothing is checked where there are no safetensors files yet. CheckpointError naming file, tensor
-    and remedy for a tensor that is missing, of another shape or no float, and for layers beyond
-    those of the configuration.
+    Where there are no weights yet, nothing is checked, and the warning says so. CheckpointError
+    naming file, tensor and remedy for files that cannot be read, for a tensor that is missing, of
+    another shape or no float, for layers beyond those of the configuration, and for tensors without
+    which results would be others, though the configuration has no place for them.
     """
+    unread = unread_weights(folder)
+    if unread is not None:
+        raise CheckpointError(unread)
     stored = stored_tensors(folder)
     if not stored:
-        return None
+        return None if is_in_hub_cache(folder) else _no_weights_yet(folder)
     weights = _Weights(folder, shape, stored)
     weights.check_layer_count()
     weights.check_all(end_tensors(shape))
     weights.check_head()
     weights.check_layers()
-    return weights.warning()
+    return weights.left_out()
+
+
+def _no_weights_yet(folder: Path) -> str:
+    return (
+        f"{folder} holds no weights yet: what is planned rests on config.json alone; the weights "
+        "are checked against it once they are there"
+    )
 
 
 class _Weights:
@@ -94,17 +110,51 @@ class _Weights:
                 if not (is_linear and self._check_packed(full.removesuffix(".weight"), size)):
                     self._check(full, size)
 
-    def warning(self) -> str | None:
-        """A warning about tensors that nothing takes; None where there are none that matter."""
-        left = [n for n in self.stored if n not in self.known and not _HARMLESS.search(n)]
-        if not left:
+    def left_out(self) -> str | None:
+        """A warning about tensors that nothing takes; None where there are none that matter.
+
+        CheckpointError where results depend on one of them.
+        """
+        left = [n for n in self.stored if n not in self.known and not is_harmless(n)]
+        modules = {name.rpartition(".")[0] for name in self.known} | {*self.names.head_names}
+        biases = [name for name in left if is_bias(name, modules)]
+        zeros = {name for name in biases if self._may_be_zeros(name)}
+        needed = [n for n in biases if n not in zeros] + [n for n in left if self._is_needed(n)]
+        nobody = f"{self.folder}: no part of a {self.shape.model_type} model"
+        if needed:
+            raise CheckpointError(
+                f"{nobody} with this config.json takes {patterns(needed)} of its weights, without "
+                f"which answers would be wrong; {self._remedy(needed[0])}"
+            )
+        unknown = [name for name in left if name not in zeros]
+        if not unknown:
             return None
-        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         return (
-            f"{self.folder}: no part of a {self.shape.model_type} model takes "
-            f"{', '.join(f'{name:.100}' for name in left[:_LISTED])}{more} of its weights; they "
-            "are left out: is config.json that of this model?"
+            f"{nobody} takes {patterns(unknown)} of its weights; they are left out: is config.json "
+            "that of this model?"
         )
+
+    def _may_be_zeros(self, name: str) -> bool:
+        """Whether a tensor is of zeros, or not here yet: then loading will look at it."""
+        tensor = self.stored[name]
+        return tensor.shape is None or has_only_zeros(self.folder / tensor.file, name)
+
+    def _is_needed(self, name: str) -> bool:
+        stacks = tuple(f"{each}." for each in spellings(self.names.layers_path, self.names.base))
+        return is_adapter(name) or (name.startswith(stacks) and is_norm(name))
+
+    def _remedy(self, name: str) -> str:
+        """How to have the tensor `name` taken."""
+        if is_adapter(name):
+            return "merge the adapter into the weights first (merge_and_unload of peft)"
+        module, family = name.rpartition(".")[0], FAMILIES[self.shape.model_type]
+        entry = None
+        if module.endswith(tuple(f".{each}" for each in self.names.attention)):
+            entry = family.attention_bias
+        elif module.endswith(tuple(f".{each}" for each in self.names.mlp)):
+            entry = family.mlp_bias
+        proper = "take the config.json that belongs to these weights"
+        return f"set {entry} to true in config.json, or {proper}" if entry else proper
 
     def _find(self, name: str) -> tuple[str, StoredTensor] | None:
         for spelling in spellings(name, self.names.base):
@@ -119,22 +169,23 @@ class _Weights:
             raise CheckpointError(self._missing(name))
         stored_name, tensor = found
         where = f"{self.folder / tensor.file}: tensor {stored_name}"
+        if tensor.dtype is not None and tensor.dtype not in _FLOATS:
+            raise CheckpointError(f"{where} holds {tensor.dtype}: {_ORIGINAL}")
         if tensor.shape is not None and tensor.shape != size:
             raise CheckpointError(
                 f"{where} is {list(tensor.shape)} but config.json asks for {list(size)}; {_REMEDY}"
             )
-        if tensor.dtype is not None and tensor.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{where} holds {tensor.dtype}: the checkpoint is quantized already; give the "
-                "original one in 16 or 32 bit"
-            )
 
     def _missing(self, name: str) -> str:
-        packed = self._find(f"{name.removesuffix('.weight')}.qweight")
+        module = name.removesuffix(".weight")
+        packed = next(
+            filter(None, (self._find(f"{module}.{mark}") for mark in _PACKED_MARKS)), None
+        )
         if packed is not None:
             return (
-                f"{self.folder}: tensor {packed[0]} is quantized, but config.json has no "
-                "quantization_config that says how; download config.json again"
+                f"{self.folder}: tensor {packed[0]} is quantized, but neither config.json "
+                "(quantization_config) nor a file beside it says how; download the configuration "
+                "again, or give the original checkpoint in 16 or 32 bit"
             )
         return (
             f"{self.folder} has no tensor {name} among its {len(self.stored)}; it is incomplete or "
@@ -146,7 +197,7 @@ class _Weights:
         found = self._find(f"{module}.qweight")
         if found is None:
             return False
-        parts = {part: self._find(f"{module}.{part}") for part in (*_PACKED, *_PACKED_EXTRAS)}
+        parts = {part: self._find(f"{module}.{part}") for part in (*_PACKED, "g_idx")}
         missing = [part for part in _PACKED if parts[part] is None]
         if missing:
             raise CheckpointError(self._missing(f"{module}.{missing[0]}"))

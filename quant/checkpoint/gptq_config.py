@@ -17,6 +17,10 @@ from quant.common.json_file import read_json_object
 CONFIG_FILE = "config.json"
 GPTQ_CONFIG_FILE = "quantize_config.json"
 CONFIG_KEY = "quantization_config"
+_OTHER_KEYS = {"compression_config": "compressed-tensors"}
+_OTHER_FILES = {"quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Where other methods say that they quantized: older compressed-tensors, AutoAWQ and llm-awq, and
+NVIDIA's ModelOpt."""
 
 STORED_BITS = (3, 4, 8)
 """Bitwidths of GPTQ checkpoints for which there are kernels."""
@@ -54,11 +58,23 @@ def read_gptq_config(folder: Path) -> GptqConfig | None:
 
     SpecError for another method than GPTQ, a format that cannot be read, and a damaged file.
     """
-    values = _read_json(folder / CONFIG_FILE).get(CONFIG_KEY)
-    own_file = folder / GPTQ_CONFIG_FILE
-    if values is None and own_file.is_file():
-        values = {"quant_method": "gptq", **_read_json(own_file)}
-    return None if values is None else parse_gptq_config(values, str(folder))
+    values = quantization_entries(_read_json(folder / CONFIG_FILE))
+    if values is not None:
+        return parse_gptq_config(values, str(folder))
+    for name, method in {GPTQ_CONFIG_FILE: "gptq", **_OTHER_FILES}.items():
+        if (folder / name).is_file():
+            entries = {"quant_method": method, **_read_json(folder / name)}
+            return parse_gptq_config(entries, str(folder / name))
+    return None
+
+
+def quantization_entries(config: Mapping[str, Any]) -> Any:
+    """What the entries of a `config.json` say of quantized weights; None where they are plain."""
+    values = config.get(CONFIG_KEY)
+    if values is not None:
+        return values
+    other = next((key for key in _OTHER_KEYS if config.get(key) is not None), None)
+    return None if other is None else {"quant_method": _OTHER_KEYS[other]}
 
 
 def parse_gptq_config(values: Any, place: str) -> GptqConfig:

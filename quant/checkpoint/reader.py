@@ -31,10 +31,10 @@ from quant.checkpoint.stored_tensors import (
     unreadable,
 )
 from quant.checkpoint.tensor_header import DamagedFileError, TensorPlace, read_header
+from quant.checkpoint.weight_files import unread_weights
 from quant.common.errors import CheckpointError
 from quant.common.file_identity import FileIdentity
 
-_BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SETTINGS_FILES = ("config.json", "quantize_config.json")
 """Files that say how the stored tensors have to be read."""
 
@@ -205,11 +205,9 @@ class Checkpoint:
             return read_index(self.folder / INDEX_FILE)
         if (self.folder / SINGLE_FILE).is_file():
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        if any((self.folder / file).is_file() for file in _BIN_FILES):
-            raise CheckpointError(
-                f"{self.folder} holds PyTorch .bin weights, which are not read directly; "
-                f"run: llmpq-convert {self.folder} {self.folder}-safetensors"
-            )
+        unread = unread_weights(self.folder)
+        if unread is not None:
+            raise CheckpointError(unread)
         raise CheckpointError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
             "give the folder that holds the weights"

@@ -101,10 +101,14 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     )
 
 
+def is_in_hub_cache(folder: Path) -> bool:
+    """Whether `folder` is a snapshot in the hub's cache, where files come as they are needed."""
+    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+
+
 def _comes_later(folder: Path, file: str) -> bool:
     """Whether `file` is missing from the hub's cache, and so will be downloaded."""
-    in_cache = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-    return in_cache and not os.path.isfile(folder / file)
+    return is_in_hub_cache(folder) and not os.path.isfile(folder / file)
 
 
 def _in_file(folder: Path, file: str) -> dict[str, StoredTensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -31,6 +31,7 @@ from quant.cache.layer import (
 )
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.untaken import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
 from quant.importance.statistics import InputStatistics, LayerImportance
@@ -59,8 +60,10 @@ def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
     Checkpoints saved without the first part of the layer's name are read too. Every `nn.Linear` is
     replaced (`quant.linear.quantize_linear`). A layer that `cache` has is taken from there, another
     is put there unless nothing has to be quantized for it. CheckpointError names a tensor that is
-    missing, of another shape or not finite; SpecError and DeviceError as in `quantize_linear`.
+    missing, of another shape or not finite, and a bias or norm that the module has no place for;
+    SpecError and DeviceError as in `quantize_linear`.
     """
+    _check_left_out(load, checkpoint)
     if cache is not None and _is_quantized_here(load, checkpoint):
         _load_with_cache(load, checkpoint, cache)
     else:
@@ -123,6 +126,31 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
     load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
+
+
+def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
+    """Check that the stored layer has no bias, norm or adapter that `load.module` lacks.
+
+    `planner.model.weight_check` says the same before a run where the weights are; a node may have
+    others. A bias of zeros changes nothing.
+    """
+    taken = {name for name, _ in _all_tensors(load.module)}
+    modules = {name for name, _ in load.module.named_modules()}
+    place = f"{load.name_prefix.partition('.')[2]}."
+    for stored in checkpoint.names_below(load.name_prefix):
+        name = stored.partition(place)[2]
+        if name in taken or is_harmless(name):
+            continue
+        if is_adapter(name) or is_norm(name) or _is_used_bias(name, modules, stored, checkpoint):
+            raise CheckpointError(
+                f"tensor {stored} in {checkpoint.folder}: the model's configuration has no place "
+                "for it, and without it answers would be wrong; plan again for these weights, "
+                "which says what to do"
+            )
+
+
+def _is_used_bias(name: str, modules: Container[str], stored: str, checkpoint: Checkpoint) -> bool:
+    return is_bias(name, modules) and bool(checkpoint.read(stored).any())
 
 
 def _stored_linear(

@@ -36,11 +36,15 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(linear: nn.Linear, processor: Processor) -> nn.Module:
-    """Prepack `linear` where that is faster on this processor and adds no byte; else return it."""
+    """Prepack `linear` where that is faster on this processor and adds no byte; else return it.
+
+    `processor` may be one that is only played here: oneDNN refuses the layout on a CPU too old.
+    """
     weight = linear.weight
     if not processor.is_cpu or weight.dtype != torch.bfloat16:
         return linear
-    if "avx512_bf16" not in processor.instruction_sets:
+    known = "avx512_bf16" in processor.instruction_sets
+    if not (known and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return linear
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     if torch.ops.mkldnn._nbytes(packed) != weight.nbytes:  # blocks that do not fill are padded

@@ -98,10 +98,14 @@ class ConfigKeys:
 class Family:
     """A model family, by the `model_type` of its `config.json`.
 
-    `read_shape` raises SpecError for entries that are missing or impossible.
+    `read_shape` raises SpecError for entries that are missing or impossible. `attention_bias` and
+    `mlp_bias` are the entries that give the linears of attention and MLP biases, None where the
+    family has none.
     """
 
     model_type: str
     read_shape: Callable[[ConfigFile], ModelShape]
     architecture: Architecture
     keys: ConfigKeys = ConfigKeys()
+    attention_bias: str | None = None
+    mlp_bias: str | None = None

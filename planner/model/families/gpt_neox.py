@@ -58,4 +58,5 @@ GPT_NEOX = Family(
             shares=("attention_dropout", "hidden_dropout", "classifier_dropout"),
         ),
     ),
+    attention_bias="attention_bias",
 )

@@ -27,4 +27,6 @@ LLAMA = Family(
     read_shape=_shape,
     architecture=GATED_ARCHITECTURE,
     keys=ConfigKeys(unused=UnusedEntries(counts=("pretraining_tp",), may_be_null=True)),
+    attention_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )

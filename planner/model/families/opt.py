@@ -59,4 +59,6 @@ OPT = Family(
             shares=("attention_dropout", "dropout", "layerdrop"), deviation="init_std"
         ),
     ),
+    attention_bias="enable_bias",
+    mlp_bias="enable_bias",
 )

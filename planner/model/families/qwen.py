@@ -52,4 +52,9 @@ def _window(config: ConfigFile) -> int | None:
 
 
 QWEN2 = Family(model_type="qwen2", read_shape=_qwen2_shape, architecture=GATED_ARCHITECTURE)
-QWEN3 = Family(model_type="qwen3", read_shape=_qwen3_shape, architecture=GATED_ARCHITECTURE)
+QWEN3 = Family(
+    model_type="qwen3",
+    read_shape=_qwen3_shape,
+    architecture=GATED_ARCHITECTURE,
+    attention_bias="attention_bias",
+)

@@ -12,7 +12,6 @@ from actors.profiling.layers import TimedLayers
 from actors.profiling.reference_work import ReferenceWork
 from actors.profiling.task import ProfileTask, _Passes, measure
 from actors.stage.transformers_config import config_of_values
-from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from planner.profiles.design import LayerWorkload
@@ -65,10 +64,15 @@ def test_what_stands_before_is_filled() -> None:
     assert cache.nbytes == pytest.approx(timed(CONFIGS["llama"]).kv_bytes(DECODE), rel=0.1)
 
 
+class Here:
+    """As much of a planner's device as byte rules ask for: kernels go by this machine's units."""
+
+    processor = local_processor(CPU)
+
+
 @pytest.mark.parametrize("bits", BITWIDTHS)
 def test_a_layer_holds_what_the_planner_counts(bits: int) -> None:
-    node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
-    device = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
+    device: Any = Here()
     layers = timed(config_of_values(TINY), bits)
     planned = layer_weight_bytes(shape_from_config("tiny", TINY), bits, device, "bfloat16")
     assert layers.weight_bytes == planned

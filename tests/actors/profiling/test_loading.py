@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from actors.profiling.loading import LoadTask, time_loading
-from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import layer_weight_bytes
 from planner.model.finding import shape_from_config
 from quant.scheme import BITWIDTHS
 from tests.actors.models import CONFIGS
-from tests.actors.profiling.test_layers import TINY
+from tests.actors.profiling.test_layers import TINY, Here
 
 
 def test_every_bitwidth_is_loaded_from_where_it_can_come() -> None:
@@ -19,8 +20,7 @@ def test_every_bitwidth_is_loaded_from_where_it_can_come() -> None:
     cached = {(bits, "cache") for bits in BITWIDTHS if bits != 16}
     assert found == {(bits, "checkpoint") for bits in BITWIDTHS} | cached
     shape = shape_from_config("tiny", TINY)
-    node = {"accelerators": {"CPU": 1}, "memory_gib": 1}
-    device = ClusterSpec.from_dict({"name": "c", "nodes": [node]}).devices[0]
+    device: Any = Here()
     for load in loads:
         assert load.seconds > 0
         assert load.checkpoint_bytes == 2 * shape.layer_parameters

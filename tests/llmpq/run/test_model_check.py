@@ -155,13 +155,15 @@ def test_names_that_no_folder_can_have(
 
 def test_weights_that_nothing_takes_are_told_once(model: Model) -> None:
     def add(tensors: dict[str, Any]) -> None:
-        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(128, np.float16)
-        tensors["model.layers.0.adapter.weight"] = np.zeros((2, 2), np.float16)
+        for index in range(3):
+            tensors[f"model.layers.{index}.adapter.weight"] = np.zeros((2, 2), np.float16)
+        tensors["score.weight"] = np.zeros((2, 128), np.float16)
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.float32)
 
     model.change_weights(add)
     with pytest.warns(
-        UserWarning, match=r"no part of a llama model takes .*adapter.*q_proj\.bias "
+        UserWarning,
+        match=r"no part of a llama .* model\.layers\.\*\.adapter\.weight \(3\), score\.weight ",
     ):
         checked_shape(model.folder)
 
@@ -170,6 +172,7 @@ def test_harmless_weights_are_not_told(model: Model) -> None:
     def add(tensors: dict[str, Any]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.float32)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(128, np.float16)  # of auto-gptq
 
     model.change_weights(add)
     with warnings.catch_warnings():
@@ -204,9 +207,56 @@ def test_weights_that_do_not_fit(
         checked_shape(model.folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("self_attn.q_proj.bias", r"q_proj\.bias \(2\) .* set attention_bias to true in config"),
+        ("mlp.up_proj.bias", r"up_proj\.bias \(2\) .* set mlp_bias to true"),
+        ("input_layernorm.bias", r"norm\.bias \(2\) .*; take the config\.json that belongs"),
+        ("self_attn.q_norm.weight", r"q_norm\.weight \(2\) .*; take the config\.json"),
+        ("self_attn.q_proj.lora_A.weight", r"lora_A\.weight \(2\) .* merge the adapter"),
+    ],
+)
+def test_what_answers_depend_on_is_never_left_out(name: str, message: str, model: Model) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        for index in (3, 11):
+            tensors[f"model.layers.{index}.{name}"] = np.eye(1, 128, dtype=np.float16)[0]
+
+    model.change_weights(add)
+    with pytest.raises(CheckpointError, match=message):
+        checked_shape(model.folder)
+
+
+def test_biases_that_the_configuration_has_are_taken(model: Model) -> None:
+    def add(tensors: dict[str, Any]) -> None:
+        for index in range(12):
+            for part in "qkvo":
+                linear = f"model.layers.{index}.self_attn.{part}_proj"
+                rows = len(tensors[f"{linear}.weight"])
+                tensors[f"{linear}.bias"] = np.ones(rows, np.float16)
+
+    model.change_weights(add)
+    model.spoil(CONFIG, {"attention_bias": True})
+    assert checked_shape(model.folder).qkv_bias
+
+
+def test_what_is_said_when_planning_is_said_when_running(
+    model: Model, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of another format, before Ray starts: the words of both commands are the same."""
+    (model.folder / "model.safetensors").unlink()
+    (model.folder / "pytorch_model.bin").touch()
+    assert algo.main(["--model", str(model.folder), "--cluster", str(CLUSTER), *LENGTHS]) == 2
+    planning = capsys.readouterr().err.removeprefix("llmpq-algo")
+    assert dist.main([*run_of(plan, tmp_path), "--model", str(model.folder)]) == 2
+    assert capsys.readouterr().err.removeprefix("llmpq-dist") == planning
+    assert "llmpq-convert" in planning
+
+
 def test_what_lacks_weights_can_be_planned(model: Model) -> None:
     (model.folder / "model.safetensors").unlink()
-    assert checked_shape(model.folder).layers == 12
+    with pytest.warns(UserWarning, match=r"no weights yet: .* config\.json alone"):
+        assert checked_shape(model.folder).layers == 12
     assert checked_shape(model.folder / CONFIG).layers == 12
     assert checked_shape("opt-125m").layers == 12
 

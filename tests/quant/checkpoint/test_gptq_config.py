@@ -37,6 +37,27 @@ def test_configurations_that_cannot_be_read(entries: Any, message: str) -> None:
         parse_gptq_config(entries, "/models/x")
 
 
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        (
+            "quant_config.json",
+            {"w_bit": 4, "version": "GEMM"},
+            r"quant_config\.json: .* method awq",
+        ),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "the method modelopt"),
+        ("config.json", {"compression_config": {"format": "x"}}, "the method compressed-tensors"),
+    ],
+)
+def test_other_methods_say_so_elsewhere(
+    file: str, entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps(entries))
+    with pytest.raises(SpecError, match=message):
+        read_gptq_config(tmp_path)
+
+
 def test_auto_gptqs_own_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert read_gptq_config(tmp_path) is None

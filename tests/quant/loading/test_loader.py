@@ -195,3 +195,39 @@ def test_tensors_that_do_not_fit(
             LayerLoad(layer, "model.layers.1", LayerForm(4, HERE, torch.bfloat16, CPU)),
             Checkpoint(llama_folder),
         )
+
+
+@pytest.mark.parametrize(
+    ("left_out", "value", "refused"),
+    [
+        ("self_attn.q_proj.bias", 1.0, True),
+        ("self_attn.q_proj.bias", 0.0, False),  # of auto-gptq, where the model has none
+        ("self_attn.q_norm.weight", 1.0, True),
+        ("self_attn.rotary_emb.inv_freq", 1.0, False),
+    ],
+)
+def test_what_answers_depend_on_is_never_left_out(
+    left_out: str,
+    value: float,
+    refused: bool,
+    llama_folder: Path,
+    tiny_model: Build,
+    meta_layer: MetaLayer,
+) -> None:
+    tensors = load_file(llama_folder / SINGLE_FILE)
+    tensors[f"model.layers.1.{left_out}"] = torch.full((8,), value)
+    save_file(tensors, llama_folder / SINGLE_FILE)
+
+    def load(index: int) -> None:
+        name, form = f"model.layers.{index}", LayerForm(16, HERE, torch.float32, CPU)
+        layer = meta_layer(tiny_model("llama"), name)
+        load_layer(LayerLoad(layer, name, form), Checkpoint(llama_folder))
+
+    load(0)
+    if not refused:
+        load(1)
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"model\.layers\.1\.{left_out} .*has no place for it"
+    ):
+        load(1)
