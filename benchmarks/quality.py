@@ -53,8 +53,7 @@ from planner.quality.sensitivity import default_sensitivity
 from quant.backends.selection import fallback_rule
 from quant.importance.file import Importance
 from quant.loading.emulated_kernels import LayerScheme
-from quant.processor import local_processor
-from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED
+from quant.scheme import BITWIDTHS, ROUNDINGS, WEIGHTED, Processor
 from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
@@ -75,7 +74,8 @@ QUICK_BUDGETS = (0.05, 0.25, 0.50, 0.90)
 SEQUENCE_LENGTH = 512
 CALIBRATION_SEQUENCES = 32
 AT_ONCE = 24  # subjects of one pass: their hidden states fit in 200 MB
-W8A8 = "onednn_w8a8"  # needs a CPU with VNNI; others round the weights alone
+W8A8 = "onednn_w8a8"
+VNNI = Processor(instruction_sets=frozenset({"avx512_vnni"}))  # represented where it is missing
 SEEDS, QUICK_SEEDS = 24, 5
 QUICK_TOKENS = 4096
 
@@ -244,17 +244,15 @@ def print_uniform(setting: Setting) -> None:
     """Perplexity at one bitwidth for all layers, and at 8 bit with activations rounded too."""
     layers = setting.shape.layers
     subjects = [setting.subject((bits,) * layers) for bits in reversed(BITWIDTHS)]
-    names = [str(bits) for bits in reversed(BITWIDTHS)]
-    if "avx512_vnni" in local_processor(CPU).instruction_sets:
-        scheme = LayerScheme(8, W8A8, torch.float32)
-        subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
-        names += [f"8, activations too ({W8A8})"]
+    scheme = LayerScheme(8, W8A8, torch.float32, VNNI, "float32")
+    subjects += [Subject(W8A8, (scheme,) * layers, torch.float32, torch.float32)]
     full, *others = evaluate(setting.model, setting.held_out, subjects, CPU)
     print(f"\nHeld-out perplexity, {full.tokens} tokens in {full.windows} windows:\n")
     print("| bits | perplexity | ± 1 σ | above 16 bit | ± 1 σ | KL, 0.001 nats | ± 1 σ |")
     print("|---|---|---|---|---|---|---|")
     print(f"| 16 | {full.perplexity:.3f} | {full.standard_error:.3f} | | | | |")
-    for name, result in zip(names[1:], others, strict=True):
+    names = [*(str(bits) for bits in reversed(BITWIDTHS[:-1])), f"8, activations too ({W8A8})"]
+    for name, result in zip(names, others, strict=True):
         above, error = result.above(full)
         print(
             f"| {name} | {result.perplexity:.3f} | {result.standard_error:.3f} | {above:+.3f} "

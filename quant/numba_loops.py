@@ -46,11 +46,22 @@ def torch_threads() -> Iterator[None]:
 
 def compiled_loop(function: Any, parallel: bool) -> Any:
     """`function` compiled with sums in any order, its `prange` on several threads if `parallel`."""
+    return _compiled(function, parallel, _FAST_SUMS)
+
+
+def exact_loop(function: Any, parallel: bool) -> Any:
+    """`function` compiled with every operation as it is written, so that torch's own operations
+    give the same bits; `parallel` as in `compiled_loop`.
+    """
+    return _compiled(function, parallel, set())
+
+
+def _compiled(function: Any, parallel: bool, fast: set[str]) -> Any:
     import numba
 
     settings: Any = numba.config
     settings.THREADING_LAYER = "workqueue"  # idle threads sleep
-    return numba.njit(parallel=parallel, fastmath=_FAST_SUMS, nogil=True)(function)
+    return numba.njit(parallel=parallel, fastmath=fast or False, nogil=True)(function)
 
 
 @cache

@@ -155,12 +155,10 @@ def _notes(results: Sequence[Perplexity]) -> Iterator[str]:
     for result in results:
         for backend, layers in result.represented.items():
             yield (
-                f"{result.name}: {backend} does not run here; plain products with the weights it "
-                f"stands for took its place in {len(layers)} layer{'s' * (len(layers) != 1)} "
+                f"{result.name}: {backend} does not run here; plain products with the numbers it "
+                f"rounds to took its place in {len(layers)} layer{'s' * (len(layers) != 1)} "
                 f"({_ranges(layers)})"
             )
-    if any("int8" in backend or "w8a8" in backend for r in results for backend in r.represented):
-        yield "The rounding of activations to 8 bit, which those kernels do too, is not modelled."
 
 
 def _ranges(layers: Sequence[int]) -> str:

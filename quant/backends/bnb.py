@@ -162,3 +162,14 @@ class BnbInt8:
             rows, self.codes, state=state, threshold=_OUTLIER_THRESHOLD
         )
         return out.to(x.dtype).view(*x.shape[:-1], self.codes.shape[0])
+
+
+def rounded_activations(x: torch.Tensor) -> torch.Tensor:
+    """What LLM.int8() makes of activations `[..., in]`: 8 bit with a scale a token, but for the
+    features that are large in any token, which stay as they are.
+    """
+    rows = x.reshape(-1, x.shape[-1]).float()
+    large = rows.abs() >= _OUTLIER_THRESHOLD
+    scale = rows.masked_fill(large, 0.0).abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
+    rounded = (rows / scale).round_().mul_(scale)
+    return torch.where(large.any(0), rows, rounded).to(x.dtype).view(x.shape)

@@ -138,12 +138,13 @@ def _int8_row_bytes(shape: LinearShape, dtype: str) -> int:
 
 
 def _onednn_bytes(shape: LinearShape, dtype: str) -> int:
-    """Bytes of codes, a 32-bit compensation (in the packed blob) and scale per row, and one zero.
+    """Bytes of codes, a 32-bit compensation (in the packed blob) and scale per row, one zero, and a
+    32-bit factor per input.
 
     Measured with `torch.ops.mkldnn._nbytes` (torch 2.13): oneDNN pads both sides to 64 and adds
     4 bytes per padded row.
     """
-    return shape.parameters + 8 * shape.out_features + 4
+    return shape.parameters + 8 * shape.out_features + 4 + 4 * shape.in_features
 
 
 def _nf4_bytes(shape: LinearShape, dtype: str) -> int:

@@ -2,26 +2,29 @@
 
 A kernel backend that does not run here still says which weight it stands for
 (`PackedWeight.represent`): the linear is then computed plainly with that weight, so that its
-rounding is the planned one. What a kernel does to activations is not modelled: LLM.int8() and
-oneDNN round them to 8 bit too.
+rounding is the planned one. LLM.int8() and oneDNN round activations to 8 bit too: their products
+are computed in float32 with activations rounded as they round them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from quant.backends.bnb import rounded_activations
+from quant.backends.cpu.rotated_codes import RotatedCodes
 from quant.backends.kernel_classes import BACKENDS
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
 from quant.checkpoint.reader import Checkpoint
-from quant.importance.statistics import LayerImportance
+from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
-from quant.rounding import Rounding
+from quant.rounding import NEAREST, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
 
@@ -58,20 +61,44 @@ class Compute:
         return self if dtype is None else replace(self, dtype=dtype)
 
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""Multiplies `[..., in]` to `[..., out]`, in the type that it is given."""
+
+
 class RepresentedLinear(nn.Module):
-    """A linear layer with the plain weight `[out, in]` that a backend multiplies with.
+    """A linear layer that computes a backend's `product` in another way.
 
     It is no `nn.Linear`, so that the loader does not fill it a second time.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
+    def __init__(self, product: Product, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.product = product
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply `x` `[..., in]` to `[..., out]`."""
-        return functional.linear(x, self.weight, self.bias)
+        out = self.product(x)
+        return out if self.bias is None else out + self.bias
+
+
+def represented_product(
+    backend: str,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: Rounding = NEAREST,
+    inputs: InputStatistics | None = None,
+) -> Product:
+    """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`.
+
+    Errors are those of `PackedWeight.represent`.
+    """
+    if backend == "onednn_w8a8":
+        return RotatedCodes.of_weight(weight, rounding, inputs).forward
+    represented = BACKENDS[backend].represent(weight, rounding, inputs).to(dtype)
+    if backend == "bnb_int8":
+        return lambda x: functional.linear(rounded_activations(x), represented)
+    return lambda x: functional.linear(x, represented)
 
 
 def load_layer_as_planned(
@@ -103,10 +130,9 @@ def load_layer_as_planned(
             rounding = Rounding.of_tensor(scheme.rounding, f"{name_prefix}.{name}")
             stored = _stored(linear, checkpoint, f"{name_prefix}.{name}", compute)
             inputs = None if importance is None else importance.inputs.get(name)
-            represented_weight = BACKENDS[rule.name].represent(stored, rounding, inputs)
-            weight = represented_weight.to(compute.dtype)
+            product = represented_product(rule.name, stored, compute.dtype, rounding, inputs)
             parent, _, attribute = name.rpartition(".")
-            filled = RepresentedLinear(weight, linear.bias)
+            filled = RepresentedLinear(product, linear.bias)
             setattr(module.get_submodule(parent), attribute, filled)
             represented.add(rule.name)
     form = LayerForm(

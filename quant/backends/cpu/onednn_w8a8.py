@@ -1,7 +1,8 @@
 """8 bit on CPUs with VNNI: oneDNN multiplies int8 weights with activations rounded per token.
 
-Activations become uint8 around 128 with a scale per token: all tokens then share a zero, which is
-what oneDNN takes, and the scale of a token is multiplied in afterwards.
+Both are rotated first (`quant.backends.cpu.rotation`), so that large activations do not coarsen the
+others. Activations become uint8 around 128 with a scale per token: all tokens then share a zero,
+which is what oneDNN takes, and the scale of a token is multiplied in afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 
 from quant.backends.base import CanonicalPacked, tensor_bytes
 from quant.backends.cpu.activation_codes import MIDDLE, round_activations, warm_up_rounding
+from quant.backends.cpu.rotated_codes import RotatedCodes
 from quant.canonical import CanonicalWeight
+from quant.importance.statistics import InputStatistics
+from quant.rounding import NEAREST, Rounding
 from quant.scheme import LinearShape
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
@@ -25,23 +29,50 @@ _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary
 
 @dataclass(frozen=True)
 class OneDnnW8A8(CanonicalPacked):
-    """An 8-bit weight. `packed`: oneDNN's layout; `scale`: float32 `[out]`; `zero`: int32 `[1]`."""
+    """An 8-bit weight. `packed`: oneDNN's layout; `scale`: float32 `[out]`; `zero`: int32 `[1]`;
+    `factor`: float32 `[in]`, what inputs are multiplied with before they are rotated.
+    """
 
     bits: ClassVar[int] = 8
 
     packed: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor
+    factor: torch.Tensor
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> Self:
+        return cls._pack(RotatedCodes.of_weight(weight, rounding, inputs))
 
     @classmethod
     def from_canonical(cls, canonical: CanonicalWeight) -> Self:
-        packed = torch.ops.onednn.qlinear_prepack(canonical.codes, None)
-        return cls(packed, canonical.scale.view(-1), torch.zeros(1, dtype=torch.int32))
+        return cls._pack(RotatedCodes.of_canonical(canonical))
+
+    @classmethod
+    def _pack(cls, rotated: RotatedCodes) -> Self:
+        packed = torch.ops.onednn.qlinear_prepack(rotated.codes, None)
+        return cls(packed, rotated.scale, torch.zeros(1, dtype=torch.int32), rotated.factor)
+
+    @classmethod
+    def represent(
+        cls,
+        weight: torch.Tensor,
+        rounding: Rounding = NEAREST,
+        inputs: InputStatistics | None = None,
+    ) -> torch.Tensor:
+        return RotatedCodes.of_weight(weight, rounding, inputs).restored()
 
     def state(self) -> dict[str, torch.Tensor]:
         """The packed bytes, and oneDNN's description of their layout."""
         content = {"content": _content_of(self.packed).clone(), "layout": _layout_of(self.packed)}
-        return content | {"scale": self.scale}
+        return content | {"scale": self.scale, "factor": self.factor}
 
     @classmethod
     def from_state(
@@ -55,19 +86,20 @@ class OneDnnW8A8(CanonicalPacked):
         ):
             raise RuntimeError("oneDNN packs this weight in another layout here")
         content.copy_(state["content"])
-        return cls(packed, state["scale"], torch.zeros(1, dtype=torch.int32))
+        zero = torch.zeros(1, dtype=torch.int32)
+        return cls(packed, state["scale"], zero, state["factor"])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, with the padding and compensation of the packed layout."""
         packed_bytes: int = torch.ops.mkldnn._nbytes(self.packed)
-        return packed_bytes + tensor_bytes(self.scale, self.zero)
+        return packed_bytes + tensor_bytes(self.scale, self.zero, self.factor)
 
     def warm_up(self, in_features: int) -> None:
         warm_up_rounding(in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = round_activations(x.reshape(-1, x.shape[-1]))
+        codes, scale = round_activations(x.reshape(-1, x.shape[-1]), self.factor)
         out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, MIDDLE, self.packed, self.scale, self.zero, None,
             1.0, 0, torch.float32, "none", [], "",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from quant.backends.cpu.int3pack import Int3Pack
 from quant.backends.cpu.int4pack import Int4Pack
 from quant.backends.cpu.int8pack import Int8Pack
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
+from quant.backends.cpu.rotation import LANES, rotate
 from quant.backends.kernel_classes import BACKENDS, self_test, usable_backend
 from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.table import KERNEL_RULES, KernelRule
@@ -59,16 +61,25 @@ def bound(name: str, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
     Each product is off by the rounding of the decoded weight and each output by its own: together
     at most 1.5 units of the type times sum |x| |w|; sums in float32 add `in` times its unit. At
-    W8A8, an activation is off by at most half a step of its token.
+    W8A8, a rotated activation is off by at most half a step of its token.
     """
     magnitude = x.abs() @ weight.abs().t()
     limit = magnitude * (
         1.5 * torch.finfo(dtype).eps + x.shape[-1] * torch.finfo(torch.float32).eps
     )
     if name == "onednn_w8a8":
-        step = x.abs().amax(-1, keepdim=True) / 127
-        limit = limit + step / 2 * weight.abs().sum(-1)
+        return limit + rotated_step(x) / 2 * rotated(weight).abs().sum(-1) + 1e-30
     return limit + 1e-30
+
+
+def rotated(rows: torch.Tensor) -> torch.Tensor:
+    """`rows` `[tokens or out, in]` as W8A8 mixes their features, in float64."""
+    return rotate(rows.double()) / math.sqrt(LANES)
+
+
+def rotated_step(x: torch.Tensor) -> torch.Tensor:
+    """The step `[tokens, 1]` between two codes of a token at W8A8."""
+    return 1.00001 * rotated(x).abs().amax(-1, keepdim=True) / 127
 
 
 @pytest.mark.parametrize(("rule", "dtype"), KERNELS, ids=KERNEL_IDS)
