@@ -134,7 +134,7 @@ class _Scales:
 
     def choose_all(self, weight: torch.Tensor) -> None:
         """Choose scales and zeros of all groups of `weight` `[out, in]`."""
-        for block in row_blocks(*weight.shape, weight.device):
+        for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
             self._choose(weight[block], block, slice(0, len(self.scale)))
 
     def choose(self, first: int, values: torch.Tensor) -> None:

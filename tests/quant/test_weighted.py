@@ -36,12 +36,14 @@ def restored(found: tuple[Tensor, Tensor, Tensor, int], bits: int, grid: Grid) -
     grouped = codes.double().unflatten(1, (scale.shape[1], -1))
     scale, zero = scale.double().unsqueeze(-1), zero.double().unsqueeze(-1)
     values = grouped - zero if grid != "free" else grouped - (1 << (bits - 1)) + zero / scale
-    return (values * scale).flatten(1)
+    weight: Tensor = (values * scale).flatten(1)
+    return weight
 
 
 def group_errors(weight: Tensor, rounded: Tensor, importance: Tensor, groups: int) -> Tensor:
     error = (weight.double() - rounded.double()).square() * importance.double()
-    return error.unflatten(1, (groups, -1)).sum(-1)
+    by_group: Tensor = error.unflatten(1, (groups, -1)).sum(-1)
+    return by_group
 
 
 def best_of_all(
