@@ -108,6 +108,7 @@ def _measure(options: argparse.Namespace) -> int:
             getattr(options, "max_tokens", None),
             chosen.device,
             chosen.dtype,
+            importance,
         )
         with layer_progress("perplexity, layers") as report:
             content = measure_points(content, folder, held_out, settings, report)
