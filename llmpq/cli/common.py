@@ -111,12 +111,12 @@ def _warnings_of(command: str) -> Iterator[None]:
     def shown(
         message: Warning | str,
         category: type[Warning],
-        file: str,
-        line: int,
-        code: str | None = None,
+        filename: str,
+        lineno: int,
+        line: str | None = None,
     ) -> str:
         if category is not UserWarning:
-            return usual(message, category, file, line, code)
+            return usual(message, category, filename, lineno, line)
         return f"{command}: warning: {printable(str(message))}\n"
 
     warnings.formatwarning = shown
