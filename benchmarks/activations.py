@@ -204,7 +204,7 @@ def print_seconds(tokens: int) -> None:
 def least_us(work: Callable[[], object], tokens: int) -> float:
     """Least CPU time of `work` over a few calls, in microseconds a token."""
     work()
-    return 1e6 / tokens * min(_seconds(work) for _ in range(7))
+    return 1e6 / tokens * min(_seconds(work) for _ in range(4))
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part == "error":
                 print_errors(options.times)
             elif part == "seconds":
-                print_seconds(128)
+                print_seconds(32)
             else:
                 text = read_texts()[1] if options.text is None else read_documents([options.text])
                 tokenizer = load_tokenizer(options.model)
