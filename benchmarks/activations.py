@@ -152,7 +152,8 @@ def print_perplexities(folder: Path, windows: Windows, times: Sequence[float]) -
             model.use(scheme)
             above, error = model.perplexity(name, windows).above(full)
             total = full.perplexity + above
-            print(f"| {label} | {name} | {total:.3f} | {above:+.3f} | {error:.3f} |", flush=True)
+            spread = "-" if error is None else f"{error:.3f}"
+            print(f"| {label} | {name} | {total:.3f} | {above:+.3f} | {spread} |", flush=True)
 
 
 def print_errors(times: float) -> None:
