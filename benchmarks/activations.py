@@ -16,8 +16,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts
 from llmpq.quality.perplexity import Perplexity
-from llmpq.quality.text_windows import Windows, read_documents, token_windows
+from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.backends.cpu.activation_codes import round_activations
 from quant.backends.cpu.onednn_w8a8 import OneDnnW8A8
@@ -76,7 +77,7 @@ class Model:
     """A model of transformers whose decoder's linears can be replaced, and their inputs."""
 
     def __init__(self, folder: Path, times: float) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         if times != 1:
             enlarge(self.model, times)
         decoder = self.model.get_decoder()
@@ -113,15 +114,17 @@ class Model:
     def perplexity(self, name: str, windows: Windows) -> Perplexity:
         """Perplexity, the first token of a window not being scored."""
         nats = []
-        for ids in torch.from_numpy(windows.token_ids):
+        counts = [int(count) for count in windows.counts]
+        for row, count in zip(torch.from_numpy(windows.token_ids), counts, strict=True):
+            ids = row[:count]
             logits = self.model(ids[None]).logits[0, :-1]
             loss = functional.cross_entropy(logits, ids[1:], reduction="none")
             nats.append(float(loss.double().sum()))
-        counts = (windows.token_ids.shape[1] - 1,) * len(nats)
-        return Perplexity(name, (8,), tuple(nats), counts, ("float32",))
+        scored = tuple(count - 1 for count in counts)
+        return Perplexity(name, (8,), tuple(nats), scored, ("float32",))
 
 
-def enlarge(model: nn.Module, times: float) -> None:
+def enlarge(model: Any, times: float) -> None:
     """Make two channels of each norm of a LLaMA larger, and their columns as much smaller."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.get_decoder().layers:
@@ -149,7 +152,8 @@ def print_perplexities(folder: Path, windows: Windows, times: Sequence[float]) -
             model.use(scheme)
             above, error = model.perplexity(name, windows).above(full)
             total = full.perplexity + above
-            print(f"| {label} | {name} | {total:.3f} | {above:+.3f} | {error:.3f} |", flush=True)
+            spread = "-" if error is None else f"{error:.3f}"
+            print(f"| {label} | {name} | {total:.3f} | {above:+.3f} | {spread} |", flush=True)
 
 
 def print_errors(times: float) -> None:
@@ -204,7 +208,7 @@ def print_seconds(tokens: int) -> None:
 def least_us(work: Callable[[], object], tokens: int) -> float:
     """Least CPU time of `work` over a few calls, in microseconds a token."""
     work()
-    return 1e6 / tokens * min(_seconds(work) for _ in range(7))
+    return 1e6 / tokens * min(_seconds(work) for _ in range(4))
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -233,9 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if part == "error":
                 print_errors(options.times)
             elif part == "seconds":
-                print_seconds(128)
+                print_seconds(32)
             else:
-                text = read_texts()[1] if options.text is None else read_documents([options.text])
+                text: Iterable[Document] = (
+                    read_texts()[1] if options.text is None else read_documents([options.text])
+                )
                 tokenizer = load_tokenizer(options.model)
                 most = math.floor(options.tokens / LENGTH) * LENGTH
                 windows = token_windows(text, tokenizer, LENGTH, most)
