@@ -188,8 +188,8 @@ class KVCache:
     ) -> None:
         sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
         self.held_dtype, self._device = form.held_dtype, form.device
-        like = {"dtype": form.dtype, "device": form.device}
-        own = {} if form.kv_bits == FULL_BITS else {i: f.to(**like) for i, f in factors.items()}
+        kept = {} if form.kv_bits == FULL_BITS else factors
+        own = {layer: each.to(form.device, form.dtype) for layer, each in kept.items()}
 
         def empty(factors: Tensor | None = None) -> Stored:
             return Stored.empty(sizes, self.held_dtype, form.device, factors)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -78,19 +79,16 @@ def log_probabilities(
     ]
 
 
-def losses(found: Sequence[Tensor], windows: Windows) -> np.ndarray:
+def losses(found: Sequence[Tensor], windows: Windows) -> npt.NDArray[np.float64]:
     """Mean negative log-likelihood of each window, float64."""
-    targets = [torch.from_numpy(ids[1:count]) for ids, count in zip(*_of(windows), strict=True)]
+    rows = zip(windows.token_ids, windows.counts, strict=True)
+    targets = [torch.from_numpy(ids[1:count]) for ids, count in rows]
     return np.array(
         [
             -float(own.gather(1, wanted[:, None]).double().mean())
             for own, wanted in zip(found, targets, strict=True)
         ]
     )
-
-
-def _of(windows: Windows) -> tuple[np.ndarray, np.ndarray]:
-    return windows.token_ids, windows.counts
 
 
 def row(name: str, full: Sequence[Tensor], found: Sequence[Tensor], windows: Windows) -> str:
