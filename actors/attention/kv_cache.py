@@ -8,9 +8,10 @@ Where the holes between ranges are too small for a request, ranges are moved tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,20 +47,28 @@ class HeldArrays(NamedTuple):
 class Stored:
     """Keys or values of one layer: `numbers` `[kv_heads, tokens, head_dim]`.
 
-    At 8 bits they are int8 codes, to be multiplied by `scales` `[kv_heads, tokens]`.
+    At 8 bits they are int8 codes, to be multiplied by `scales` `[kv_heads, tokens]`. With `factors`
+    `[kv_heads, head_dim]` (`actors.attention.key_factors`) they are those of keys divided by these.
     """
 
     numbers: Tensor
     scales: Tensor | None = None
+    factors: Tensor | None = None
 
     @classmethod
-    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Stored:
+    def empty(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        factors: Tensor | None = None,
+    ) -> Stored:
         """Zeros, with scales if `dtype` is int8. Memory is not just reserved: a masked position
         that holds NaN would still poison the attention's weighted sum.
         """
         coded = dtype == torch.int8
         scales = torch.zeros(shape[:-1], dtype=SCALE_DTYPE, device=device) if coded else None
-        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales, factors)
 
     @property
     def nbytes(self) -> int:
@@ -97,14 +106,24 @@ class Stored:
         if self.scales is None:
             where.write(self.numbers, new)
             return
-        codes, scales = quantized(new)
+        codes, scales = quantized(new if self.factors is None else new.float() / self.factors)
         where.write(self.numbers, codes)
         where.write(self.scales, scales)
+
+    def asked(self, query: Tensor) -> Tensor:
+        """`query` `[tokens, heads, head_dim]` so that its products with what is stored are those
+        with the keys.
+        """
+        if self.factors is None:
+            return query
+        grouped = query.unflatten(1, (len(self.factors), -1)) * self.factors[:, None]
+        return grouped.flatten(1, 2)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
         """The part that `pick` takes of a tensor `[kv_heads, tokens, ...]`.
 
-        Codes are restored in `dtype`; plain numbers are a view if `pick` returns one.
+        Codes are restored in `dtype`, divided by the factors as they are stored; plain numbers are
+        a view if `pick` returns one.
         """
         numbers = pick(self.numbers)
         if self.scales is None:
@@ -154,17 +173,29 @@ class KVCache:
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
     on as it would have.
 
-    Up to `parked_tokens` tokens of requests that were preempted lie in host memory.
+    Up to `parked_tokens` tokens of requests that were preempted lie in host memory. `factors`
+    `[kv_heads, head_dim]` by layer: what keys are divided by before they become codes; plain
+    numbers have none.
     """
 
     def __init__(
-        self, layers: range, shape: CacheShape, form: CacheForm, parked_tokens: int = 0
+        self,
+        layers: range,
+        shape: CacheShape,
+        form: CacheForm,
+        parked_tokens: int = 0,
+        factors: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
-        self.held_dtype = form.held_dtype
-        self._device = form.device
-        self._keys = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
-        self._values = {i: Stored.empty(sizes, self.held_dtype, form.device) for i in layers}
+        self.held_dtype, self._device = form.held_dtype, form.device
+        kept = {} if form.kv_bits == FULL_BITS else factors
+        own = {layer: each.to(form.device, form.dtype) for layer, each in kept.items()}
+
+        def empty(factors: Tensor | None = None) -> Stored:
+            return Stored.empty(sizes, self.held_dtype, form.device, factors)
+
+        self._keys = {layer: empty(own.get(layer)) for layer in layers}
+        self._values = {layer: empty() for layer in layers}
         self._own_ends = np.zeros(shape.tokens, dtype=np.int64)
         self._rooms = Rooms(shape.tokens)
         self.parked = ParkedTokens(parked_tokens, form.device)

@@ -8,7 +8,7 @@ prompts request by request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -118,6 +118,7 @@ def attend(context: RaggedContext, layer: int, new: NewTokens, scoring: Scoring)
     Returns `[tokens, heads, head_dim]`.
     """
     keys, values = context.cache.append(layer, context.where, new.key, new.value)
+    new = replace(new, query=keys.asked(new.query))
     if len(context.parts) == 1:
         return _attend(context.parts[0], new, keys, values, scoring)
     out = torch.empty_like(new.query)

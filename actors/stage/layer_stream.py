@@ -150,7 +150,9 @@ class LayerStream:
         )
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
         form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
-        return StreamedLayer(self, index, module, hidden, form, represented)
+        layer = StreamedLayer(self, index, module, hidden, form, represented)
+        layer.importance = importance
+        return layer
 
     def reading_ahead(self, layers: range) -> AbstractContextManager[None]:
         """Have the disk read while `layers` are loaded in their order."""
@@ -171,9 +173,11 @@ class LayerStream:
         length = layer.hidden.shape[1]
         sequences = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        shape = CacheShape(sequences * length, *kv_shape(self.config))
-        cache = KVCache(own, shape, layer.form)
+        tokens = sequences * length
+        known = None if layer.importance is None else [layer.importance]
+        cache = make_cache(self.config, own, tokens, layer.form, known)
         if on_keys is not None:
+            shape = CacheShape(tokens, *kv_shape(self.config))
             cache = _WatchedCache(own, shape, layer.form, on_keys)
         self._stack[layer.index] = layer.module
         try:
@@ -234,8 +238,8 @@ class StreamedLayer:
 
     `module` may be hooked and its linears replaced. `hidden` `[sequences, length, hidden_size]`, on
     the host, goes into the layer; `advance` overwrites it by the layer's outputs. The layer
-    computes in the type of `form`, in which it also holds keys and values. `represented` names the
-    backends of another device that plain products stand for.
+    computes in the type of `form`, in which it also holds keys and values, at 8 bits by its
+    `importance`. `represented` names the backends of another device that plain products stand for.
     """
 
     def __init__(
@@ -252,6 +256,7 @@ class StreamedLayer:
         self.hidden = hidden
         self.form = form
         self.represented = represented
+        self.importance: LayerImportance | None = None
         self.advanced = False
         self._stream = stream
 

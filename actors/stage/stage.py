@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.attention.cpu_decode import warm_up
+from actors.attention.key_factors import key_factors
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.messages import EVERY_KEY, MicroBatch, Sampled, StageStats
@@ -62,8 +63,9 @@ class Stage:
             spec, Checkpoint(checkpoint), device, processor, self._shards, importance
         )
         form = CacheForm(self.dtype, device, spec.kv_bits)
-        shape = CacheShape(spec.kv_tokens, *kv_shape(config))
-        self._cache = KVCache(spec.layers, shape, form, spec.parked_tokens)
+        self._cache = make_cache(
+            config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
+        )
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
@@ -195,9 +197,24 @@ def run_decoder(model: PreTrainedModel, context: RaggedContext, inputs: Tensor) 
     return hidden
 
 
-def make_cache(config: PretrainedConfig, layers: range, tokens: int, form: CacheForm) -> KVCache:
-    """An empty KV cache of so many token slots for some decoder layers of the model of `config`."""
-    return KVCache(layers, CacheShape(tokens, *kv_shape(config)), form)
+def make_cache(
+    config: PretrainedConfig,
+    layers: range,
+    tokens: int,
+    form: CacheForm,
+    importance: Sequence[LayerImportance] | None = None,
+    parked_tokens: int = 0,
+) -> KVCache:
+    """An empty KV cache of so many token slots for some decoder layers of the model of `config`.
+
+    `importance`: one a layer, by whose keys 8-bit keys are rounded.
+    """
+    factors = {
+        layer: key_factors(own.keys, rotary_width(config))
+        for layer, own in zip(layers, importance or (), strict=False)
+    }
+    shape = CacheShape(tokens, *kv_shape(config))
+    return KVCache(layers, shape, form, parked_tokens, factors)
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
@@ -205,3 +222,10 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def rotary_width(config: PretrainedConfig) -> int:
+    """Channels of a head that positions rotate, in the model of `config`: the first ones."""
+    rotation = getattr(config, "rope_parameters", None)
+    share = rotation.get("partial_rotary_factor", 1.0) if rotation else 0.0
+    return int(share * kv_shape(config)[1])

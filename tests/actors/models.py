@@ -25,6 +25,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
+from quant.importance.statistics import LayerImportance
 from quant.scheme import Processor
 from tests.actors.local_pipeline import LocalPipeline, drive
 
@@ -96,8 +97,11 @@ def stages_of(
     head_on_first: bool = False,
     kv_bits: int = 16,
     parked_tokens: int = 0,
+    importance: Sequence[LayerImportance] | None = None,
 ) -> list[Stage]:
-    """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`."""
+    """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`, of all of
+    which `importance` tells.
+    """
     spans = [range(a, b) for a, b in pairwise(bounds)]
     all_bits = [bits] * bounds[-1] if isinstance(bits, int) else list(bits)
     return [
@@ -118,6 +122,7 @@ def stages_of(
             folder,
             torch.device("cpu"),
             processor,
+            importance=importance and importance[span.start : span.stop],
         )
         for j, span in enumerate(spans)
     ]
