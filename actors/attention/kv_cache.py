@@ -116,7 +116,7 @@ class Stored:
         """
         if self.factors is None:
             return query
-        grouped = query.unflatten(1, (len(self.factors), -1)) * self.factors[:, None]
+        grouped: Tensor = query.unflatten(1, (len(self.factors), -1)) * self.factors[:, None]
         return grouped.flatten(1, 2)
 
     def read(self, pick: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:

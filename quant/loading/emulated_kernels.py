@@ -24,7 +24,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
-from quant.rounding import NEAREST, Rounding
+from quant.rounding import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
 
@@ -86,7 +86,7 @@ def represented_product(
     backend: str,
     weight: torch.Tensor,
     dtype: torch.dtype,
-    rounding: Rounding = NEAREST,
+    rounding: Rounding = DEFAULT,
     inputs: InputStatistics | None = None,
 ) -> Product:
     """What `backend` computes with `weight` `[out, in]`, for any device and inputs of `dtype`.

@@ -20,7 +20,7 @@ from quant.backends.cpu.activation_codes import MIDDLE, round_activations, warm_
 from quant.backends.cpu.rotated_codes import RotatedCodes
 from quant.canonical import CanonicalWeight
 from quant.importance.statistics import InputStatistics
-from quant.rounding import NEAREST, Rounding
+from quant.rounding import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()
@@ -46,7 +46,7 @@ class OneDnnW8A8(CanonicalPacked):
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         return cls._pack(RotatedCodes.of_weight(weight, rounding, inputs))
@@ -64,7 +64,7 @@ class OneDnnW8A8(CanonicalPacked):
     def represent(
         cls,
         weight: torch.Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         return RotatedCodes.of_weight(weight, rounding, inputs).restored()

@@ -22,7 +22,7 @@ from quant.backends.cpu.rotation import (
 )
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import NEAREST, Rounding
+from quant.rounding import DEFAULT, Rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class RotatedCodes:
     def of_weight(
         cls,
         weight: Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         """Round `weight` `[out, in]` (any float type), `in` being a multiple of 64.
@@ -73,7 +73,7 @@ class RotatedCodes:
     ) -> Self:
         codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scale = torch.empty(len(weight), device=weight.device)
-        for block in row_blocks(*weight.shape, weight.device):
+        for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
             part = quantized(block)
             codes[block], scale[block] = part.codes, part.scale.view(-1)
         return cls(codes, scale, factor)

@@ -99,7 +99,7 @@ def input_factor(weight: Tensor, inputs: InputStatistics | None) -> Tensor:
     if inputs is None:
         return plain
     squares = torch.zeros(weight.shape[1], device=weight.device)
-    for block in row_blocks(*weight.shape, weight.device):
+    for block in row_blocks(weight.shape[0], weight.shape[1], weight.device):
         squares += weight[block].float().square().sum(0)
     column = squares.sqrt_()
     size = inputs.mean_square.to(weight.device).sqrt()
