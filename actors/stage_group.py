@@ -28,6 +28,7 @@ from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
+from actors.stage.importance import SEEN
 from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
@@ -36,6 +37,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.scheduling import PolicyOptions
 from quant.cache.settings import NO_CACHE, CacheSettings
+from quant.importance.store import ImportanceStore
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class GroupOptions:
     stage: "gloo" (torch.distributed), "ray", or "auto", which is gloo where the stages can be
     connected by it. `telemetry`: what stages note; the sizes of its micro-batches are the plan's.
     `recovery` says how `generate` goes on after faults, which `on_event` is told of. `policy`
-    schedules the requests.
+    schedules the requests. `importance`: where that of the model is found, or kept once it is
+    measured, for this group and others.
     """
 
     cache: CacheSettings = NO_CACHE
@@ -67,6 +70,7 @@ class GroupOptions:
     on_event: OnEvent = ignore_event
     policy: PolicyOptions = PolicyOptions()  # noqa: RUF009  (frozen)
     timeouts: Timeouts = Timeouts()
+    importance: ImportanceStore | None = None
 
 
 class StageGroup:
@@ -140,7 +144,18 @@ class StageGroup:
         self._reservation = Reservation(placements, timeouts.placement_s)
         for stage in self.stages:
             stage.start()
+        if self._plan.needs_importance(model_shape(self._checkpoint).stored is not None):
+            self._hand_out_importance(timeouts.load_s)
         self._repair.load_and_link(timeouts.load_s)
+
+    def _hand_out_importance(self, limit_s: float) -> None:
+        """Give each stage that of its layers: what is known already, or what they measure now."""
+        store = self._options.importance or ImportanceStore()
+        found = store.find(SEEN)
+        if found is None:
+            found = store.keep(self._repair.measure_importance(limit_s), SEEN)
+        for handle, stage in zip(self.stages, self._plan.stages, strict=True):
+            handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 
     def _start_actor(self, index: int) -> ActorHandle[StageActor]:
         reservation, stage = self._reserved(), self._plan.stages[index]

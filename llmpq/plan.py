@@ -9,7 +9,7 @@ from typing import Any
 
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.formats.python_rows import rows_of
-from llmpq.quality.options import AUTO, EvaluationOptions
+from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
 from llmpq.report import write_report
@@ -23,6 +23,7 @@ from planner.explanation.planned_assignment import planned_assignment
 from planner.explanation.rebuilt_costs import rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
 from planner.micro_batches import MicroBatches
+from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.tradeoffs.front import FrontPoint
 from planner.simulation.gantt import write_gantt
@@ -191,6 +192,7 @@ class Plan:
         max_tokens: int | None = None,
         device: str = AUTO,
         dtype: str = AUTO,
+        **kept: str | Path | None,
     ) -> Perplexity:
         """Perplexity of the planned model on `text`: a string, its token ids, or several of either.
 
@@ -198,10 +200,12 @@ class Plan:
         those do not run here, plain products with their rounded weights stand for them
         (`Perplexity.represented`). Windows of `sequence_length` tokens (512, or as many as the
         model has positions) do not overlap; `max_tokens` cuts the text. `device`: auto, cpu or
-        cuda; `dtype`: auto (each stage's own), or a type for all. Raises `CheckpointError`,
-        `PlanMismatchError`, `SpecError` and `InputError` of `llmpq.errors`.
+        cuda; `dtype`: auto (each stage's own), or a type for all. `kept`: `importance` and
+        `cache_dir`, as of a run, so that weights are rounded as its stages do. Raises
+        `CheckpointError`, `PlanMismatchError`, `SpecError` and `InputError` of `llmpq.errors`.
         """
         from llmpq.quality.subjects import evaluate_plan
 
-        options = EvaluationOptions(sequence_length, max_tokens, device, dtype)
+        refuse_unknown(kept, KEPT_OPTIONS, "option of an evaluation")
+        options = EvaluationOptions(sequence_length, max_tokens, device, dtype, **kept)
         return evaluate_plan(self.spec, text, model, options)

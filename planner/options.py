@@ -21,7 +21,7 @@ from planner.scheduling import (
     policy_options,
 )
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS, WEIGHTED
 
 Quality = Literal["high", "balanced", "fast"]
 QUALITIES: tuple[Quality, ...] = ("high", "balanced", "fast")
@@ -144,6 +144,8 @@ class PlanOptions:
     - `max_ppl_delta`: most increase of perplexity over 16 bit; it becomes a `max_omega` by the
       points measured in the omega file.
     - `omega_file`: measured sensitivities (JSON).
+    - `importance`: file of `llmpq-indicator` that weights are rounded by (that of `omega_file`,
+      or else stages measure on random ids when they load).
     - `profiles`: CSV of measured layer times. `profile_use` says whether they are fitted (`fit`) or
       taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
       is refused where a time is not from the profiles.
@@ -182,6 +184,7 @@ class PlanOptions:
     max_latency_s: float | None = None
     max_ppl_delta: float | None = None
     omega_file: str | Path | None = None
+    importance: str | Path | None = None
     profiles: str | Path | None = None
     profile_use: str = "fit"
     prefill_micro_batch: int | None = None
@@ -239,6 +242,11 @@ class PlanOptions:
         for name, (holds, wanted) in rules.items():
             if not holds:
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        if self.importance is not None and not self.uses_importance:
+            raise SpecError(
+                f"importance has no effect with rounding {self.rounding}; leave it out, or choose "
+                f"rounding {WEIGHTED}"
+            )
         given = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise SpecError(f"{' and '.join(given)}: give one of them, the other is minimised")
@@ -248,6 +256,11 @@ class PlanOptions:
                 f"policy {PREDICTING}"
             )
         _ = self.scheduling
+
+    @property
+    def uses_importance(self) -> bool:
+        """Whether weights or keys may be rounded by importance."""
+        return self.rounding == WEIGHTED or self.kv_bits != FULL_BITS
 
     @property
     def scheduling(self) -> PolicyOptions:

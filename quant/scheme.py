@@ -10,7 +10,8 @@ FULL_BITS = 16
 
 BITWIDTHS = (3, 4, 8, FULL_BITS)
 KV_BITWIDTHS = (8, FULL_BITS)
-ROUNDINGS = ("nearest", "searched", "stochastic")
+WEIGHTED = "weighted"
+ROUNDINGS = (WEIGHTED, "nearest", "stochastic")
 """Ways of rounding a weight that is quantized while it is loaded; see `quant.rounding`."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
+from torch import Tensor
 
 from actors.messages import Chunk, Request, StageStats
 from actors.processes.health import Heartbeat, RunReport
@@ -15,6 +16,7 @@ from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
 from actors.telemetry.meter import Spans
 from actors.transport.rendezvous import Rendezvous
+from quant.importance.statistics import LayerImportance
 
 
 class StageHandle:
@@ -37,6 +39,7 @@ class StageHandle:
         self.has_device = has_device
         self._start_actor = start_actor
         self._actor: ActorHandle[StageActor] | None = None
+        self._importance: ObjectRef[Sequence[LayerImportance]] | None = None
 
     @property
     def name(self) -> str:
@@ -67,8 +70,19 @@ class StageHandle:
         """Ray's name for the actor; None before it is started."""
         return None if self._actor is None else self._actor._actor_id.hex()
 
+    def use_importance(self, layers: Sequence[LayerImportance]) -> None:
+        """Have the stage round by this at every `load`, also of a process that comes later."""
+        self._importance = ray.put(layers)
+
+    def measure_importance(
+        self, hidden: ObjectRef[Tensor] | None
+    ) -> tuple[ObjectRef[Tensor], ObjectRef[list[LayerImportance]]]:
+        """`hidden` may still be computed by the stage before; it goes from process to process."""
+        following, layers = self.actor.measure_importance.remote(hidden)
+        return following, layers
+
     def load(self) -> ObjectRef[StageStats]:
-        answer: ObjectRef[StageStats] = self.actor.load.remote()
+        answer: ObjectRef[StageStats] = self.actor.load.remote(self._importance)
         return answer
 
     def begin(self, epoch: int) -> ObjectRef[str]:

@@ -33,6 +33,7 @@ from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
+from actors.stage.importance import measure_stage
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
@@ -52,6 +53,7 @@ from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rende
 from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
+from quant.importance.statistics import LayerImportance
 from quant.processor import local_processor
 
 
@@ -86,14 +88,31 @@ class StageActor(BoardKeeper):
         self._health = Health()
         self._epoch: int | None = 0  # calls of other stages must be of the same one
 
-    def load(self) -> StageStats:
-        """Read, quantize and keep the stage's shard, or take it from this node's cache.
+    @ray.method(num_returns=2)
+    def measure_importance(
+        self, hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, list[LayerImportance]]:
+        """Pass random tokens through the stage's plain layers, before it is loaded.
 
-        Raises what `Stage` raises.
+        `hidden` are the states that the stage before gave, None on the first one. Returns those of
+        the next stage, and what was seen. Raises what `measure_stage` raises.
         """
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
-        stage = Stage(self._spec, folder, device, local_processor(device), self._cache)
+        found = measure_stage(self._spec, folder, device, local_processor(device), hidden)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the weights that come now
+        return found
+
+    def load(self, importance: Sequence[LayerImportance] | None = None) -> StageStats:
+        """Read, quantize and keep the stage's shard, or take it from this node's cache.
+
+        `importance`: one a layer, where the plan needs it. Raises what `Stage` raises.
+        """
+        device = self._health.device = local_device(self._spec)
+        folder = resolve(self._checkpoint)
+        processor = local_processor(device)
+        stage = Stage(self._spec, folder, device, processor, self._cache, importance)
         self._stage = stage if self._emulated is None else self._emulated.stage(stage)
         self._publish()
         return self._stage.stats()

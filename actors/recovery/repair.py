@@ -6,14 +6,18 @@ from __future__ import annotations
 
 from functools import partial
 
+from ray import ObjectRef
+
 from actors.processes.answers import StageAnswers
 from actors.recovery.faults import Loss, StoppedRun, lost_by
-from actors.recovery.liveness import OverdueError, wait_for
+from actors.recovery.liveness import LivenessCheck, OverdueError, get_all, wait_for
 from actors.recovery.pipeline import StagePipeline
 from actors.recovery.policy import EventReporter, OnEvent, Recovery
 from actors.recovery.restarting import StageRestart
 from actors.recovery.stopping import RunStopper
+from actors.stage.importance import as_tuple
 from quant.common.errors import DeviceError, DeviceLostError, StageLostError
+from quant.importance.statistics import LayerImportance
 
 
 class Repair:
@@ -27,6 +31,37 @@ class Repair:
     @property
     def _answers(self) -> StageAnswers:
         return self.pipeline.answers
+
+    def measure_importance(self, limit_s: float) -> tuple[LayerImportance, ...]:
+        """Measure the importance of all layers by the stages, none of which is loaded yet.
+
+        All are started again, and measure again, where one dies or hangs, unless `recovery` is off.
+        Raises what measuring raises, `DeviceError` where it takes longer than `limit_s`, and
+        `StageLostError` when stages are lost again and again.
+        """
+        for left in reversed(range(self.recovery.restarts + 1)):
+            try:
+                return self._measure(limit_s)
+            except StageLostError as error:
+                if not left or not self.recovery.retries:
+                    raise
+                text = f"while importance was measured: {error}; all stages start again"
+                self.events.tell("died", min(lost_by(error), default=None), 0.0, text)
+                for stage in self.pipeline.stages:
+                    stage.start()
+        raise AssertionError("the last attempt returns or raises")
+
+    def _measure(self, limit_s: float) -> tuple[LayerImportance, ...]:
+        stages, hidden = self.pipeline.stages, None
+        asked: dict[int, ObjectRef[list[LayerImportance]]] = {}
+        for stage in stages:
+            hidden, asked[stage.index] = stage.measure_importance(hidden)
+        hang_s = self.recovery.hang_s
+        check = LivenessCheck(stages, self._answers, hang_s, may_start=True)
+        try:
+            return as_tuple(get_all(self._answers, asked, limit_s, check))
+        except OverdueError:
+            raise DeviceError(f"importance was not measured within {limit_s:g} s") from None
 
     def load_and_link(self, limit_s: float) -> None:
         """Load the shards of stages that were just started, within `limit_s`, and link all; those

@@ -16,24 +16,26 @@ Layers, attention and loading are the same as in `actors.stage.stage.Stage`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from actors.attention.kv_cache import CacheForm, KVCache
+from actors.attention.kv_cache import CacheForm, CacheShape, KVCache, Stored
 from actors.attention.ragged import RaggedContext
 from actors.messages import MicroBatch
 from actors.stage.partial_model import PassThrough, architecture_of, empty_model, keep_stage
 from actors.stage.shard import load_ends, path_of
 from actors.stage.spec import StageSpec
-from actors.stage.stage import make_cache, run_decoder
+from actors.stage.stage import kv_shape, make_cache, run_decoder
 from actors.stage.transformers_config import read_config
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
+from quant.importance.statistics import LayerImportance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
 from quant.processor import local_processor
@@ -43,6 +45,9 @@ TOKENS_AT_ONCE = 2048
 temporaries stay below a layer's weights."""
 
 _FIRST, _MIDDLE, _LAST = range(3)
+
+OnKeys = Callable[[Tensor], None]
+"""Sees the keys `[tokens, kv_heads, head_dim]` that a cache is given."""
 
 
 def compute_on(device: torch.device, dtype: torch.dtype) -> Compute:
@@ -118,8 +123,15 @@ class LayerStream:
             hidden[rows] = self.one_pass(first, token_ids[rows])
         return hidden
 
-    def layer(self, index: int, hidden: Tensor, scheme: LayerScheme | None = None) -> StreamedLayer:
-        """Load decoder layer `index`, to be run on `hidden`.
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        scheme: LayerScheme | None = None,
+        importance: LayerImportance | None = None,
+    ) -> StreamedLayer:
+        """Load decoder layer `index`, to be run on `hidden`; its weights are rounded by
+        `importance`.
 
         Raises what `quant.loading.loader.load_layer` raises. Without a `scheme` its linears
         are plain ones in the compute type.
@@ -131,6 +143,7 @@ class LayerStream:
             f"{self._prefix}.{index}",
             scheme or LayerScheme(),
             self.compute,
+            importance,
         )
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
         form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
@@ -141,12 +154,17 @@ class LayerStream:
         compute = self.compute.in_type(dtype)
         return Tail(self, self._part(_LAST, range(self.layers, self.layers), compute), compute)
 
-    def through_layer(self, layer: StreamedLayer) -> Generator[tuple[slice, Tensor]]:
+    def through_layer(
+        self, layer: StreamedLayer, on_keys: OnKeys | None = None
+    ) -> Generator[tuple[slice, Tensor]]:
         """Half-open ranges of sequences and the outputs of the layer's module, on the host."""
         length = layer.hidden.shape[1]
         sequences = min(self.sequences_at_once(length), len(layer.hidden))
         own = range(layer.index, layer.index + 1)
-        cache = make_cache(self.config, own, sequences * length, layer.form)
+        shape = CacheShape(sequences * length, *kv_shape(self.config))
+        cache = KVCache(own, shape, layer.form)
+        if on_keys is not None:
+            cache = _WatchedCache(own, shape, layer.form, on_keys)
         self._stack[layer.index] = layer.module
         try:
             for rows in self._rows(layer.hidden):
@@ -233,20 +251,32 @@ class StreamedLayer:
         named = self.module.named_modules()
         return {name: child for name, child in named if isinstance(child, nn.Linear)}
 
-    def outputs(self) -> Generator[tuple[slice, Tensor]]:
+    def outputs(self, on_keys: OnKeys | None = None) -> Generator[tuple[slice, Tensor]]:
         """Half-open ranges of sequences and their hidden states after the layer, on the host."""
-        return self._stream.through_layer(self)
+        return self._stream.through_layer(self, on_keys)
 
     def observe(self) -> None:
         """Send all sequences through for hooks to see; the outputs are dropped."""
         for _ in self.outputs():
             pass
 
-    def advance(self) -> None:
+    def advance(self, on_keys: OnKeys | None = None) -> None:
         """Send all sequences through and overwrite `hidden` by the layer's outputs."""
-        for rows, out in self.outputs():
+        for rows, out in self.outputs(on_keys):
             self.hidden[rows] = out
         self.advanced = True
+
+
+class _WatchedCache(KVCache):
+    """A cache that shows `on_keys` what it is given."""
+
+    def __init__(self, layers: range, shape: CacheShape, form: CacheForm, on_keys: OnKeys) -> None:
+        super().__init__(layers, shape, form)
+        self._on_keys = on_keys
+
+    def append(self, layer: int, where: Any, key: Tensor, value: Tensor) -> tuple[Stored, Stored]:
+        self._on_keys(key)
+        return super().append(layer, where, key, value)
 
 
 class Tail:

@@ -4,32 +4,38 @@ they belong to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
 from actors.stage.spec import StageSpec
+from actors.stage.transformers_config import read_config
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
+from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
 from quant.loading.onednn_linear import prepack, prepack_linears
-from quant.scheme import Processor
+from quant.scheme import WEIGHTED, Processor
 
 
 def load_shard(
-    config: PretrainedConfig,
     spec: StageSpec,
     checkpoint: Checkpoint,
     device: torch.device,
     processor: Processor,
     cache: ShardCache | None,
+    importance: Sequence[LayerImportance] | None = None,
 ) -> PreTrainedModel:
     """The stage's part of the model, quantized while it is read, or taken from the cache.
 
-    The parts of other stages are pass-throughs.
+    The parts of other stages are pass-throughs. `importance`: one a layer, by which weights are
+    rounded where `spec.rounding` is weighted.
     """
+    config = read_config(checkpoint.folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
     model = empty_model(config)
@@ -37,13 +43,15 @@ def load_shard(
     decoder = model.get_decoder()
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
+    weighing = importance if importance and spec.rounding == WEIGHTED else [None] * len(spec.layers)
     loads = [
         LayerLoad(
             module=getattr(decoder, architecture.layers)[index],
             name_prefix=f"{stack}.{index}",
             form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
+            importance=own,
         )
-        for index, bits in zip(spec.layers, spec.bitwidths, strict=True)
+        for index, bits, own in zip(spec.layers, spec.bitwidths, weighing, strict=True)
     ]
     names = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     ends = [name for name in names if not name.startswith(f"{stack}.")]

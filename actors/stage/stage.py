@@ -5,6 +5,7 @@ the sampler.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import DeviceError
+from quant.importance.statistics import LayerImportance
 from quant.linear import warm_up_kernels
 from quant.scheme import Processor
 
@@ -35,6 +37,8 @@ from quant.scheme import Processor
 class Stage:
     """Loads the shard of `spec` from the checkpoint folder, layer by layer, or from the cache, and
     computes micro-batches.
+
+    `importance`: one a layer, where the plan's rounding or its keys and values ask for it.
 
     Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
     the planned limit.
@@ -47,6 +51,7 @@ class Stage:
         device: torch.device,
         processor: Processor,
         cache: CacheSettings = NO_CACHE,
+        importance: Sequence[LayerImportance] | None = None,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -54,7 +59,7 @@ class Stage:
         config = read_config(checkpoint)
         self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
         self._model = load_shard(
-            config, spec, Checkpoint(checkpoint), device, processor, self._shards
+            spec, Checkpoint(checkpoint), device, processor, self._shards, importance
         )
         form = CacheForm(self.dtype, device, spec.kv_bits)
         shape = CacheShape(spec.kv_tokens, *kv_shape(config))

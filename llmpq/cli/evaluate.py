@@ -1,4 +1,4 @@
-"""`llmpq-eval`: perplexity of a plan, or of bitwidths, on a text."""
+"""`llmpq-eval`: perplexity of plans or of bitwidths on a text, and their KL from the first one."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
     from llmpq.model_check import checked_shape
+    from llmpq.quality.importance import Weighing, weighed
     from llmpq.quality.scoring import evaluate
     from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
     from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
@@ -60,19 +61,30 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         getattr(options, "max_tokens", None),
         options.device,
         options.dtype,
+        getattr(options, "importance", None),
+        getattr(options, "cache_dir", None),
     )
     device = device_of(settings.device)
     plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
     if "model" not in options and not plans:
         raise SpecError("name the model: --model FOLDER")
     model = getattr(options, "model", None)
-    folder = resolve(model if model and not plans else checkpoint_reference(plans[0][1], model))
+    reference = model if model and not plans else checkpoint_reference(plans[0][1], model)
+    folder = resolve(reference)
     for _, plan in plans:
         shape_for_plan(plan, folder)
-    subjects = [plan_subject(plan, name, device, settings.dtype) for name, plan in plans]
+    weighing = Weighing(folder, reference, settings)
+    subjects = [
+        weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
+        for name, plan in plans
+    ]
     layers = checked_shape(folder).layers
     subjects += [
-        bits_subject(bitwidths, layers, device, settings.dtype, options.rounding)
+        weighed(
+            bits_subject(bitwidths, layers, device, settings.dtype, options.rounding),
+            weighing,
+            device,
+        )
         for bitwidths in map(_bitwidths, options.bits)
     ]
     Checkpoint(folder).check_files()
@@ -98,7 +110,16 @@ def _table(results: Sequence[Perplexity]) -> Table:
     )
     table.add_column("what")
     table.add_column("bits")
-    for name in ("perplexity", "± 1 σ", "nats a token", "above the first", "± 1 σ"):
+    columns = (
+        "perplexity",
+        "± 1 σ",
+        "nats a token",
+        "above the first",
+        "± 1 σ",
+        "KL, nats",
+        "± 1 σ",
+    )
+    for name in columns:
         table.add_column(name, justify="right")
     table.add_column("computed in")
     for result in results:
@@ -112,13 +133,15 @@ def _table(results: Sequence[Perplexity]) -> Table:
             f"{result.nll:.5f}",
             "" if is_first else f"{above:+.3f}",
             "" if is_first else _error(above_error),
+            "" if result.divergence is None else f"{result.divergence:.5f}",
+            "" if is_first else _error(result.divergence_error, 5),
             ", ".join(result.dtypes),
         )
     return table
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _error(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _runs(bitwidths: Sequence[int]) -> str:
@@ -181,6 +204,12 @@ def _parser() -> Parser:
         help="how weights are rounded for --bits; a plan has its own",
     )
     add("--model", help="folder or hub id of the weights (the plan's own)")
+    add(
+        "--importance",
+        metavar="FILE",
+        help="file of llmpq-indicator that weights are rounded by (the plan's, else measured)",
+    )
+    add("--cache_dir", metavar="DIR", help="folder where stages keep what they measure")
     add(
         "--text",
         nargs="+",

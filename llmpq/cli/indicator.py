@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -12,6 +15,7 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
 from llmpq.quality.options import (
     AUTO,
+    ERROR,
     METHODS,
     SEQUENCE_LENGTH,
     EvaluationOptions,
@@ -19,22 +23,32 @@ from llmpq.quality.options import (
 )
 from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
+from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
+from quant.cache.settings import default_folder
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
-from quant.scheme import BITWIDTHS
-from quant.sensitivity.variance_form import ROUNDINGS, SCALES, SCHEMES, VarianceForm
+from quant.importance.header import SUFFIX
+from quant.scheme import BITWIDTHS, ROUNDINGS
+from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
+from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
 
 _RULES = (
     Rule(
-        ("rounding", "scheme", "scales"),
+        ("scheme", "scales"),
         "it is an option of the variance indicator; leave it out, or use --method variance",
+        beside="method",
+        values=(ERROR, "hessian", "random"),
+    ),
+    Rule(
+        ("rounding",),
+        "it is an option of the methods variance and error; leave it out, or use one of them",
         beside="method",
         values=("hessian", "random"),
     ),
     Rule(
-        ("calibration", "sequences"),
+        ("calibration", "input", "importance", "sequences"),
         "it looks at no text; leave it out",
         beside="method",
         values=("random",),
@@ -58,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     from llmpq.model_check import checked_shape
+    from llmpq.quality.job_prompts import prompts_of_input
     from llmpq.quality.omega_measurement import measure_omega, measure_points
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
@@ -66,18 +81,26 @@ def _measure(options: argparse.Namespace) -> int:
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _indicator_options(options)
-    if chosen.needs_text and not options.calibration:
+    if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
-            "text), of the kind that the model shall work on; --method random needs none"
+            "text), of the kind that the model shall work on, or --input with the prompts of a "
+            "job; --method random needs none"
         )
+    importance = _importance_file(options, target) if chosen.needs_text else None
     folder = resolve(options.model)
     checked_shape(folder)
     Checkpoint(folder).check_files()
     calibration = read_documents(options.calibration)
+    if options.input:
+        calibration += prompts_of_input(options.input, folder)
     held_out = read_documents(options.perplexity)
     with layer_progress("layers") as report:
-        content = measure_omega(folder, calibration, chosen, report)
+        content = measure_omega(folder, calibration, chosen, report, importance_file=importance)
+    if importance is not None:
+        named = os.path.relpath(importance.absolute(), target.absolute().parent)
+        content = replace(content, provenance={**content.provenance, FILE_ENTRY: named})
+        _keep(importance)
     save_omega(target, content)  # it took an hour; kept even if the second text fails
     if held_out:
         settings = EvaluationOptions(
@@ -94,10 +117,33 @@ def _measure(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _importance_file(options: argparse.Namespace, target: Path) -> Path:
+    """Where the importance is written: beside the omega file, if nothing else is asked for."""
+    default = target.with_name(f"{target.stem}{SUFFIX}")
+    path = Path(getattr(options, "importance", default))
+    if not names_a_file(path) or path == target:
+        raise InputError(f"cannot write {path}: name another file, in a folder that exists")
+    return path
+
+
+def _keep(importance: Path) -> None:
+    """Keep a copy where plans look for it by its fingerprint when the file has moved."""
+    from quant.importance.file import load_importance
+    from quant.importance.store import FOLDER, by_fingerprint, keep_file
+
+    found = load_importance(importance)
+    with suppress(SpecError, InputError):  # no home folder, or one that cannot be written
+        folder = default_folder() / FOLDER
+        keep_file(folder, by_fingerprint(folder, found.fingerprint), found)
+
+
 def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
+    default, is_error = IndicatorOptions(), options.method == ERROR
+    rounding = getattr(options, "rounding", default.rounding if is_error else default.form.rounding)
     return IndicatorOptions(
         method=options.method,
-        form=VarianceForm(options.rounding, options.scheme, options.scales),
+        form=default.form if is_error else VarianceForm(rounding, options.scheme, options.scales),
+        rounding=rounding if is_error else default.rounding,
         bits=tuple(options.bits),
         sequences=options.sequences,
         sequence_length=getattr(options, "sequence_length", None),
@@ -170,13 +216,32 @@ def _parser() -> Parser:
         metavar="FILE",
         help="text to calibrate on: plain, or .jsonl with prompt or text; - for stdin",
     )
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="prompts of the job, as for llmpq-dist: calibrated on as the model will see them",
+    )
+    add(
+        "--importance",
+        metavar="FILE",
+        help=f"where to write what weights are rounded by (OUTPUT's name with {SUFFIX})",
+    )
     add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
-    add("--method", choices=METHODS, default=default.method, help="which indicator")
+    add(
+        "--method",
+        choices=METHODS,
+        default=default.method,
+        help="error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; "
+        "hessian, random: to compare with",
+    )
     add(
         "--rounding",
-        choices=ROUNDINGS,
-        default=default.form.rounding,
-        help="how weights are rounded, for the variance indicator (Theorem 1)",
+        choices=tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
+        help=f"how weights are rounded: as in the plan for the method error ({default.rounding}), "
+        f"nearest or stochastic of Theorem 1 for variance ({default.form.rounding})",
     )
     add(
         "--scheme",

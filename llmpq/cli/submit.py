@@ -59,6 +59,7 @@ _RULES = (
 )
 
 _PLAN, _INPUT = "plan.json", "input"
+_IMPORTANCE = "plan.importance.safetensors"
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,9 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     arguments = ["--plan", _PLAN, "--input", *_inputs(paths.input, folder)]
     arguments += ["--output", paths.output, "--address", "auto"]
     model = _model(getattr(paths, "model", None), plan)
-    for option, value in (("model", model), *_given(paths, "trace", "cache_dir")):
+    importance = _importance(getattr(paths, "importance", None), plan, folder)
+    given = _given(paths, "trace", "cache_dir")
+    for option, value in (("model", model), ("importance", importance), *given):
         if value is not None:
             arguments += [f"--{option}", value]
     # exec: signals and the exit code are those of llmpq-dist, not of a shell around it
@@ -195,13 +198,23 @@ def _path_parser() -> Parser:
     add("--input", nargs="+", help="travels with the job where it is relative")
     add("--cluster", help="checked here")
     add("--address", help="the job's own cluster")
-    for name in ("--output", "--model", "--trace", "--cache_dir"):
+    for name in ("--output", "--model", "--importance", "--trace", "--cache_dir"):
         add(name, help="path on the cluster")
     return parser
 
 
 def _given(paths: argparse.Namespace, *names: str) -> list[tuple[str, str | None]]:
     return [(name, getattr(paths, name, None)) for name in names]
+
+
+def _importance(named: str | None, plan: PlanSpec, folder: Path) -> str | None:
+    """The importance file's path in the job: one of this machine is copied, the plan's too."""
+    if named is None and plan.importance is not None and Path(plan.importance.file).is_file():
+        named = plan.importance.file
+    elif named is None or _is_of_cluster(named):
+        return named
+    _copy(Path(named), folder / _IMPORTANCE)
+    return _IMPORTANCE
 
 
 def _check_absolute(option: str, path: str | None) -> None:

@@ -18,6 +18,8 @@ from actors.stage.layer_stream import LayerStream, StreamedLayer
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import CheckpointError, InputError
+from quant.importance.running import LargestKeys, LinearInputs
+from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import Compute
 from quant.sensitivity.indicators import Indicator, LayerStatistics, Matrix
 
@@ -61,7 +63,21 @@ def measure_indicators(
     compute: Compute,
     progress: ReportProgress | None = None,
 ) -> dict[str, Matrix]:
-    """Each indicator as `[layers, K]` by its name, from one pass of the text through the model.
+    """The indicators of `measure_with_importance` alone."""
+    arguments = checkpoint, token_ids, indicators, bitwidths, compute, progress
+    return measure_with_importance(*arguments)[0]
+
+
+def measure_with_importance(
+    checkpoint: str | Path,
+    token_ids: TokenIds,
+    indicators: Mapping[str, Indicator],
+    bitwidths: Sequence[int],
+    compute: Compute,
+    progress: ReportProgress | None = None,
+) -> tuple[dict[str, Matrix], list[LayerImportance]]:
+    """Each indicator as `[layers, K]` by its name, and the importance of each layer, from one pass
+    of the text through the model.
 
     `token_ids` `[sequences, length]`, without padding. Raises what `LayerStream` raises, and
     `CheckpointError` for layers whose inputs or indicators are not finite.
@@ -69,30 +85,37 @@ def measure_indicators(
     stream = LayerStream(checkpoint, compute)
     hidden = stream.embed(torch.from_numpy(token_ids))
     rows: dict[str, list[list[float]]] = {name: [] for name in indicators}
+    importance: list[LayerImportance] = []
     for index in range(stream.layers):
         statistics = {name: indicator() for name, indicator in indicators.items()}
         try:
-            found = _layer_rows(stream.layer(index, hidden), statistics, bitwidths)
+            found, own = _layer_rows(stream.layer(index, hidden), statistics, bitwidths)
         except CheckpointError as error:
             raise CheckpointError(f"layer {index}: {error}") from error
+        importance.append(own)
         for name, row in found.items():
             rows[name].append(row)
         if progress is not None:
             progress(index + 1, stream.layers)
-    return {name: np.array(matrix) for name, matrix in rows.items()}
+    return {name: np.array(matrix) for name, matrix in rows.items()}, importance
 
 
 def _layer_rows(
     layer: StreamedLayer, statistics: Mapping[str, LayerStatistics], bitwidths: Sequence[int]
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], LayerImportance]:
     """Send the text through the layer and the weights through every indicator.
 
     The layer is gone when this returns, before the next one is loaded.
     """
-    with _observed(layer.linears, list(statistics.values())) as source_of:
-        layer.advance()
+    inputs, keys = LinearInputs(), LargestKeys()
+    with (
+        _observed(layer.linears, list(statistics.values())) as source_of,
+        inputs.watching(layer.linears),
+    ):
+        layer.advance(keys.see)
     weights = {name: linear.weight.detach() for name, linear in layer.linears.items()}
-    return {name: own.omega(weights, source_of, bitwidths) for name, own in statistics.items()}
+    found = {name: own.omega(weights, source_of, bitwidths) for name, own in statistics.items()}
+    return found, LayerImportance(inputs.results(), keys.result())
 
 
 @contextmanager

@@ -12,17 +12,23 @@ import numpy as np
 
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.bitwidth_mixtures import assignments_to_measure
-from llmpq.quality.indicator import Calibration, measure_indicators
-from llmpq.quality.options import EvaluationOptions, IndicatorOptions
+from llmpq.quality.importance import Weighing, weighed
+from llmpq.quality.indicator import Calibration, measure_with_importance
+from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
+from llmpq.quality.stored_error import Alone, stored_here
 from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version
 from planner.model.finding import model_shape
+from planner.quality.importance import FINGERPRINT_ENTRY
 from planner.quality.sensitivity import MeasuredPoint, OmegaContent
 from quant.common.errors import SpecError
-from quant.loading.emulated_kernels import Compute
+from quant.importance.file import Importance, save_importance
+from quant.loading.emulated_kernels import Compute, LayerScheme
+from quant.scheme import ROUNDINGS
+from quant.sensitivity.errors import ErrorStatistics, in_nats
 from quant.sensitivity.indicators import (
     HessianStatistics,
     Indicator,
@@ -38,11 +44,12 @@ def measure_omega(
     options: IndicatorOptions,
     progress: ReportProgress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    importance_file: Path | None = None,
 ) -> OmegaContent:
     """Sensitivities of the model in `folder`, with where they come from.
 
-    Raises `SpecError`, `InputError` and `CheckpointError` for options, text and weights that cannot
-    be used.
+    The importance that the pass sees is written to `importance_file`. Raises `SpecError`,
+    `InputError` and `CheckpointError` for options, text and weights that cannot be used.
     """
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
@@ -51,8 +58,11 @@ def measure_omega(
         compute = compute_on(device, compute_dtype(options.dtype, device))
         windows = windows_of(calibration, folder, EvaluationOptions(options.sequence_length))
         sample = Calibration.sample(windows, options.sequences, options.seed)
-        matrix, measured = _measured(folder, sample, options, compute, progress)
+        matrix, measured, importance = _measured(folder, sample, options, compute, progress)
         provenance |= measured
+        if importance_file is not None:
+            save_importance(importance_file, importance)
+            provenance[FINGERPRINT_ENTRY] = importance.fingerprint
     else:
         matrix = random_indicator(shape.layers, options.bits, options.seed)
     provenance |= {"seed": options.seed, "seconds": clock() - began, "llmpq": llmpq_version()}
@@ -65,15 +75,21 @@ def _measured(
     options: IndicatorOptions,
     compute: Compute,
     progress: ReportProgress | None,
-) -> tuple[Matrix, dict[str, str | int | float]]:
-    """The indicator on a text, and its provenance."""
-    indicators = {options.method: _indicator(options)}
-    found = measure_indicators(
+) -> tuple[Matrix, dict[str, str | int | float], Importance]:
+    """The indicator on a text, its provenance, and the importance of all layers."""
+    indicators = {options.method: _indicator(options, compute)}
+    found, layers = measure_with_importance(
         folder, sample.token_ids, indicators, options.bits, compute, progress
     )
+    seen = f"{sample.token_ids.size} tokens, digest {sample.fingerprint}"
+    importance = Importance(tuple(layers), seen, model_shape(str(folder)).fingerprint())
+    matrix = found[options.method]
+    if options.method == ERROR:
+        like = LayerScheme(dtype=compute.dtype, rounding=options.rounding)
+        alone = Alone(folder, sample.token_ids, options.bits, like, importance)
+        matrix = in_nats(matrix, alone.divergence(compute.device, progress))
     sequences, length = sample.token_ids.shape
-    form = asdict(options.form) if options.method == "variance" else {}
-    return _falling(found[options.method]), form | {
+    provenance = _form(options) | {
         "calibration_tokens": sequences * length,
         "calibration": sample.fingerprint,
         "sequences": sequences,
@@ -81,6 +97,7 @@ def _measured(
         "device": compute.device.type,
         "dtype": str(compute.dtype).removeprefix("torch."),
     }
+    return _falling(matrix), provenance, importance
 
 
 def measure_points(
@@ -97,7 +114,11 @@ def measure_points(
     device = device_of(options.device)
     layers = len(content.matrix)
     chosen = assignments_to_measure(content.matrix, content.bits)
-    subjects = [bits_subject(bits, layers, device, options.dtype) for bits in chosen]
+    is_error = content.provenance.get("method") == ERROR
+    rounding = str(content.provenance["rounding"]) if is_error else ROUNDINGS[0]
+    subjects = [bits_subject(bits, layers, device, options.dtype, rounding) for bits in chosen]
+    lowest = weighed(subjects[-1], Weighing(folder, str(folder), options), device)
+    subjects = [replace(subject, importance=lowest.importance) for subject in subjects]
     windows = windows_of(held_out, folder, options)
     full, *others = evaluate(folder, windows, subjects, device, progress)
     if full.windows < 2:
@@ -123,8 +144,17 @@ def _falling(matrix: Matrix) -> Matrix:
     return np.maximum.accumulate(matrix[:, ::-1], axis=1)[:, ::-1]
 
 
-def _indicator(options: IndicatorOptions) -> Indicator:
+def _form(options: IndicatorOptions) -> dict[str, str | int | float]:
+    """The provenance of what a method measures."""
+    if options.method == ERROR:
+        return {"rounding": options.rounding, "unit": "nats a token"}
+    return asdict(options.form) if options.method == "variance" else {}
+
+
+def _indicator(options: IndicatorOptions, compute: Compute) -> Indicator:
     """The statistics that are gathered in each layer."""
+    if options.method == ERROR:
+        return partial(ErrorStatistics, stored_here(options.rounding, compute))
     if options.method == "hessian":
         return HessianStatistics
     return partial(VarianceStatistics, options.form)

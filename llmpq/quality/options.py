@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, FULL_BITS
+from quant.scheme import BITWIDTHS, FULL_BITS, ROUNDINGS
 from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCE_LENGTH = 512
@@ -13,7 +14,12 @@ SEQUENCE_LENGTH = 512
 
 AUTO = "auto"
 
-METHODS = ("variance", "hessian", "random")
+KEPT_OPTIONS = ("importance", "cache_dir")
+"""Options of an evaluation that say what weights are rounded by."""
+
+ERROR = "error"
+METHODS = ("variance", ERROR, "hessian", "random")
+"""Ways of measuring sensitivity; see `quant.sensitivity`. `error` is scaled to nats."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +28,25 @@ class EvaluationOptions:
 
     `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
     `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
-    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU).
+    (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU). `importance`: file of
+    `llmpq-indicator` that weights are rounded by; None: the plan's, or else as stages measure it,
+    kept in `cache_dir` (None: the user's) for them and for later evaluations.
     """
 
     sequence_length: int | None = None
     max_tokens: int | None = None
     device: str = AUTO
     dtype: str = AUTO
+    importance: str | Path | None = None
+    cache_dir: str | Path | None = None
 
 
 @dataclass(frozen=True)
 class IndicatorOptions:
     """Options of a measurement of sensitivities.
 
-    `method`: one of `METHODS`; `form` is that of the variance indicator. `bits`: bitwidths to
+    `method`: one of `METHODS`; `form` is that of the variance indicator, `rounding` the one whose
+    error is measured, as a plan would have it (`quant.scheme.ROUNDINGS`). `bits`: bitwidths to
     measure; 16, where nothing is lost, is always among the columns. `sequences` of
     `sequence_length` tokens (512, or as many as the model has positions) are drawn from the
     calibration text by `seed`, which seeds the random indicator too. `device`: auto, cpu or cuda;
@@ -44,6 +55,7 @@ class IndicatorOptions:
 
     method: str = "variance"
     form: VarianceForm = VarianceForm()  # noqa: RUF009  (frozen)
+    rounding: str = ROUNDINGS[0]
     bits: tuple[int, ...] = BITWIDTHS
     sequences: int = 32
     sequence_length: int | None = None
@@ -56,6 +68,8 @@ class IndicatorOptions:
         object.__setattr__(self, "bits", tuple(sorted({*self.bits, FULL_BITS})))
         if self.method not in METHODS:
             raise SpecError(f"method {self.method!r} is not one of {', '.join(METHODS)}")
+        if self.rounding not in ROUNDINGS:
+            raise SpecError(f"rounding {self.rounding!r} is not one of {', '.join(ROUNDINGS)}")
         if not set(self.bits) <= set(BITWIDTHS):
             raise SpecError(f"bits is {self.bits}; it must be among {list(BITWIDTHS)}")
         if self.sequences < 1 or self.seed < 0:

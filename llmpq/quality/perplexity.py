@@ -1,4 +1,4 @@
-"""Perplexity of a model on a text, with its standard error."""
+"""Perplexity of a model on a text, and its divergence from another, with standard errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Perplexity:
     """Perplexity of a model on a text, window by window.
 
     `window_nll`: summed negative log-likelihood (nats) of each window's scored tokens, of which it
-    has `window_tokens`. `dtypes` computed; `represented` names kernel backends that do not run here
-    and the layers in which plain products with their rounded weights stood for them.
+    has `window_tokens`. `window_divergence`: summed Kullback-Leibler divergence (nats) of the same
+    predictions from those of the subject that was measured first, None for itself. `dtypes`
+    computed; `represented` names kernel backends that do not run here and the layers in which plain
+    products with their rounded weights stood for them.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Perplexity:
     window_tokens: tuple[int, ...] = field(repr=False)
     dtypes: tuple[str, ...]
     represented: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    window_divergence: tuple[float, ...] | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
@@ -66,6 +69,35 @@ class Perplexity:
         error = _error_of_mean([own * a - its * b for a, b in pairs], self.window_tokens)
         return own - its, error
 
+    @property
+    def divergence(self) -> float | None:
+        """Mean divergence from the first subject's predictions, sum p log(p / q), in nats a token.
+
+        It is not negative and does not depend on which tokens really came. None for that subject.
+        """
+        if self.window_divergence is None:
+            return None
+        return math.fsum(self.window_divergence) / self.tokens
+
+    @property
+    def divergence_error(self) -> float | None:
+        """Standard error of the divergence over windows; None for one window."""
+        if self.window_divergence is None:
+            return None
+        return _error_of_mean(self.window_divergence, self.window_tokens)
+
+    def divergence_above(self, other: Perplexity) -> tuple[float, float | None]:
+        """Excess of this divergence over `other`'s, nats a token, and its standard error.
+
+        Windows are compared one by one; both are measured from the same predictions, and where
+        these are one of the two its divergence is 0. Raises ValueError for another text.
+        """
+        if self.window_tokens != other.window_tokens:
+            raise ValueError("the divergences are of different windows")
+        own, its = (r.window_divergence or (0.0,) * r.windows for r in (self, other))
+        apart = [a - b for a, b in zip(own, its, strict=True)]
+        return math.fsum(apart) / self.tokens, _error_of_mean(apart, self.window_tokens)
+
     def to_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
         return {
@@ -76,6 +108,8 @@ class Perplexity:
             "nll": self.nll,
             "perplexity": self.perplexity,
             "standard_error": self.standard_error,
+            "divergence": self.divergence,
+            "divergence_error": self.divergence_error,
             "dtypes": list(self.dtypes),
             "represented": {name: list(layers) for name, layers in self.represented.items()},
         }

@@ -2,9 +2,10 @@
 
 Windows do not overlap, and the first token of each is not scored, as nothing precedes it. Several
 subjects are measured in one pass over the layers: each form of a layer is loaded once, and subjects
-share hidden states as far as their first layers agree. Memory: one layer (or embedding or head);
-hidden states of all tokens for every subject that differs, in host memory; logits of
-`_LOGITS_AT_ONCE` elements.
+share hidden states as far as their first layers agree. Predictions are compared with those of the
+first subject, by their Kullback-Leibler divergence, while its logits of the same tokens are at
+hand: none are kept or computed twice. Memory: one layer (or embedding or head); hidden states of
+all tokens for every subject that differs, in host memory; logits of `_LOGITS_AT_ONCE` elements.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from actors.stage.layer_stream import LayerStream, Tail, compute_on
 from llmpq.quality.perplexity import Perplexity, ReportProgress
 from llmpq.quality.text_windows import Windows
 from quant.common.errors import SpecError
+from quant.importance.file import Importance
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import LayerScheme
+from quant.scheme import FULL_BITS
 
 _LOGITS_AT_ONCE = 1 << 24
-"""Logits worked on at once: 64 MB in float32, and twice that for their logarithms."""
+"""Logits worked on at once: 64 MB in float32, twice that for their logarithms, and twice that for
+the probabilities of the first subject."""
 
 _MOST_NATS = 700.0
 """A mean beyond it has no perplexity in float64; an even guess over 2^32 tokens costs 22."""
@@ -37,13 +40,15 @@ _MOST_NATS = 700.0
 class Subject:
     """A form for each decoder layer, and the types of embedding and head.
 
-    Types are None where they are those of the whole computation.
+    Types are None where they are those of the whole computation. `importance`: what weights are
+    rounded by.
     """
 
     name: str
     layers: tuple[LayerScheme, ...]
     embedding_dtype: torch.dtype | None = None
     head_dtype: torch.dtype | None = None
+    importance: Importance | None = None
 
 
 def evaluate(
@@ -53,7 +58,7 @@ def evaluate(
     device: torch.device,
     progress: ReportProgress | None = None,
 ) -> list[Perplexity]:
-    """Perplexity of every subject, in their order.
+    """Perplexity of every subject, in their order, with the divergence from the first one.
 
     Raises `CheckpointError` for unusable weights, `SpecError` for subjects of another number of
     layers, ids beyond the vocabulary, windows beyond the model's positions, and logits that are
@@ -75,16 +80,18 @@ def evaluate(
         branches = list(_through(stream, index, branches, subjects, represented))
         if progress is not None:
             progress(index + 1, stream.layers)
+    outlets = _outlets(stream, branches, subjects)
+    nats = _window_nats(stream, outlets, windows)
     results: dict[int, Perplexity] = {}
-    tails: dict[torch.dtype | None, Tail] = {}
-    for branch in branches:
-        for member in branch.members:
-            subject = subjects[member]
-            if subject.head_dtype not in tails:
-                tails[subject.head_dtype] = stream.tail(subject.head_dtype)
-            nll = _window_nll(stream, tails[subject.head_dtype], branch.hidden, windows)
-            results[member] = _result(subject, windows, nll, represented)
+    for outlet, (nll, divergence) in zip(outlets, nats, strict=True):
+        for member in outlet.members:
+            apart = divergence if member else None
+            results[member] = _result(subjects[member], windows, nll, apart, represented)
     return [results[member] for member in range(len(subjects))]
+
+
+_Form = tuple[LayerScheme, str | None]
+"""The form of a layer, and the fingerprint of the importance that it is rounded by."""
 
 
 @dataclass
@@ -113,17 +120,20 @@ def _through(
     represented: dict[tuple[int, LayerScheme], frozenset[str]],
 ) -> Iterator[_Branch]:
     """The branches after layer `index`, which is loaded once in every form that one asks for."""
-    wanted: dict[LayerScheme, list[tuple[_Branch, tuple[int, ...]]]] = {}
+    wanted: dict[_Form, list[tuple[_Branch, tuple[int, ...]]]] = {}
     uses: dict[int, int] = {}
     for branch in branches:
-        parts: dict[LayerScheme, list[int]] = {}
+        parts: dict[_Form, list[int]] = {}
         for member in branch.members:
-            parts.setdefault(subjects[member].layers[index], []).append(member)
+            form = _form(subjects[member], index)
+            parts.setdefault(form, []).append(member)
         uses[id(branch)] = len(parts)
-        for scheme, alike in parts.items():
-            wanted.setdefault(scheme, []).append((branch, tuple(alike)))
-    for scheme, parts_of in wanted.items():
-        layer = stream.layer(index, parts_of[0][0].hidden, scheme)
+        for form, alike in parts.items():
+            wanted.setdefault(form, []).append((branch, tuple(alike)))
+    for (scheme, fingerprint), parts_of in wanted.items():
+        importance = subjects[parts_of[0][1][0]].importance
+        own = importance.layers[index] if importance and fingerprint else None
+        layer = stream.layer(index, parts_of[0][0].hidden, scheme, own)
         represented[index, scheme] = layer.represented
         for branch, members in parts_of:
             uses[id(branch)] -= 1
@@ -133,41 +143,103 @@ def _through(
             yield _Branch(layer.hidden, members)
 
 
-def _window_nll(
-    stream: LayerStream, tail: Tail, hidden: Tensor, windows: Windows
-) -> npt.NDArray[np.float64]:
-    """Summed negative log-likelihood of each window's scored tokens, `[windows]`."""
-    sums = np.zeros(len(hidden))
-    step = stream.sequences_at_once(hidden.shape[1])
+def _form(subject: Subject, index: int) -> _Form:
+    """The form of layer `index`; what is not rounded is alike by any importance."""
+    scheme, importance = subject.layers[index], subject.importance
+    is_plain = scheme.bits == FULL_BITS and scheme.kv_bits == FULL_BITS
+    return scheme, None if is_plain or importance is None else importance.fingerprint
+
+
+@dataclass
+class _Outlet:
+    """Hidden states after the last layer, with the head that they go through."""
+
+    hidden: Tensor
+    tail: Tail
+    members: tuple[int, ...]
+
+
+def _outlets(
+    stream: LayerStream, branches: Sequence[_Branch], subjects: Sequence[Subject]
+) -> list[_Outlet]:
+    """Every branch with each head that its subjects ask for; that of the first subject is first."""
+    tails: dict[torch.dtype | None, Tail] = {}
+    found = []
+    for branch in branches:
+        by_type: dict[torch.dtype | None, list[int]] = {}
+        for member in branch.members:
+            by_type.setdefault(subjects[member].head_dtype, []).append(member)
+        for dtype, members in by_type.items():
+            if dtype not in tails:
+                tails[dtype] = stream.tail(dtype)
+            found.append(_Outlet(branch.hidden, tails[dtype], tuple(members)))
+    return sorted(found, key=lambda outlet: min(outlet.members))
+
+
+Nats = npt.NDArray[np.float64]
+
+
+def _window_nats(
+    stream: LayerStream, outlets: Sequence[_Outlet], windows: Windows
+) -> list[tuple[Nats, Nats]]:
+    """Summed negative log-likelihood and divergence from the first outlet of each window's scored
+    tokens, `[windows]` both, by outlet.
+    """
+    sums = np.zeros((len(outlets), 2, len(windows.counts)))
+    length = windows.token_ids.shape[1]
+    step = stream.sequences_at_once(length)
     rows_at_once = max(1, _LOGITS_AT_ONCE // stream.config.vocab_size)
-    scored = np.arange(1, hidden.shape[1]) < windows.counts[:, None]  # [windows, length - 1]
-    for first in range(0, len(hidden), step):
+    scored = np.arange(1, length) < windows.counts[:, None]  # [windows, length - 1]
+    for first in range(0, len(windows.counts), step):
         part = slice(first, first + step)
         mask = torch.from_numpy(scored[part])
-        normed = tail.normed(hidden[part])[:, :-1].cpu()[mask]  # [scored tokens, head_width]
-        targets = torch.from_numpy(windows.token_ids[part, 1:])[mask]
-        losses = [
-            _losses(tail, some, wanted, stream.compute.device)
-            for some, wanted in zip(
-                normed.split(rows_at_once), targets.split(rows_at_once), strict=True
-            )
+        normed = [o.tail.normed(o.hidden[part])[:, :-1].cpu()[mask] for o in outlets]
+        targets = torch.from_numpy(windows.token_ids[part, 1:])[mask].split(rows_at_once)
+        # by outlet and block: the rows [tokens, head_width] that a head takes at once
+        blocks = [rows.split(rows_at_once) for rows in normed]
+        parts = [
+            _block_nats(stream, outlets, rows, wanted)
+            for *rows, wanted in zip(*blocks, targets, strict=True)
         ]
-        owner = torch.arange(len(mask))[:, None].expand_as(mask)[mask]
-        sums[part] = np.bincount(owner.numpy(), torch.cat(losses).numpy(), minlength=len(mask))
-    return sums
+        owner = torch.arange(len(mask))[:, None].expand_as(mask)[mask].numpy()
+        for own, values in zip(sums, torch.cat(parts, dim=-1), strict=True):
+            for total, nats in zip(own, values, strict=True):
+                total[part] = np.bincount(owner, nats.numpy(), minlength=len(mask))
+    return [(nll, divergence) for nll, divergence in sums]
 
 
-def _losses(tail: Tail, normed: Tensor, targets: Tensor, device: torch.device) -> Tensor:
-    """Negative log-likelihoods float64 `[tokens]`, on the host."""
-    logits = tail.logits(normed.to(device)).float()
-    losses = functional.cross_entropy(logits, targets.to(device), reduction="none")
-    return losses.double().cpu()
+@torch.no_grad()
+def _block_nats(
+    stream: LayerStream, outlets: Sequence[_Outlet], rows: Sequence[Tensor], targets: Tensor
+) -> Tensor:
+    """Negative log-likelihoods and divergences of a block of tokens, float64 `[outlets, 2, tokens]`
+    on the host.
+
+    `rows`: for each outlet what goes into the head, `[tokens, head_width]`.
+    """
+    device = stream.compute.device
+    wanted = targets.to(device)[:, None]
+    expected = weights = None
+    found = torch.zeros(len(outlets), 2, len(targets), dtype=torch.float64)
+    for outlet, normed, nats in zip(outlets, rows, found, strict=True):
+        logits = outlet.tail.logits(normed.to(device)).float()
+        own = torch.log_softmax(logits, dim=-1)
+        del logits
+        nats[0] = own.gather(1, wanted)[:, 0].neg()
+        if expected is None or weights is None:
+            expected = own
+            weights = own.exp() if len(outlets) > 1 else own
+            continue
+        apart = torch.sub(expected, own, out=own)
+        nats[1] = torch.linalg.vecdot(weights, apart)
+    return found
 
 
 def _result(
     subject: Subject,
     windows: Windows,
-    nll: npt.NDArray[np.float64],
+    nll: Nats,
+    divergence: Nats | None,
     represented: Mapping[tuple[int, LayerScheme], frozenset[str]],
 ) -> Perplexity:
     mean = float(nll.sum() / windows.scored)
@@ -186,6 +258,7 @@ def _result(
         bitwidths=tuple(scheme.bits for scheme in subject.layers),
         window_nll=tuple(nll.tolist()),
         window_tokens=tuple((windows.counts - 1).tolist()),
+        window_divergence=None if divergence is None else tuple(divergence.tolist()),
         dtypes=_names(subject),
         represented={backend: tuple(layers) for backend, layers in stood_for.items()},
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from llmpq.quality.importance import Weighing, weighed
 from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
@@ -35,6 +36,9 @@ def evaluate_plan(
     device = device_of(options.device)
     windows = windows_of(as_documents(text), folder, options)
     subject = plan_subject(plan, "plan", device, options.dtype)
+    subject = weighed(
+        subject, Weighing(folder, checkpoint_reference(plan, model), options), device, plan
+    )
     (result,) = evaluate(folder, windows, [subject], device)
     return result
 

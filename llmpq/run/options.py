@@ -76,7 +76,8 @@ class RunOptions:
     and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
     "orca", but by the lengths that `predictor` expects: a folder of `llmpq-lengths train`,
     "longest" (the default), or "trace:FILE" of predictions by `custom_id`. What a predictor learns
-    beside the run is written to the folder `save_predictor`, if one is named.
+    beside the run is written to the folder `save_predictor`, if one is named. `importance`: file of
+    `llmpq-indicator` that weights are rounded by, where it is not where the plan says.
 
     Raises `SpecError` for a value out of range.
     """
@@ -102,6 +103,7 @@ class RunOptions:
     prefill_chunk_tokens: int | None = None
     predictor: str | Path | None = None
     save_predictor: str | Path | None = None
+    importance: str | Path | None = None
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without the plan and its model."""

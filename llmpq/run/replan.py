@@ -92,7 +92,7 @@ def _planned(
             raise
         found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
-    return replace(found, origin=origin)
+    return replace(found, origin=origin, importance=plan.importance)  # the same codes again
 
 
 def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None = None) -> PlanSpec:
@@ -131,6 +131,9 @@ def _usable(options: PlanOptions) -> PlanOptions:
     for name in FILE_OPTIONS:
         path = getattr(options, name)
         if path is None or Path(path).is_file():
+            continue
+        if name == "importance":  # the plan made again keeps that of the one before
+            options = replace(options, importance=None)
             continue
         if name == "profiles" and options.strict_profiles:
             raise SpecError(f"strict_profiles needs {path}")

@@ -66,6 +66,7 @@ class Run:
         on_event: OnEvent | None = None,
     ) -> None:
         from actors.stage.transformers_config import check_transformers_builds
+        from llmpq.run.importance import importance_store
         from quant.checkpoint.reader import Checkpoint
 
         if options.trace_path is not None:
@@ -96,6 +97,9 @@ class Run:
             if str(self._folder) == self._checkpoint:
                 Checkpoint(self._folder).check_files()
             check_transformers_builds(self._folder)
+            self._importance = importance_store(
+                plan, options.importance, self._cache, (self._folder, self._checkpoint), shape
+            )
             lengths = None
             if options.scheduling(plan).name == "s3":
                 lengths = open_source(
@@ -228,6 +232,7 @@ class Run:
             recovery=options.recovery,
             on_event=self._notify,
             policy=options.scheduling(self.plan),
+            importance=self._importance,
         )
         return StageGroup(self.plan, self._checkpoint, group_options)
 

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import ConfigDict
@@ -20,7 +21,7 @@ from planner.cluster.spec import ClusterSpec
 from planner.options import PlanOptions
 from quant.common.errors import InfeasibleError, SpecError
 
-FILE_OPTIONS = ("omega_file", "profiles")
+FILE_OPTIONS = ("omega_file", "profiles", "importance")
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -85,12 +86,12 @@ def origin_of(
         return None
     if not same:
         return None
-    omega_file, profiles = _absolute(options.omega_file), _absolute(options.profiles)
+    paths: dict[str, Any] = {name: _absolute(getattr(options, name)) for name in FILE_OPTIONS}
     digests = {path: _digest(Path(path)) for path in map(_absolute, files) if path is not None}
     predictor = options.predictor
     if predictor not in STUDIES:
         predictor = _absolute(predictor)
-    named = replace(options, omega_file=omega_file, profiles=profiles, predictor=predictor)
+    named = replace(options, **paths, predictor=predictor)
     return PlanOrigin(text, named, files=digests)
 
 

@@ -31,6 +31,7 @@ from planner.plan.field_types import (
     Rounding,
     Seconds,
 )
+from planner.plan.importance import PlannedImportance
 from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
@@ -39,7 +40,7 @@ from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
-from quant.scheme import FULL_BITS, ROUNDINGS
+from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 PLAN_VERSION = 1
 
@@ -182,7 +183,8 @@ class PlanSpec:
     `long_rows`: the plan for those of its rows that `workload` has no room for. `beside`: the
     figures of other plans. `policy` schedules the requests: with `orca` and `s3` in micro-batches
     of at most `policy.max_batch_size`, over the token slots of `workload.kv_tokens`. What was
-    assumed of the predictor of `s3` is `job.job.predictor`.
+    assumed of the predictor of `s3` is `job.job.predictor`. `importance`: what weights are rounded
+    by; None: what stages measure on random ids when they load.
     """
 
     version: int
@@ -208,6 +210,17 @@ class PlanSpec:
     beside: PlansBeside = field(default_factory=PlansBeside)
     long_rows: PlanSpec | None = None
     policy: PolicyOptions = field(default_factory=PolicyOptions)
+    importance: PlannedImportance | None = None
+
+    def needs_importance(self, stored: bool) -> bool:
+        """Whether anything is rounded by importance: weights, or keys at 8 bit.
+
+        `stored`: the checkpoint is quantized already, so that no weight is rounded.
+        """
+        if self.stand_in is not None:  # a small model at 16 bit computes
+            return False
+        rounds = any(bits != FULL_BITS for stage in self.stages for bits in stage.bitwidths)
+        return self.kv_bits != FULL_BITS or (rounds and not stored and self.rounding == WEIGHTED)
 
     @property
     def timed_sizes(self) -> tuple[float, float]:

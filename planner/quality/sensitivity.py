@@ -31,7 +31,15 @@ REFERENCE_BITS = 4
 
 DEFAULT_SOURCE = "default: parameters x (2^b - 1)^-2"
 _KEYS = ("bits", "model_fingerprint", "matrix")
-_REPEATED_ENTRIES = ("method", "rounding", "scheme", "scales", "calibration_tokens", "calibration")
+_REPEATED_ENTRIES = (
+    "method",
+    "rounding",
+    "scheme",
+    "scales",
+    "unit",
+    "calibration_tokens",
+    "calibration",
+)
 """Entries of the provenance that plans repeat."""
 _MOST = sys.float_info.max
 """Largest number, as integers of JSON may have any size."""

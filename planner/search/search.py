@@ -15,6 +15,7 @@ from planner.options import AUTO, BASELINE_METHODS, PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec
+from planner.quality.importance import planned_importance
 from planner.quality.perplexity_fit import perplexity_forecast
 from planner.quality.sensitivity import Omega
 from planner.search.baselines.comparison import baselines
@@ -70,7 +71,10 @@ def find_priced_plan(
     with naming_remedies(request, REMEDY_PLANNER):
         found = _find(request, source, clock)
     origin = origin_of(cluster, options, files_of_costs(options))
-    return replace(found, plan=replace(found.plan, origin=origin))
+    importance = None
+    if found.plan.needs_importance(shape.stored is not None):
+        importance = planned_importance(options, shape)
+    return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:

@@ -28,6 +28,8 @@ from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_header import DamagedFileError
+from quant.importance.file import digest_of_inputs
+from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear
 from quant.scheme import LinearShape
 
@@ -51,10 +53,17 @@ _TOLERANCE = 1e-3
 """Largest relative difference of products that differ only in the order of their sums."""
 
 
-def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: LayerForm) -> CacheKey:
+def layer_key(
+    module: nn.Module,
+    name_prefix: str,
+    fingerprint: str,
+    form: LayerForm,
+    importance: LayerImportance | None = None,
+) -> CacheKey:
     """The key of the layer that `module`, on the meta device, will become in `form`.
 
-    `fingerprint` is that of its part of the checkpoint. The source code of this package stands for
+    `fingerprint` is that of its part of the checkpoint, `importance` what its weights are rounded
+    by. The source code of this package stands for
     what it does to a weight, so that no version number has to be kept. Errors as in
     `quantize_linear`.
     """
@@ -66,6 +75,7 @@ def layer_key(module: nn.Module, name_prefix: str, fingerprint: str, form: Layer
         "bits": form.bits,
         "backends": _backends(module, form),
         "rounding": form.rounding,
+        "importance": None if importance is None else digest_of_inputs(importance.inputs),
         "dtype": str(form.dtype),
         "device": form.device.type,
         "capability": form.processor.compute_capability,

@@ -22,7 +22,7 @@ from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, LinearShape, Processor
+from quant.scheme import FULL_BITS, WEIGHTED, LinearShape, Processor
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def load_layer_as_planned(
     every device: no backend is represented then.
     """
     compute = compute.in_type(scheme.dtype)
+    if scheme.rounding != WEIGHTED:
+        importance = None
     represented = set()
     if scheme.planned_for is not None and scheme.bits < FULL_BITS and checkpoint.gptq is None:
         for name, linear in list(module.named_modules()):

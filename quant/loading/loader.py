@@ -101,7 +101,7 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
     fingerprint = checkpoint.fingerprint(load.name_prefix)
-    return layer_key(load.module, load.name_prefix, fingerprint, load.form)
+    return layer_key(load.module, load.name_prefix, fingerprint, load.form, load.importance)
 
 
 def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:

@@ -183,11 +183,14 @@ def _add_planning(add: Any) -> None:
     )
     add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
     add("--omega_file", metavar="FILE", help="JSON of sensitivities, made by llmpq-indicator")
+    add("--importance", metavar="FILE",
+        help="what weights are rounded by, made by llmpq-indicator (that of --omega_file; else "
+        "measured when the model is loaded)")  # fmt: skip
     add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
     _add_search(add, default)
     add("--profiles", metavar="FILE",
         help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
-    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} (nearest)")
+    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} ({ROUNDINGS[0]})")
     add("--kv_bits", type=_auto_or_number, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add(

@@ -115,6 +115,11 @@ def _add_stages(parser: Parser) -> None:
     parser.add_argument(
         "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
     )
+    add(
+        "--importance",
+        metavar="FILE",
+        help="file of llmpq-indicator that weights are rounded by (the plan's)",
+    )
     parser.add_argument(
         "--transport",
         choices=TRANSPORTS,

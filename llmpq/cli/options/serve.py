@@ -85,6 +85,7 @@ def _add_stages(parser: Parser) -> None:
     parser.add_argument(
         "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
     )
+    add("--importance", metavar="FILE", help="what weights are rounded by (the plan's)")
     add("--transport", choices=TRANSPORTS, default="auto", help="links between stages (auto)")
     add(
         "--policy",

@@ -36,6 +36,7 @@ from quant.common.errors import LlmpqError
 if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
+    from quant.importance.store import ImportanceStore
 
 LOADING_S = 2.0
 """Seconds that stages which still load get to be there, when the engine is closed."""
@@ -59,6 +60,8 @@ class PipelineEngine:
         source: str = "the plan",
         shared: PipelineEngine | None = None,
     ) -> None:
+        from llmpq.run.importance import importance_store
+
         self._plan, self._options = plan, options
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         folder = resolve(self._checkpoint, weights=False)
@@ -66,6 +69,13 @@ class PipelineEngine:
         shape = shape_for_run(plan, found.sampling, folder, source)
         room = plan.workload
         self._sampling = found.sampling
+        self._importance: ImportanceStore = (
+            shared._importance
+            if shared
+            else importance_store(
+                plan, options.importance, options.cache, (folder, self._checkpoint), shape
+            )
+        )
         self._limits = EngineLimits(
             prompt_tokens=room.prompt_length,
             new_tokens=room.new_tokens,
@@ -243,6 +253,7 @@ class PipelineEngine:
             recovery=options.recovery,
             on_event=lambda event: _LOG.warning("%s: %s", event.kind, event.text),
             policy=options.scheduling(self._plan),
+            importance=self._importance,
         )
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:

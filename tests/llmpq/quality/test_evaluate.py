@@ -100,8 +100,48 @@ def test_subjects_measured_together_are_as_measured_alone(tiny: tuple[Path, Any]
     several = [(16,), (4, 4, 3, 8, 16), (4, 4, 3, 3, 3), MIXED_BITS, (16,)]
     together = measure(tiny[0], windows, *several)
     alone = [measure(tiny[0], windows, bits)[0] for bits in several]
-    assert together == alone
+    assert [replace(result, window_divergence=None) for result in together] == alone
     assert len({result.nll for result in together}) == 4
+    pairs = [measure(tiny[0], windows, (16,), bits)[1] for bits in several[1:]]
+    assert together[1:] == pairs
+    assert together[0].divergence is None
+    assert together[-1].divergence == 0.0
+
+
+def log_probabilities(model: Any, windows: Windows) -> list[torch.Tensor]:
+    """The library's predictions of each window's scored tokens, float64 `[tokens, vocabulary]`."""
+    found = []
+    for row, count in zip(windows.token_ids, windows.counts, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(row[:count])[None], use_cache=False).logits
+        found.append(torch.log_softmax(logits[0, :-1].double(), dim=-1))
+    return found
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 7 * VOCABULARY])
+def test_divergence_is_that_of_transformers_logits(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmpq.quality.scoring._LOGITS_AT_ONCE", at_once)
+    model = save_tiny(tmp_path, CONFIGS["llama"])
+    windows = token_windows([token_text()], None, 24)
+    full, low, mixed = measure(tmp_path, windows, (16,), (3,), MIXED_BITS)
+    expected = log_probabilities(model, windows)
+    apart = log_probabilities(rounded(model, (3,) * LAYERS), windows)
+    by_hand = [float((p.exp() * (p - q)).sum()) for p, q in zip(expected, apart, strict=True)]
+    assert full.divergence is None
+    assert full.divergence_error is None
+    assert low.window_divergence == pytest.approx(by_hand, rel=1e-5, abs=1e-5)
+    assert low.divergence == pytest.approx(sum(by_hand) / windows.scored, rel=1e-5)
+    counts = windows.counts - 1
+    spread = ((np.array(by_hand) - low.divergence * counts) ** 2).sum()
+    error = math.sqrt(spread * len(counts) / (len(counts) - 1)) / windows.scored
+    assert low.divergence_error == pytest.approx(error, rel=1e-4)
+    assert mixed.divergence is not None
+    assert 0 < mixed.divergence < low.divergence
+    more, _ = low.divergence_above(mixed)
+    assert more == pytest.approx(low.divergence - mixed.divergence, rel=1e-9)
+    assert low.divergence_above(full) == (low.divergence, low.divergence_error)
 
 
 def test_many_logits_are_worked_off_in_parts(

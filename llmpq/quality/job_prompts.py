@@ -1,0 +1,50 @@
+"""The prompts of a job as a text to calibrate on: as the model will see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.messages import Request, Sampling
+from llmpq.jobs.inputs import JobInput, no_prompts
+from llmpq.quality.text_windows import Document
+from llmpq.rows.row import Row
+from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
+from llmpq.tokenizing.tokenizer_process import Limits
+from planner.workload import MAX_TOKENS, Workload
+from quant.common.errors import InputError
+
+MOST_ROWS = 4096
+"""Rows that are tokenized, evenly spaced: at 16 tokens each they fill 128 sequences of 512."""
+
+
+def prompts_of_input(paths: Sequence[str], folder: Path) -> tuple[Document, ...]:
+    """Token ids of prompts of the job in `paths`, with chat template, of evenly spaced rows.
+
+    `folder` has the model's tokenizer. Rows that cannot be used are left out. Raises `InputError`
+    where none can, and for files that cannot be read.
+    """
+    source = JobInput.find(paths)
+    named = ", ".join(map(str, source.files))
+    usable = sum(isinstance(row, Row) for row, _ in source.rows())
+    if not usable:
+        raise no_prompts(named)
+    step = -(-usable // MOST_ROWS)
+    rows = (row for row, _ in source.rows() if isinstance(row, Row))
+    chosen = (
+        Row(row.custom_id, row.text, row.token_ids, row.messages)  # no matter how they are sampled
+        for number, row in enumerate(rows)
+        if number % step == 0
+    )
+    tokenizer = start_tokenizer(folder, Limits())
+    try:
+        if tokenizer is not None:
+            tokenizer.wait()
+        maker = RequestMaker(Workload(1, MAX_TOKENS, MAX_TOKENS), MAX_TOKENS, Sampling(), tokenizer)
+        found = [each.prompt_ids for each in maker.requests(chosen) if isinstance(each, Request)]
+    finally:
+        if tokenizer is not None:
+            tokenizer.close()
+    if not found:
+        raise InputError(f"{named}: no prompt can be tokenized; give --calibration")
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""The importance of a whole model in a safetensors file: written whole, checked when read.
+
+The header alone tells its fingerprint, so that planning reads it without torch
+(`quant.importance.header`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from quant.common.errors import CheckpointError, InputError
+from quant.importance.header import (
+    FINGERPRINT,
+    FINGERPRINT_HEX,
+    FORMAT,
+    FORMAT_NOW,
+    REMEDY,
+    SEEN,
+    SHAPE,
+    SHARED,
+    read_importance_header,
+)
+from quant.importance.statistics import InputStatistics, LayerImportance
+
+_FIELDS = ("mean_square", "largest")
+
+
+@dataclass(frozen=True, eq=False)
+class Importance:
+    """Statistics of all decoder layers of one model.
+
+    `seen` says what passed through it, such as "64 random ids, seed 0"; `shape` is the fingerprint
+    of the model's shape.
+    """
+
+    layers: tuple[LayerImportance, ...]
+    seen: str
+    shape: str
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all numbers and of the names of the linears."""
+        digest = hashlib.sha256()
+        for layer in self.layers:
+            digest.update(digest_of_inputs(layer.inputs).encode())
+            digest.update(_bytes(layer.keys))
+        return digest.hexdigest()[:FINGERPRINT_HEX]
+
+
+def digest_of_inputs(inputs: Mapping[str, InputStatistics]) -> str:
+    """A digest of the statistics of a layer's linears, by which their weights are rounded."""
+    digest = hashlib.sha256()
+    for name, own in sorted(inputs.items()):
+        digest.update(f"{name} {len(own.mean_square)} ".encode())
+        digest.update(_bytes(own.mean_square) + _bytes(own.largest))
+    return digest.hexdigest()
+
+
+def save_importance(path: Path, importance: Importance) -> None:
+    """Write the file, whole or not at all; InputError where it cannot be written."""
+    tensors: dict[str, Tensor] = {}
+    shared: list[dict[str, str]] = []
+    for index, layer in enumerate(importance.layers):
+        sources: dict[int, str] = {}
+        shared.append({})
+        for name, own in layer.inputs.items():
+            source = sources.setdefault(id(own), name)
+            shared[-1][name] = source
+            if source == name:
+                for field in _FIELDS:
+                    tensors[f"{index}.{name}.{field}"] = getattr(own, field).contiguous()
+        tensors[f"{index}.keys"] = layer.keys.contiguous()
+    notes = {
+        FORMAT: FORMAT_NOW,
+        SEEN: importance.seen,
+        SHAPE: importance.shape,
+        FINGERPRINT: importance.fingerprint,
+        SHARED: json.dumps(shared),
+    }
+    aside = path.with_name(f".llmpq-{secrets.token_hex(8)}.part")
+    try:
+        aside.write_bytes(save(tensors, notes))
+        os.replace(aside, path)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        with suppress(OSError, ValueError):
+            aside.unlink()
+        raise InputError(
+            f"cannot write {path} ({error}); name a file in a folder that can be written"
+        ) from error
+
+
+def load_importance(path: Path) -> Importance:
+    """Read a file of `save_importance`.
+
+    CheckpointError names file, tensor and remedy where one is missing, of another shape or type,
+    negative or not finite, or where the numbers are not those that were written.
+    """
+    told = read_importance_header(path)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {REMEDY}") from error
+    layers = tuple(_layers(path, tensors, told.shared))
+    found = Importance(layers, told.seen, told.shape)
+    if found.fingerprint != told.fingerprint:
+        raise CheckpointError(
+            f"{path} is damaged: its numbers have fingerprint {found.fingerprint}, not "
+            f"{told.fingerprint}; {REMEDY}"
+        )
+    return found
+
+
+def _layers(
+    path: Path, tensors: Mapping[str, Tensor], shared: Sequence[Mapping[str, str]]
+) -> Iterator[LayerImportance]:
+    for index, sources in enumerate(shared):
+        owners = sorted(set(sources.values()))
+        own = {
+            name: InputStatistics(
+                *(_tensor(path, tensors, f"{index}.{name}.{field}", 1) for field in _FIELDS)
+            )
+            for name in owners
+        }
+        for name, found in own.items():
+            if found.mean_square.shape != found.largest.shape:
+                raise CheckpointError(
+                    f"{path}: {index}.{name} has {len(found.mean_square)} mean squares and "
+                    f"{len(found.largest)} largest values; {REMEDY}"
+                )
+        inputs = {name: own[source] for name, source in sources.items()}
+        yield LayerImportance(inputs, _tensor(path, tensors, f"{index}.keys", 2))
+
+
+def _tensor(path: Path, tensors: Mapping[str, Tensor], name: str, dimensions: int) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise CheckpointError(f"{path} has no tensor {name}; {REMEDY}")
+    if tensor.dtype != torch.float32 or tensor.dim() != dimensions:
+        raise CheckpointError(
+            f"{path}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, not float32 of "
+            f"{dimensions} dimension{'s' * (dimensions > 1)}; {REMEDY}"
+        )
+    if not bool(tensor.isfinite().all()) or bool((tensor < 0).any()):
+        raise CheckpointError(f"{path}: tensor {name} has negative or infinite values; {REMEDY}")
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

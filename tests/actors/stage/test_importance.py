@@ -1,0 +1,109 @@
+"""Importance that stages measure, against hooks on a float64 forward of transformers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actors.stage.importance import RANDOM_TOKENS, measure_stage, random_token_ids
+from actors.stage.spec import StageSpec
+from quant.common.errors import CheckpointError
+from quant.importance.statistics import LayerImportance
+from quant.scheme import Processor
+from tests.actors.models import CONFIGS, LAYERS, save_tiny
+
+FAMILIES = ("llama", "qwen3", "mistral-sliding", "opt-post-norm", "bloom", "gpt_neox")
+CPU = torch.device("cpu")
+
+
+def spec(index: int, stages: int, layers: range) -> StageSpec:
+    bits = (4,) * len(layers)
+    return StageSpec(index, stages, layers, bits, "float32", slots=1, max_tokens=8, kv_tokens=8)
+
+
+def measured(folder: Path, bounds: tuple[int, ...]) -> list[LayerImportance]:
+    """What the stages of layers `bounds[j]` to `bounds[j + 1]` measure, one after another."""
+    hidden: Tensor | None = None
+    found: list[LayerImportance] = []
+    for index, (first, stop) in enumerate(pairwise(bounds)):
+        own = spec(index, len(bounds) - 1, range(first, stop))
+        hidden, layers = measure_stage(own, folder, CPU, Processor(), hidden)
+        found += layers
+    return found
+
+
+def inputs_in_float64(model: Any, token_ids: Tensor) -> tuple[dict[str, Tensor], Any]:
+    """What each linear of transformers' own model multiplies, by full name, and the cache."""
+    seen: dict[str, Tensor] = {}
+
+    def note(name: str, inputs: Tensor) -> None:
+        seen[name] = inputs.flatten(0, -2)
+
+    for name, module in model.double().named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, x, name=name: note(name, x[0]))
+    with torch.no_grad():
+        cache = model(input_ids=token_ids, use_cache=True).past_key_values
+    return seen, cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_are_those_of_transformers_own_forward(family: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path, CONFIGS[family])
+    token_ids = random_token_ids(model.config)
+    seen, cache = inputs_in_float64(model, token_ids)
+    for index, layer in enumerate(measured(tmp_path, (0, LAYERS))):
+        stack = {name: x for name, x in seen.items() if f".{index}." in name}
+        assert len(layer.inputs) == len(stack)
+        for name, own in layer.inputs.items():
+            (x,) = (x for full, x in stack.items() if full.endswith(f".{index}.{name}"))
+            torch.testing.assert_close(own.mean_square, x.square().mean(0).float())
+            torch.testing.assert_close(own.largest, x.abs().amax(0).float())
+        keys = cache.layers[index].keys[0].abs()  # [kv_heads, tokens, head_dim]
+        if "sliding" not in family:  # such a cache forgets the first tokens
+            torch.testing.assert_close(layer.keys, keys.amax(1).float())
+        assert layer.keys.shape == (keys.shape[0], keys.shape[2])
+
+
+def test_linears_of_one_input_share_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    inputs = measured(tmp_path, (0, LAYERS))[1].inputs
+    assert inputs["self_attn.q_proj"] is inputs["self_attn.k_proj"] is inputs["self_attn.v_proj"]
+    assert inputs["mlp.gate_proj"] is inputs["mlp.up_proj"]
+    assert len({id(own) for own in inputs.values()}) == 4
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, LAYERS), (0, 1, 4, LAYERS)])
+def test_a_chain_of_stages_measures_what_one_does(bounds: tuple[int, ...], tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["opt"])
+    whole, parts = measured(tmp_path, (0, LAYERS)), measured(tmp_path, bounds)
+    assert len(whole) == len(parts) == LAYERS
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        for name, own in one.inputs.items():
+            assert torch.equal(own.mean_square, other.inputs[name].mean_square)
+            assert torch.equal(own.largest, other.inputs[name].largest)
+
+
+def test_random_ids_are_no_special_ones_and_always_the_same() -> None:
+    config = CONFIGS["llama"]
+    token_ids = random_token_ids(config)
+    assert token_ids.shape == (1, RANDOM_TOKENS)
+    assert not set(token_ids[0].tolist()) & {0, 1, 2}
+    assert torch.equal(token_ids, random_token_ids(config))
+    assert len(set(token_ids[0].tolist())) > RANDOM_TOKENS // 2
+
+
+def test_values_beyond_the_type_are_told_with_their_layer(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    model = save_tiny(tmp_path, config)
+    with torch.no_grad():
+        model.model.layers[3].input_layernorm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layer 3: .*finite"):
+        measured(tmp_path, (0, LAYERS))
