@@ -133,7 +133,8 @@ def _changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], N
     with _whole_or_not(target) as made:
         tensors = {name: tensor.float() for name, tensor in load_file(folder / _WEIGHTS).items()}
         change(tensors)
-        save_file({n: t.contiguous() for n, t in tensors.items()}, made / _WEIGHTS, {"format": "pt"})
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, made / _WEIGHTS, {"format": "pt"})
         for file in folder.iterdir():
             if file.is_file() and file.name != _WEIGHTS:
                 shutil.copy(file, made)
