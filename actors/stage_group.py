@@ -28,7 +28,7 @@ from actors.recovery.repair import Repair
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
-from actors.stage.importance import SEEN
+from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, stage_spec
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
@@ -144,16 +144,17 @@ class StageGroup:
         self._reservation = Reservation(placements, timeouts.placement_s)
         for stage in self.stages:
             stage.start()
-        if self._plan.needs_importance(model_shape(self._checkpoint).stored is not None):
-            self._hand_out_importance(timeouts.load_s)
+        shape = model_shape(self._checkpoint)
+        if self._plan.needs_importance(shape.stored is not None):
+            self._hand_out_importance(what_is_seen(shape), timeouts.load_s)
         self._repair.load_and_link(timeouts.load_s)
 
-    def _hand_out_importance(self, limit_s: float) -> None:
+    def _hand_out_importance(self, seen: str, limit_s: float) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
         store = self._options.importance or ImportanceStore()
-        found = store.find(SEEN)
+        found = store.find(seen)
         if found is None:
-            found = store.keep(self._repair.measure_importance(limit_s), SEEN)
+            found = store.keep(self._repair.measure_importance(limit_s), seen)
         for handle, stage in zip(self.stages, self._plan.stages, strict=True):
             handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 

@@ -2,6 +2,7 @@
 transformers and bitsandbytes.
 
     python -m benchmarks.loading [--bits 4 3 8] [--gib 1.5] [--threads 1] [--rounds 3]
+    python -m benchmarks.loading --part importance     # the pass of random ids before it
 
 A LLaMA of random bfloat16 weights (hidden size 2048, one file a layer) is written to a temporary
 folder and loaded in a fresh process each time, all ways in turn, round after round; medians are
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import shutil
@@ -42,6 +44,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from actors.stage.importance import measure_layers
+from actors.stage.layer_stream import compute_on
 from actors.stage.partial_model import empty_model
 from benchmarks.machine import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
@@ -49,6 +53,7 @@ from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
 from quant.common.units import MIB
 from quant.linear import LayerForm
+from quant.loading.emulated_kernels import LayerScheme
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading
 from quant.processor import local_processor
 
@@ -60,7 +65,10 @@ HAS_PEER = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "acce
 
 @dataclass(frozen=True)
 class Way:
-    """One way to load: by us or by `peer`; `cache` is none, write or hit."""
+    """One way to load: by us or by `peer`; `cache` is none, write or hit.
+
+    `importance`: not to load, but to measure what weights are rounded by.
+    """
 
     name: str
     bits: int
@@ -68,6 +76,7 @@ class Way:
     overlapped: bool = True
     cache: str = "none"
     peer: bool = False
+    importance: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,16 @@ def ways_of(bits: int) -> list[Way]:
         name = "transformers + bitsandbytes nf4"
         found += [Way(name, bits, cold, peer=True) for cold in (True, False)]
     return found
+
+
+def importance_ways(bits: int) -> list[Way]:
+    """The pass before a first load, and that load beside it."""
+    names = {"overlapped": False, "importance of random ids": True}
+    return [
+        Way(name, bits, cold, importance=measures)
+        for cold in (True, False)
+        for name, measures in names.items()
+    ]
 
 
 def config_of(layers: int, hidden: int, vocabulary: int) -> LlamaConfig:
@@ -172,6 +191,11 @@ def load(
                 bnb_4bit_compute_dtype=torch.bfloat16,
             ),
         )
+    if way.importance:
+        print("begin", flush=True)
+        compute = compute_on(device, dtype_on(device))
+        layers = LlamaConfig.from_pretrained(folder).num_hidden_layers
+        return measure_layers(folder, compute, range(layers), [LayerScheme()] * layers)
     checkpoint = Checkpoint(folder)
     model: Any = empty_model(LlamaConfig.from_pretrained(folder))
     form = LayerForm(way.bits, local_processor(device), dtype_on(device), device, backend)
@@ -296,6 +320,20 @@ def table(results: dict[Way, list[Measured]]) -> str:
     return "\n".join(lines)
 
 
+def per_billion(results: dict[Way, list[Measured]], folder: Path) -> str:
+    """Seconds for a billion parameters of decoder layers of the way that measures importance."""
+    checkpoint = Checkpoint(folder)
+    parameters = sum(
+        math.prod(checkpoint.shape_of(name)) for name in checkpoint.names() if ".layers." in name
+    )
+    return "\n".join(
+        f"\n{way.name}, {'cold' if way.cold else 'warm'}: "
+        f"{median(samples).seconds / parameters * 1e9:.2f} s for a billion parameters of layers"
+        for way, samples in results.items()
+        if way.importance
+    )
+
+
 def machine(threads: int) -> str:
     """Describe the machine that the figures were taken on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -318,7 +356,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     layers = max(1, round(options.gib * 1024 * MIB / layer_bytes))
     write_checkpoint(large, config_of(layers, 2048, 32000))
     write_checkpoint(tiny, config_of(TINY_LAYERS, 128, 96))
-    ways = [way for bits in options.bits for way in ways_of(bits)]
+    ways_at = importance_ways if options.part == "importance" else ways_of
+    ways = [way for bits in options.bits for way in ways_at(bits)]
     results: dict[Way, list[Measured]] = {way: [] for way in ways}
     for _ in range(options.rounds):
         for way in ways:
@@ -331,6 +370,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     print(f"{machine(options.threads)}; {layers} layers, {stored / MIB:.0f} MiB in bfloat16; ")
     print(f"medians of {options.rounds} rounds, each load in its own process.\n")
     print(table(results))
+    print(per_billion(results, large))
     if not HAS_PEER:
         print("\nbitsandbytes is left out: pip install bitsandbytes accelerate")
 
@@ -342,6 +382,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4, 8), default=[4, 3, 8])
+    parser.add_argument("--part", choices=("loading", "importance"), default="loading")
     parser.add_argument("--gib", type=float, default=1.5, help="of decoder layers in bfloat16")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)

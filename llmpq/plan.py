@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
@@ -182,7 +183,8 @@ class Plan:
     ) -> Results:
         from llmpq.run.run import Run
 
-        return Results(Run(self.spec, options, self._source, on_event=on_event), rows)
+        chosen = with_calibrated(self.spec, options)
+        return Results(Run(self.spec, chosen, self._source, on_event=on_event), rows)
 
     def evaluate(
         self,

@@ -21,7 +21,15 @@ from planner.scheduling import (
     policy_options,
 )
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, KV_BITWIDTHS, ROUNDINGS, WEIGHTED
+from quant.scheme import (
+    BITWIDTHS,
+    DTYPE_BYTES,
+    FULL_BITS,
+    KV_BITWIDTHS,
+    PLAN_ROUNDINGS,
+    ROUNDINGS,
+    WEIGHTED,
+)
 
 Quality = Literal["high", "balanced", "fast"]
 QUALITIES: tuple[Quality, ...] = ("high", "balanced", "fast")
@@ -154,8 +162,8 @@ class PlanOptions:
       device orders, micro-batch sizes and numbers in flight, after which the best plan so far is
       taken; all searches for a plan of a quality or within a bound together have so many.
     - `relative_gap`: the accepted distance from the optimum.
-    - `rounding`: how stages round weights while they load (`quant.rounding`); no figure of the plan
-      depends on it.
+    - `rounding`: how stages round weights while they load (`quant.rounding`), or `gptq`: they are
+      calibrated before a first run. No figure of the plan depends on it.
     - `kv_bits`: bits of keys and values: 16 stores the compute type, 8 stores codes with a scale
       for each token and head; `auto` is 16 if that fits, else 8.
     - `policy`: how the runtime schedules requests, `static`, `orca` or `s3`
@@ -232,7 +240,7 @@ class PlanOptions:
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),
             "search_time_limit": (self.search_time_limit > 0, "more than 0 seconds"),
             "relative_gap": (0 <= self.relative_gap < 1, "at least 0 and below 1"),
-            "rounding": (self.rounding in ROUNDINGS, f"one of {list(ROUNDINGS)}"),
+            "rounding": (self.rounding in PLAN_ROUNDINGS, f"one of {list(PLAN_ROUNDINGS)}"),
             "kv_bits": (self.kv_bits in KV_CHOICES, f"one of {list(KV_CHOICES)}"),
             "memory_margin": (0 <= self.memory_margin < 1, "at least 0 and below 1"),
             "profile_use": (self.profile_use in PROFILE_USES, f"one of {list(PROFILE_USES)}"),

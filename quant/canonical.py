@@ -21,8 +21,9 @@ import torch
 from quant.common.errors import CheckpointError, SpecError
 from quant.gpu_upload import moved_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import NEAREST, Rounding, affine_codes, symmetric_codes
+from quant.rounding import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
 from quant.scheme import group_size
+from quant.weighted import column_importance, fit, is_compiled
 
 CANONICAL_BITS = (3, 4, 8)
 
@@ -63,7 +64,7 @@ def quantize(
     weight: torch.Tensor,
     bits: int,
     device: torch.device | None = None,
-    rounding: Rounding = NEAREST,
+    rounding: Rounding = DEFAULT,
     inputs: InputStatistics | None = None,
 ) -> CanonicalWeight:
     """Round `weight` `[out, in]` (any float type) to the canonical form, on `device`.
@@ -83,10 +84,17 @@ def quantize(
     rows, columns = weight.shape
     group = columns if bits == 8 else group_size(columns)
     result = _empty(rows, columns, group, bits, device or weight.device)
-    draws = rounding.generator()
     target = result.codes.device
-    for block, part in moved_blocks(weight, row_blocks(rows, columns, target), target):
-        _quantize_block(part, result, block, rounding, draws)
+    blocks = moved_blocks(weight, row_blocks(rows, columns, target), target)
+    if rounding.mode == "weighted" and bits < 8:
+        importance = column_importance(inputs, columns)
+        compiled = is_compiled(weight, target)
+        for block, part in blocks:
+            _fit_block(part.to(target), result, block, importance, compiled)
+        return result
+    draws = rounding.generator()
+    for block, part in blocks:
+        _quantize_block(part, result, block, draws)
     return result
 
 
@@ -201,7 +209,6 @@ def _quantize_block(
     weight: torch.Tensor,
     result: CanonicalWeight,
     block: slice,
-    rounding: Rounding,
     draws: torch.Generator | None,
 ) -> None:
     """Fill rows `block` of `result`; float32 copies of these rows are the largest temporaries."""
@@ -210,6 +217,20 @@ def _quantize_block(
     if result.zero is None:
         result.scale[block] = symmetric_codes(grouped, draws)
     else:
-        scale, zero = affine_codes(grouped, result.bits, rounding, draws)
+        scale, zero = affine_codes(grouped, result.bits, draws)
         result.scale[block], result.zero[block] = scale, zero
     result.codes[block] = values
+
+
+def _fit_block(
+    weight: torch.Tensor,
+    result: CanonicalWeight,
+    block: slice,
+    importance: torch.Tensor,
+    compiled: bool,
+) -> None:
+    """Fill rows `block` of the affine `result` by the fit of `quant.weighted`."""
+    assert result.zero is not None, "3- and 4-bit codes are affine"
+    codes, scale, zero, bad = fit(weight, importance, result.bits, result.group, "free", compiled)
+    check_finite(bad, scale.numel())
+    result.codes[block], result.scale[block], result.zero[block] = codes, scale, zero

@@ -16,7 +16,7 @@ from quant.canonical import CanonicalWeight, dequantize
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
 from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, LinearShape, Processor
+from quant.scheme import FULL_BITS, ROUNDINGS, LinearShape, Processor
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerForm:
     dtype: torch.dtype
     device: torch.device
     backend: str | None = None
-    rounding: str = "nearest"
+    rounding: str = ROUNDINGS[0]
 
     def rule_of(self, shape: LinearShape) -> KernelRule:
         """The kernel backend of a linear of `shape`: the named one, or one that takes any shape.

@@ -1,16 +1,16 @@
 """Rounding a block of float weights to codes, with a scale and a zero for each group.
 
-Scale and zero of affine groups are bfloat16 and rounded *before* the codes are chosen, the scale
-upwards, so that the codes cover the group's weights whatever the rounding did to the zero. Three
-ways to round (`quant.scheme.ROUNDINGS`):
+Scale and zero of affine groups are bfloat16 and rounded *before* the codes are chosen. For nearest
+and stochastic rounding the scale goes upwards, so that the codes cover the group's weights whatever
+the rounding did to the zero. Three ways to round (`quant.scheme.ROUNDINGS`):
 
 - `nearest` (LLM-PQ section 2.3): every weight within half a scale of its code.
 - `stochastic` (LLM-PQ Theorem 1, the second case): up with the probability of the fraction that is
   left, so that the expected weight is the weight; within one scale of its code. Drawn from a seed
   of the tensor's name on the host, so that a restarted stage and another device get the same codes.
-- `searched`: nearest, with the range of each group narrowed by the factor of `CLIP_FACTORS` that
-  leaves the least squared error; weights beyond the range take the outermost code. At 8 bit there
-  is nothing to gain, and it is nearest.
+- `weighted`, the default: scale and zero of each group are fitted to its weights, every column
+  weighed by the mean square of its inputs where that is known (`quant.weighted`), and weights take
+  the nearest code.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ import torch
 from quant.common.errors import CheckpointError, SpecError
 from quant.scheme import ROUNDINGS
 
-CLIP_FACTORS = (1.0, 0.9, 0.8)
-"""Factors tried by `searched`. With these three the squared error of normal, Laplace and Student-t
-weights at 3 bit is within 3 % of that of 20 factors between 1 and 0.6, and 25 % below that of the
-full range (measured)."""
-
 _INT8_LIMIT = 127
 
 
@@ -35,7 +30,7 @@ _INT8_LIMIT = 127
 class Rounding:
     """A way of rounding; `seed` is used by the stochastic one."""
 
-    mode: str = "nearest"
+    mode: str = ROUNDINGS[0]
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,22 +50,19 @@ class Rounding:
         return torch.Generator().manual_seed(self.seed)
 
 
-NEAREST = Rounding()
+DEFAULT = Rounding()
 
 
 def affine_codes(
-    grouped: torch.Tensor, bits: int, rounding: Rounding, draws: torch.Generator | None
+    grouped: torch.Tensor, bits: int, draws: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace `grouped` `[rows, groups, group]` by its codes 0 .. 2^bits - 1; returns scale and
-    zero `[rows, groups]`, float32 holding bfloat16 values.
+    """Replace `grouped` `[rows, groups, group]` by its codes 0 .. 2^bits - 1 on a grid that covers
+    it; returns scale and zero `[rows, groups]`, float32 holding bfloat16 values.
 
     CheckpointError for weights that are not finite.
     """
     low, high = _finite_extremes(grouped)
-    if rounding.mode == "searched":
-        scale, zero = _searched_parameters(grouped, low, high, bits)
-    else:
-        scale, zero = affine_parameters(low, high, bits)
+    scale, zero = affine_parameters(low, high, bits)
     half = 1 << (bits - 1)
     grouped.sub_(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
     _round(grouped, draws)
@@ -105,39 +97,6 @@ def affine_parameters(
     return scale.masked_fill_(scale == 0, 1.0), zero
 
 
-def _searched_parameters(
-    grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero, for each group, of the factor whose codes leave the least squared error."""
-    best_error: torch.Tensor | None = None
-    for factor in CLIP_FACTORS:
-        scale, zero = affine_parameters(low * factor, high * factor, bits)
-        error = _error(grouped, scale, zero, bits)
-        if best_error is None:
-            best_error, best_scale, best_zero = error, scale, zero
-            continue
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
-
-
-def _error(
-    grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int
-) -> torch.Tensor:
-    """Root of the summed squared distances of the weights to their codes' values, `[rows, groups]`.
-
-    With a factor below one the codes of a tiny scale may not reach the weights at all; its error is
-    then larger, and another factor is taken.
-    """
-    half = 1 << (bits - 1)
-    steps = grouped.sub(zero.unsqueeze(-1)).div_(scale.unsqueeze(-1))
-    rounded = steps.round().clamp_(-half, half - 1)
-    error: torch.Tensor = torch.linalg.vector_norm(rounded.sub_(steps), dim=-1).mul_(scale)
-    return error
-
-
 def _round(values: torch.Tensor, draws: torch.Generator | None) -> None:
     """Round to the nearest integer or, with `draws`, up with the probability of the fraction."""
     if draws is None:
@@ -160,10 +119,14 @@ def round_up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
 def _finite_extremes(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Least and largest weight of every group; CheckpointError where one is NaN or infinite."""
     low, high = grouped.amin(-1), grouped.amax(-1)
-    bad = low.numel() - int(torch.isfinite(high - low).sum())
+    check_finite(low.numel() - int(torch.isfinite(high - low).sum()), low.numel())
+    return low, high
+
+
+def check_finite(bad: int, groups: int) -> None:
+    """Raise CheckpointError if `bad` of so many groups hold values that are not finite."""
     if bad:
         raise CheckpointError(
-            f"{bad} of {low.numel()} weight groups hold NaN, infinite or overflowing values; "
+            f"{bad} of {groups} weight groups hold NaN, infinite or overflowing values; "
             "the checkpoint is damaged"
         )
-    return low, high

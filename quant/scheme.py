@@ -11,8 +11,13 @@ FULL_BITS = 16
 BITWIDTHS = (3, 4, 8, FULL_BITS)
 KV_BITWIDTHS = (8, FULL_BITS)
 WEIGHTED = "weighted"
+GPTQ = "gptq"
 ROUNDINGS = (WEIGHTED, "nearest", "stochastic")
-"""Ways of rounding a weight that is quantized while it is loaded; see `quant.rounding`."""
+"""Ways of rounding a weight that is quantized while it is loaded, the default first; see
+`quant.rounding`."""
+
+PLAN_ROUNDINGS = (*ROUNDINGS, GPTQ)
+"""Those, and GPTQ: a plan of it is run with a checkpoint that is calibrated before."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,11 @@ from actors.stage.transformers_config import read_config
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import SpecError
 from quant.importance.statistics import LayerImportance
-from quant.linear import dtype_name
+from quant.linear import LayerForm, dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme, load_layer_as_planned
+from quant.loading.loader import LayerLoad, loading
 from quant.processor import local_processor
+from quant.scheme import FULL_BITS
 
 TOKENS_AT_ONCE = 2048
 """Tokens of one pass through a layer: enough for full matrix speed, and few enough that the MLP's
@@ -148,6 +151,13 @@ class LayerStream:
         dtype = self.compute.in_type(scheme.dtype).dtype if scheme else self.compute.dtype
         form = CacheForm(dtype, self.compute.device, (scheme or LayerScheme()).kv_bits)
         return StreamedLayer(self, index, module, hidden, form, represented)
+
+    def reading_ahead(self, layers: range) -> AbstractContextManager[None]:
+        """Have the disk read while `layers` are loaded in their order."""
+        compute = self.compute
+        form = LayerForm(FULL_BITS, compute.processor, compute.dtype, compute.device)
+        loads = [LayerLoad(self._empty[i], f"{self._prefix}.{i}", form) for i in layers]
+        return loading(loads, (), self._checkpoint)
 
     def tail(self, dtype: torch.dtype | None = None) -> Tail:
         """Final norm and LM head, held in `dtype` (None: in the compute type)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.cluster.accelerators import find_accelerator
 from planner.plan.spec import PlanSpec, StagePlan
+from quant.scheme import ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class StageSpec:
     device_name: str = "CPU"
     accelerator: str | None = None
     head_on_first: bool = False
-    rounding: str = "nearest"
+    rounding: str = ROUNDINGS[0]
     kv_bits: int = 16
     parked_tokens: int = 0
 

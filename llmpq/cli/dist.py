@@ -32,6 +32,8 @@ from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
+from llmpq.quality.job_prompts import prompts_of_input
+from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.monitoring.progress import RunProgress
@@ -118,6 +120,9 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
+    chosen = with_calibrated(
+        plan.spec, chosen, lambda folder: prompts_of_input(options.input, folder)
+    )
     identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:

@@ -21,6 +21,7 @@ from llmpq.cli.common import (
 from llmpq.cli.options.serve import NO_BATCHES, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
+from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
@@ -81,7 +82,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
 
     plan = Plan.load(options.strat_file_name).spec
     source = str(options.strat_file_name)
-    run_options = _run_options(options, plan.policy.name)
+    run_options = with_calibrated(plan, _run_options(options, plan.policy.name))
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)

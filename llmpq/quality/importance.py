@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from actors.stage.importance import SEEN, measure_layers
+from actors.stage.importance import measure_layers, what_is_seen
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.options import EvaluationOptions
 from llmpq.quality.scoring import Subject
@@ -15,9 +15,10 @@ from llmpq.run.importance import checked_importance, importance_store, measuring
 from planner.model.finding import ModelShape, model_shape
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
+from quant.common.errors import SpecError
 from quant.importance.store import ImportanceStore
 from quant.loading.emulated_kernels import LayerScheme
-from quant.scheme import FULL_BITS, WEIGHTED
+from quant.scheme import FULL_BITS, GPTQ, WEIGHTED
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,21 @@ def weighed(
     Raises as `importance_store`, and `CheckpointError` for weights that cannot be used.
     """
     shape = model_shape(str(weighing.folder))
+    if plan is not None and plan.rounding == GPTQ and shape.stored is None:
+        raise SpecError(
+            f"{subject.name} is calibrated before a run; make its checkpoint with llmpq-quantize "
+            "and pass that folder as --model"
+        )
     if not any(_needs(scheme, shape.stored is not None) for scheme in subject.layers):
         return subject
     store = weighing.store(shape, plan)
-    found = store.find(SEEN)
+    seen = what_is_seen(shape)
+    found = store.find(seen)
     if found is None:
         own = [LayerScheme(each.bits, each.backend) for each in subject.layers]
         compute = compute_on(device, subject.embedding_dtype or torch.float32)
         _, layers = measure_layers(weighing.folder, compute, range(len(own)), own)
-        found = store.keep(layers, SEEN)
+        found = store.keep(layers, seen)
     return replace(subject, importance=found)
 
 

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSe
 
 from planner.costs.memory import StageMemory
 from quant.backends.table import KERNEL_RULES
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, KV_BITWIDTHS, ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, KV_BITWIDTHS, PLAN_ROUNDINGS
 
 STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -71,7 +71,7 @@ LayerRange = Annotated[
     PlainSerializer(lambda layers: [layers.start, layers.stop], return_type=list[int]),
 ]
 Dtype = Annotated[str, _one_of(DTYPE_BYTES)]
-Rounding = Annotated[str, _one_of(ROUNDINGS)]
+Rounding = Annotated[str, _one_of(PLAN_ROUNDINGS)]
 KvBits = Annotated[int, _one_of(KV_BITWIDTHS)]
 Backends = Annotated[dict[int, str], AfterValidator(_known_backends)]
 Memory = Annotated[StageMemory, AfterValidator(_no_negative_part)]

@@ -30,7 +30,7 @@ from planner.search.tradeoffs.bounded import within_bounds
 from planner.search.tradeoffs.qualities import Chosen, chosen_by_quality
 from planner.workload import Job, Workload
 from quant.common.errors import BoundNotMetError, InfeasibleError, SpecError
-from quant.scheme import KV_BITWIDTHS
+from quant.scheme import FULL_BITS, KV_BITWIDTHS
 
 _Found = TypeVar("_Found")
 
@@ -67,6 +67,7 @@ def find_priced_plan(
     clock: Callable[[], float] = time.perf_counter,
 ) -> PricedPlan:
     """Find the best plan as `find_plan` does, and return its cost model with it."""
+    _check_stored(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request, REMEDY_PLANNER):
         found = _find(request, source, clock)
@@ -75,6 +76,21 @@ def find_priced_plan(
     if found.plan.needs_importance(shape.stored is not None):
         importance = planned_importance(options, shape)
     return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
+
+
+def _check_stored(shape: ModelShape, options: PlanOptions) -> None:
+    """Refuse options of rounding where the checkpoint was rounded before."""
+    if shape.stored is None:
+        return
+    for name, is_usual in (
+        ("rounding", options.rounding == PlanOptions.rounding),
+        ("importance", options.importance is None or options.kv_bits != FULL_BITS),
+    ):
+        if not is_usual:
+            raise SpecError(
+                f"{name} has no effect: {shape.name} is quantized already; leave it out, or plan "
+                "for the original 16-bit checkpoint"
+            )
 
 
 def _find(request: PlanningRequest, source: str, clock: Callable[[], float]) -> PricedPlan:

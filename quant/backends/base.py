@@ -14,7 +14,7 @@ from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
 from quant.gpu_upload import moved_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import NEAREST, Rounding
+from quant.rounding import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
 _CPU_DECODED_WEIGHTS = 1 << 19
@@ -37,7 +37,7 @@ class PackedWeight(Protocol):
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         """Pack `weight` `[out, in]` for activations of `dtype` on `device`.
@@ -50,7 +50,7 @@ class PackedWeight(Protocol):
     def represent(
         cls,
         weight: torch.Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         """Round `weight` to the float32 weight `[out, in]` that the backend multiplies with."""
@@ -99,7 +99,7 @@ class CanonicalPacked(ABC):
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         return cls.from_canonical(quantize(weight, cls.bits, device, rounding, inputs))
@@ -108,7 +108,7 @@ class CanonicalPacked(ABC):
     def represent(
         cls,
         weight: torch.Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         return dequantize(quantize(weight, cls.bits, rounding=rounding, inputs=inputs))

@@ -13,7 +13,7 @@ from quant.backends.base import copy_of, tensor_bytes
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
-from quant.rounding import NEAREST, Rounding
+from quant.rounding import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
 _OUTLIER_THRESHOLD = 6.0
@@ -45,7 +45,7 @@ class BnbNf4:
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         values = copy_of(weight, dtype, device)
@@ -58,7 +58,7 @@ class BnbNf4:
     def represent(
         cls,
         weight: torch.Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         packed = cls.from_weight(weight, torch.float32, weight.device, rounding, inputs)
@@ -113,7 +113,7 @@ class BnbInt8:
         weight: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> Self:
         values = copy_of(weight, torch.float16, device)
@@ -124,7 +124,7 @@ class BnbInt8:
     def represent(
         cls,
         weight: torch.Tensor,
-        rounding: Rounding = NEAREST,
+        rounding: Rounding = DEFAULT,
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         packed = cls.from_weight(weight, torch.float16, weight.device, rounding, inputs)

@@ -5,10 +5,10 @@ Frantar et al., "GPTQ" (ICLR 2023), Algorithm 1. For inputs X `[tokens, in]` the
 those that follow: by its error over the diagonal of the upper Cholesky factor of the inverse of
 X^T X, times the rest of the factor's row. Columns wait in blocks for the errors of earlier blocks.
 
-The range of a group is narrowed by the factor that leaves the least error weighted by the squared
-inputs, which gains more than anything else here (`docs/quantization.md`). Scales are rounded up to
-values that float16, the format's type (`quant.gptq.format`), and bfloat16 both have: what backends
-hold in 16 bits, scale and zero times scale, is then exact in float16.
+Scale and zero of a group are those that fit its weights best before, weighed by the squared inputs
+(`quant.weighted`). In the checkpoint format (`quant.gptq.format`) the zero is a code, and scales
+are values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits,
+scale and zero times scale, is then exact in float16. The canonical form has a free zero.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.canonical import CANONICAL_BITS
+from quant.canonical import CANONICAL_BITS, CanonicalWeight, quantize, row_blocks
 from quant.common.errors import CheckpointError, SpecError
 from quant.gptq.format import GptqWeight
-from quant.rounding import round_up_to_bfloat16
 from quant.scheme import group_size
+from quant.weighted import Grid, even_importance, fit, is_compiled
 
 DAMPING = 0.01
 """Share of the mean diagonal of X^T X that is added to it (Frantar et al., section 3.3)."""
@@ -30,11 +30,6 @@ _MORE_DAMPING = 10.0
 _MOST_DAMPING = 1.0
 _BLOCK = 128
 """Columns of one block, as in Frantar et al.; all group sizes divide it, but not all whole rows."""
-
-_CLIP_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-_SEARCHED_BITS = 4
-"""The highest bitwidth with searched ranges: steps of higher ones are so fine that clipping a
-weight costs more than it gains."""
 
 
 @dataclass(frozen=True)
@@ -63,103 +58,128 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptio
     `gram` cannot be inverted; CheckpointError for weights that are not finite or too large for
     float16 scales.
     """
-    if bits not in CANONICAL_BITS:
-        raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
-    columns = weight.shape[1]
-    order = torch.arange(columns, device=weight.device)
-    importance = gram.diagonal().clone()
-    if options.act_order:
-        order = importance.argsort(descending=True, stable=True)
-    factor = _inverse_factor(gram[order][:, order], options.damping)
-    grid = _Grid(weight, importance, bits, options.symmetric)
-    if options.act_order:
-        grid.choose_all(weight.float().t())
-    codes = _round_columns(weight.float().t()[order], factor, grid, order)
-    in_order = torch.empty_like(codes)
-    in_order[order] = codes
+    form: Grid = "middle" if options.symmetric else "integer"
+    codes, scales = _rounded(weight, gram, bits, options, form)
     return GptqWeight(
-        codes=in_order.t().contiguous().cpu(),
-        scale=grid.scale.t().half().contiguous().cpu(),
-        zero=grid.zero.t().to(torch.uint8).contiguous().cpu(),
-        group_of_column=torch.arange(columns, dtype=torch.int32) // grid.group,
+        codes=codes.cpu(),
+        scale=scales.scale.t().half().contiguous().cpu(),
+        zero=scales.zero.t().to(torch.uint8).contiguous().cpu(),
+        group_of_column=torch.arange(weight.shape[1], dtype=torch.int32) // scales.group,
         bits=bits,
     )
 
 
-class _Grid:
-    """Scales (float32, of float16 values) and zeros `[groups, out]`, chosen group by group.
+def gptq_canonical(
+    weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions
+) -> CanonicalWeight:
+    """Round as `gptq` does, to the canonical form on the device of `weight`.
 
+    Its zeros are free bfloat16 values; `options.symmetric` does not matter. 8 bit has one scale a
+    row there, where rounding errors are too small to be worth making up for: each weight takes its
+    nearest code. Errors are those of `gptq`, but for scales, which are bfloat16.
+    """
+    if bits == 8:
+        return quantize(weight, bits)
+    codes, scales = _rounded(weight, gram, bits, options, "free")
+    scale, zero = scales.scale.t(), scales.stored_zero.t()
+    return CanonicalWeight(
+        codes=codes,
+        scale=scale.bfloat16().contiguous(),
+        zero=zero.bfloat16().contiguous(),
+        bits=bits,
+        group=scales.group,
+    )
+
+
+def _rounded(
+    weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions, form: Grid
+) -> tuple[torch.Tensor, _Scales]:
+    """Codes uint8 `[out, in]`, and the scales that they belong to."""
+    if bits not in CANONICAL_BITS:
+        raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
+    columns = weight.shape[1]
+    order = torch.arange(columns, device=weight.device)
+    diagonal = gram.diagonal().clone()
+    if options.act_order:
+        order = diagonal.argsort(descending=True, stable=True)
+    factor = _inverse_factor(gram[order][:, order], options.damping)
+    scales = _Scales(weight, even_importance(diagonal, columns), bits, form)
+    if options.act_order:
+        scales.choose_all(weight)
+    codes = _round_columns(weight.float().t()[order], factor, scales, order)
+    in_order = torch.empty_like(codes)
+    in_order[order] = codes
+    return in_order.t().contiguous(), scales
+
+
+class _Scales:
+    """Scales and zeros `[groups, out]`, float32: a weight is (code - zero) * scale.
+
+    `stored_zero`: the zero as its form has it, which is the value of the middle code for `free`.
     `importance` `[in]`: the weight of each column in the error that is minimised.
     """
 
     def __init__(
-        self, weight: torch.Tensor, importance: torch.Tensor, bits: int, symmetric: bool
+        self, weight: torch.Tensor, importance: torch.Tensor, bits: int, form: Grid
     ) -> None:
         rows, columns = weight.shape
         self.bits = bits
         self.group = group_size(columns)
         self.scale = torch.zeros(columns // self.group, rows, device=weight.device)
         self.zero = torch.zeros_like(self.scale)
+        self.stored_zero = torch.zeros_like(self.scale)
         self._importance = importance
-        self._symmetric = symmetric
+        self._form = form
+        self._compiled = is_compiled(weight, weight.device)
 
-    def choose_all(self, values: torch.Tensor) -> None:
-        """Choose scales and zeros of all groups for the weight `values` `[in, out]`."""
-        for first in range(0, len(values), self.group):
-            self.choose(first, values[first : first + self.group])
+    def choose_all(self, weight: torch.Tensor) -> None:
+        """Choose scales and zeros of all groups of `weight` `[out, in]`."""
+        for block in row_blocks(*weight.shape, weight.device):
+            self._choose(weight[block], block, slice(0, len(self.scale)))
 
     def choose(self, first: int, values: torch.Tensor) -> None:
         """Choose those of the group of columns from `first` on, `values` `[group, out]`."""
-        low, high = values.amin(0).clamp_(max=0), values.amax(0).clamp_(min=0)
-        if not bool(torch.isfinite(high - low).all()):
-            raise CheckpointError("it holds NaN or infinite values; the checkpoint is damaged")
         own = first // self.group
-        least = torch.full_like(low, torch.inf)
-        weights = self._importance[first : first + self.group].unsqueeze(-1)
-        for factor in _CLIP_FACTORS if self.bits <= _SEARCHED_BITS else (1.0,):
-            scale, zero = self._parameters(low * factor, high * factor)
-            codes = _codes(values, scale, zero, self.bits)
-            error = codes.sub_(zero).mul_(scale).sub_(values).square_().mul_(weights).sum(0)
-            better = (error < least) | (factor == 1.0)
-            least = torch.where(better, error, least)
-            self.scale[own] = torch.where(better, scale, self.scale[own])
-            self.zero[own] = torch.where(better, zero, self.zero[own])
+        self._choose(values.t(), slice(None), slice(own, own + 1))
 
-    def _parameters(
-        self, low: torch.Tensor, high: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale and zero `[out]` whose codes reach from `low` to `high`, with zero between them."""
-        largest = (1 << self.bits) - 1
-        if self._symmetric:
-            high = torch.maximum(low.neg(), high)
-            low = high.neg()
-        scale = round_up_to_bfloat16((high - low) / largest).half().float()
-        if not bool(torch.isfinite(scale).all()):
-            raise CheckpointError(
-                "its values are too large for the float16 scales of the GPTQ format"
-            )
-        scale.masked_fill_(scale == 0, 1.0)
-        if self._symmetric:
-            return scale, torch.full_like(scale, 1 << (self.bits - 1))
-        return scale, (low.neg() / scale).round_().clamp_(0, largest)
+    def _choose(self, weight: torch.Tensor, rows: slice, groups: slice) -> None:
+        columns = slice(groups.start * self.group, groups.stop * self.group)
+        _, scale, stored, bad = fit(
+            weight, self._importance[columns], self.bits, self.group, self._form, self._compiled
+        )
+        if bad:
+            raise CheckpointError("it holds NaN or infinite values; the checkpoint is damaged")
+        zero = stored
+        if self._form == "free":
+            zero = (1 << (self.bits - 1)) - stored / scale
+        else:
+            scale = scale.half().float()
+            if not bool(torch.isfinite(scale).all()):
+                raise CheckpointError(
+                    "its values are too large for the float16 scales of the GPTQ format"
+                )
+            scale.masked_fill_(scale == 0, 1.0)
+        held = (self.scale, self.zero, self.stored_zero)
+        for target, values in zip(held, (scale, zero, stored), strict=True):
+            target[groups, rows] = values.t()
 
 
 def _round_columns(
-    values: torch.Tensor, factor: torch.Tensor, grid: _Grid, order: torch.Tensor
+    values: torch.Tensor, factor: torch.Tensor, scales: _Scales, order: torch.Tensor
 ) -> torch.Tensor:
     """Round `values` `[in, out]`, which are overwritten, to uint8 codes; both in `order`."""
     columns, rows = values.shape
     codes = torch.empty(columns, rows, dtype=torch.uint8, device=values.device)
-    groups = (order // grid.group).tolist()
-    fixed = bool((grid.scale != 0).all())
+    groups = (order // scales.group).tolist()
+    fixed = bool((scales.scale != 0).all())
     for first in range(0, columns, _BLOCK):
         end = min(first + _BLOCK, columns)
         errors = torch.empty(end - first, rows, device=values.device)
         for column in range(first, end):
-            if not fixed and column % grid.group == 0:
-                grid.choose(column, values[column : column + grid.group])
-            scale, zero = grid.scale[groups[column]], grid.zero[groups[column]]
-            code = _codes(values[column], scale, zero, grid.bits)
+            if not fixed and column % scales.group == 0:
+                scales.choose(column, values[column : column + scales.group])
+            scale, zero = scales.scale[groups[column]], scales.zero[groups[column]]
+            code = _codes(values[column], scale, zero, scales.bits)
             codes[column] = code
             error = errors[column - first]
             torch.sub(values[column], code.sub_(zero).mul_(scale), out=error)

@@ -22,7 +22,7 @@ from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
 from quant.rounding import Rounding
-from quant.scheme import FULL_BITS, WEIGHTED, LinearShape, Processor
+from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LayerScheme:
     dtype: torch.dtype | None = None
     planned_for: Processor | None = None
     planned_dtype: str = "float32"
-    rounding: str = "nearest"
+    rounding: str = ROUNDINGS[0]
     kv_bits: int = FULL_BITS
 
 

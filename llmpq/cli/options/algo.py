@@ -13,7 +13,7 @@ from planner.option_rules import Rule
 from planner.options import FRONT_RULES, PLAN_RULES, PROFILE_USES, QUALITIES, PlanOptions
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
 from planner.search.job.in_flight import JOB_GAP
-from quant.scheme import BITWIDTHS, ROUNDINGS
+from quant.scheme import BITWIDTHS, PLAN_ROUNDINGS
 
 PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
 
@@ -190,7 +190,10 @@ def _add_planning(add: Any) -> None:
     _add_search(add, default)
     add("--profiles", metavar="FILE",
         help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
-    add("--rounding", help=f"how weights are rounded: {', '.join(ROUNDINGS)} ({ROUNDINGS[0]})")
+    add(
+        "--rounding",
+        help=f"how weights are rounded: {', '.join(PLAN_ROUNDINGS)} ({PLAN_ROUNDINGS[0]})",
+    )
     add("--kv_bits", type=_auto_or_number, metavar="BITS",
         help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add(

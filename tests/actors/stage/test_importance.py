@@ -10,12 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actors.stage.importance import RANDOM_TOKENS, measure_stage, random_token_ids
+from actors.stage.importance import (
+    MOST_SEQUENCES,
+    SEQUENCE_TOKENS,
+    measure_stage,
+    random_sequences,
+    random_token_ids,
+)
 from actors.stage.spec import StageSpec
+from planner.model.finding import model_shape
 from quant.common.errors import CheckpointError
 from quant.importance.statistics import LayerImportance
 from quant.scheme import Processor
-from tests.actors.models import CONFIGS, LAYERS, save_tiny
+from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 
 FAMILIES = ("llama", "qwen3", "mistral-sliding", "opt-post-norm", "bloom", "gpt_neox")
 CPU = torch.device("cpu")
@@ -55,7 +62,7 @@ def inputs_in_float64(model: Any, token_ids: Tensor) -> tuple[dict[str, Tensor],
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_those_of_transformers_own_forward(family: str, tmp_path: Path) -> None:
     model = save_tiny(tmp_path, CONFIGS[family])
-    token_ids = random_token_ids(model.config)
+    token_ids = random_token_ids(model.config, MOST_SEQUENCES, SEQUENCE_TOKENS)
     seen, cache = inputs_in_float64(model, token_ids)
     for index, layer in enumerate(measured(tmp_path, (0, LAYERS))):
         stack = {name: x for name, x in seen.items() if f".{index}." in name}
@@ -64,7 +71,7 @@ def test_statistics_are_those_of_transformers_own_forward(family: str, tmp_path:
             (x,) = (x for full, x in stack.items() if full.endswith(f".{index}.{name}"))
             torch.testing.assert_close(own.mean_square, x.square().mean(0).float())
             torch.testing.assert_close(own.largest, x.abs().amax(0).float())
-        keys = cache.layers[index].keys[0].abs()  # [kv_heads, tokens, head_dim]
+        keys = cache.layers[index].keys.abs().amax(0)  # [kv_heads, tokens, head_dim]
         if "sliding" not in family:  # such a cache forgets the first tokens
             torch.testing.assert_close(layer.keys, keys.amax(1).float())
         assert layer.keys.shape == (keys.shape[0], keys.shape[2])
@@ -92,11 +99,19 @@ def test_a_chain_of_stages_measures_what_one_does(bounds: tuple[int, ...], tmp_p
 
 def test_random_ids_are_no_special_ones_and_always_the_same() -> None:
     config = CONFIGS["llama"]
-    token_ids = random_token_ids(config)
-    assert token_ids.shape == (1, RANDOM_TOKENS)
-    assert not set(token_ids[0].tolist()) & {0, 1, 2}
-    assert torch.equal(token_ids, random_token_ids(config))
-    assert len(set(token_ids[0].tolist())) > RANDOM_TOKENS // 2
+    token_ids = random_token_ids(config, 4, 64)
+    assert token_ids.shape == (4, 64)
+    assert not set(token_ids.flatten().tolist()) & {0, 1, 2}
+    assert torch.equal(token_ids, random_token_ids(config, 4, 64))
+    assert int(token_ids.median()) < VOCABULARY // 4, "low ids are the frequent ones"
+    assert int(token_ids.max()) > VOCABULARY // 2
+    assert random_token_ids(config, 1, 500).shape == (1, 128), "it has no more positions"
+
+
+def test_fewer_sequences_pass_through_a_large_model() -> None:
+    tiny = model_shape("opt-125m")
+    assert random_sequences(tiny) == MOST_SEQUENCES
+    assert random_sequences(model_shape("opt-30b")) == 1
 
 
 def test_values_beyond_the_type_are_told_with_their_layer(tmp_path: Path) -> None:

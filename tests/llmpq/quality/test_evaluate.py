@@ -7,6 +7,7 @@ import io
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from actors.stage.importance import measure_layers
+from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import evaluate as command
 from llmpq.quality.perplexity import Perplexity
@@ -25,6 +28,9 @@ from llmpq.quality.subjects import bits_subject
 from llmpq.quality.text_windows import Windows, token_windows
 from quant.canonical import dequantize, quantize
 from quant.common.errors import DeviceError, PlanMismatchError, SpecError
+from quant.importance.statistics import LayerImportance
+from quant.loading.emulated_kernels import LayerScheme
+from quant.rounding import Rounding
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.paths import DEMO_MODEL
 
@@ -58,12 +64,19 @@ def by_transformers(model: Any, windows: Windows) -> float:
     return nats / windows.scored
 
 
-def rounded(model: Any, bitwidths: tuple[int, ...]) -> Any:
-    """`model` with the linears of each decoder layer as their codes stand for them."""
-    for layer, bits in zip(model.model.layers, bitwidths, strict=True):
-        for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
-            if bits < 16:
-                linear.weight.data = dequantize(quantize(linear.weight.data, bits))
+def rounded(
+    model: Any, bitwidths: tuple[int, ...], importance: Sequence[LayerImportance] = ()
+) -> Any:
+    """`model` with the linears of each decoder layer as their codes stand for them: by weighted
+    rounding, where `importance` has what they multiply.
+    """
+    for index, bits in enumerate(bitwidths):
+        for name, linear in model.model.layers[index].named_modules():
+            if isinstance(linear, nn.Linear) and bits < 16:
+                inputs = importance[index].inputs[name] if importance else None
+                rounding = Rounding("weighted")
+                canonical = quantize(linear.weight.data, bits, rounding=rounding, inputs=inputs)
+                linear.weight.data = dequantize(canonical)
     return model
 
 
@@ -224,7 +237,9 @@ def test_a_plan_with_keys_and_values_in_8_bit_is_measured_with_them(
 
 
 def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
-    model = rounded(save_tiny(tmp_path, WIDE), (4,) * LAYERS)
+    model, in_float32 = save_tiny(tmp_path, WIDE), compute_on(CPU, torch.float32)
+    _, importance = measure_layers(tmp_path, in_float32, range(LAYERS), [LayerScheme()] * LAYERS)
+    model = rounded(model, (4,) * LAYERS, importance)
     cluster_file = tmp_path / "cpu.yaml"
     cluster_file.write_text(
         "name: cpu\nnodes: [{name: a, accelerators: {CPU: 1}, threads: 1, memory_gib: 1}]\n"
@@ -246,7 +261,7 @@ def test_kernels_of_another_type_are_represented(tmp_path: Path) -> None:
 def nf4_plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
     folder = tmp_path_factory.mktemp("nf4")
     save_tiny(folder, WIDE)
-    plan = plan_on(Cluster.from_counts(["T4"], [1]), folder, bits=[4])
+    plan = plan_on(Cluster.from_counts(["T4"], [1]), folder, bits=[4], rounding="nearest")
     assert plan.stages[0].backends == {4: "bnb_nf4"}
     return plan, folder
 

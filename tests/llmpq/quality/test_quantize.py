@@ -340,7 +340,7 @@ def test_mixed_checkpoints_are_not_planned_for(
     assert "different bits for some of its modules; run it with the plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rounding", ["searched", "stochastic"])
+@pytest.mark.parametrize("rounding", ["weighted", "stochastic"])
 def test_a_plans_rounding_reaches_the_stages(rounding: str, tmp_path: Path) -> None:
     """From the option through the plan's file to a stage's weights, the same at every start."""
     save_tiny(tmp_path / "model", CONFIGS["llama"])

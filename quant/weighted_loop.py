@@ -1,0 +1,277 @@
+"""The fit of `quant.weighted`, group after group in a core's cache, compiled by numba.
+
+Groups lie in positions relative to their range: (weight - middle) / range. A solution is a step
+between codes, a value of code 0 (`low`) and the error that they leave, all relative.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from quant.numba_loops import compiled_loop, widening
+
+LEAST_RANGE = 1e-30
+"""The least range of a group that is fitted; squares of narrower ones are beyond float32."""
+
+FAR = 64.0
+"""Ranges from zero at which a group is left as it is: bfloat16 cannot place it any better."""
+
+SINGULAR = 1e-6
+"""Spread of codes, relative to their squares, below which float32 sums do not tell it from zero."""
+
+FREE, INTEGER, MIDDLE = range(3)
+"""What groups can store as zero: places in `quant.weighted.GRIDS`."""
+
+_NONE, _ONE, _HALF_ONE = np.float32(0), np.float32(1), np.float32(0.5)
+
+
+@cache
+def group_fit(dtype: torch.dtype, parallel: bool) -> Any:
+    """Compile the fit for stored weights of `dtype`.
+
+    `fit_rows(weight, importance, starts, (bits, grid, polishes), codes, scale, zero, bad)` fills
+    codes uint8 `[rows, in]`, scale and zero float32 `[rows, groups]`, and in `bad` int32 `[rows]`
+    the number of groups that are not finite. `weight` `[rows, in]` is float32 or the bits of 16-bit
+    floats; `importance` float32 `[in]`, `starts` float32 `[starts, 2]`.
+    """
+    import numba
+
+    widen, fit_group = widening(dtype), _one_group()
+    encode = compiled_loop(_encode, False)
+
+    def fit_rows(  # noqa: PLR0913  (compiled loops take arrays)
+        weight: Any,
+        importance: Any,
+        starts: Any,
+        settings: Any,
+        codes: Any,
+        scales: Any,
+        zeros: Any,
+        bad: Any,
+    ) -> None:
+        size = weight.shape[1] // scales.shape[1]
+        for row in numba.prange(weight.shape[0]):
+            relative = np.empty(size, np.float32)
+            bad[row] = 0
+            for group in range(scales.shape[1]):
+                own = slice(group * size, (group + 1) * size)
+                stored = weight[row, own]
+                low = high = np.float32(widen(stored[0]))
+                check = _NONE
+                for i in range(size):
+                    number = np.float32(widen(stored[i]))
+                    relative[i] = number
+                    low = number if number < low else low
+                    high = number if number > high else high
+                    check += number * _NONE  # NaN for what is not finite
+                if check != _NONE or not high - low < np.float32(np.inf):
+                    bad[row] += 1
+                    continue
+                scale, zero, step, begin = fit_group(
+                    relative, importance[own], low, high, starts, settings
+                )
+                scales[row, group], zeros[row, group] = scale, zero
+                encode(relative, step, begin, np.float32((1 << settings[0]) - 1), codes[row, own])
+
+    return compiled_loop(fit_rows, parallel)
+
+
+def _encode(relative: Any, step: Any, low: Any, top: Any, codes: Any) -> None:
+    """Write the nearest codes; halves go up."""
+    inverse, most = _ONE / step, top + _HALF_ONE
+    shift = _HALF_ONE - low * inverse
+    for i in range(len(relative)):
+        position = relative[i] * inverse + shift
+        position = position if position > _NONE else _NONE
+        codes[i] = np.uint8(np.int32(position if position < most else most))
+
+
+def _measure(relative: Any, importance: Any, step: Any, low: Any, top: Any) -> Any:
+    """Sums of h q, h q^2 and h q w for the nearest codes q."""
+    inverse, most = _ONE / step, top + _HALF_ONE
+    shift = _HALF_ONE - low * inverse
+    code_sum, square_sum, product_sum = _NONE, _NONE, _NONE
+    for i in range(len(relative)):
+        position = relative[i] * inverse + shift
+        position = position if position > _NONE else _NONE
+        code = np.float32(np.int32(position if position < most else most))
+        weighted = importance[i] * code
+        code_sum += weighted
+        square_sum += weighted * code
+        product_sum += weighted * relative[i]
+    return np.float64(code_sum), np.float64(square_sum), np.float64(product_sum)
+
+
+def _error(moments: Any, sums: Any, step: Any, low: Any) -> Any:
+    """The weighted squared error of codes with these sums."""
+    count, weight, square = moments
+    step, low = np.float64(step), np.float64(low)
+    crossed = step * sums[1] - 2 * sums[2] + 2 * low * sums[0]
+    return square + step * crossed + low * (low * count - 2 * weight)
+
+
+def _fixed_zero(moments: Any, sums: Any, zero: Any) -> Any:
+    """Fit the step alone, for the code `zero` that stands for 0."""
+    product = sums[2] - zero * moments[1]
+    square = sums[1] - 2 * zero * sums[0] + zero * zero * moments[0]
+    if not (square > 0 and product > 0):
+        return np.float32(1), np.float32(0), np.inf
+    step = product / square
+    return np.float32(step), np.float32(-zero * step), moments[2] - product * step
+
+
+@cache
+def _solver() -> Any:
+    """Compile least squares for given codes, under what the grid allows as zero."""
+    fixed_zero = compiled_loop(_fixed_zero, False)
+
+    def solve(moments: Any, sums: Any, half: Any, grid: Any) -> Any:
+        count, weight, square = moments
+        if grid == MIDDLE:
+            return fixed_zero(moments, sums, np.float64(half))
+        determinant = count * sums[1] - sums[0] * sums[0]
+        slope = count * sums[2] - sums[0] * weight
+        if not (determinant > SINGULAR * count * sums[1] and slope > 0):
+            return np.float32(1), np.float32(0), np.inf
+        step = slope / determinant
+        low = (weight - step * sums[0]) / count
+        if grid == FREE:
+            error = square - (weight * weight + slope * step) / count
+            return np.float32(step), np.float32(low), error
+        top = 2 * np.float64(half) - 1
+        code = np.floor(-low / step)
+        below = fixed_zero(moments, sums, min(max(code, 0.0), top))
+        above = fixed_zero(moments, sums, min(max(code + 1, 0.0), top))
+        return above if above[2] < below[2] else below
+
+    return compiled_loop(solve, False)
+
+
+@cache
+def _nearest_parameters() -> Any:
+    """Compile scale and zero of nearest rounding, as they are stored."""
+    nearest, upwards = _to_bfloat16(up=False), _to_bfloat16(up=True)
+
+    def parameters(low: Any, high: Any, half: Any, grid: Any) -> Any:
+        top = half + half - _ONE
+        if grid == FREE:
+            zero = nearest(low + half * ((high - low) / top))
+            scale = upwards(max((high - zero) / (half - _ONE), (zero - low) / half))
+            return (scale if scale > _NONE else _ONE), zero
+        if grid == MIDDLE:
+            high = max(-low, high)
+            low = -high
+        scale = upwards((high - low) / top)
+        scale = scale if scale > _NONE else _ONE
+        zero = half if grid == MIDDLE else min(max(np.rint(-low / scale), _NONE), top)
+        return scale, np.float32(zero)
+
+    return compiled_loop(parameters, False)
+
+
+@cache
+def _one_group() -> Any:
+    """Compile the fit of one group, whose weights are replaced by relative ones.
+
+    It gives scale and zero as they are stored, and the step and the value of code 0.
+    """
+    solve, nearest_parameters = _solver(), _nearest_parameters()
+    measure, error_of = compiled_loop(_measure, False), compiled_loop(_error, False)
+    to_bfloat16 = _to_bfloat16(up=False)
+
+    def placed(scale: Any, zero: Any, middle: Any, inverse: Any, half: Any, grid: Any) -> Any:
+        step = scale * inverse
+        if grid == FREE:
+            return step, (zero - middle - half * scale) * inverse
+        return step, -step * zero
+
+    def rounded(guess: Any, middle: Any, inverse: Any, half: Any, grid: Any) -> Any:
+        scale = to_bfloat16(guess[0] / inverse)
+        if grid == FREE:
+            return scale, to_bfloat16(guess[1] / inverse + middle + half * scale)
+        return scale, np.float32(np.rint(-guess[1] / guess[0]))
+
+    placed, rounded = compiled_loop(placed, False), compiled_loop(rounded, False)
+
+    def fit_group(
+        relative: Any, importance: Any, low: Any, high: Any, starts: Any, settings: Any
+    ) -> Any:
+        bits, grid, polishes = settings
+        half = np.float32(1 << (bits - 1))
+        top = half + half - _ONE
+        if grid != FREE:
+            low, high = min(low, _NONE), max(high, _NONE)
+        spread = high - low
+        middle = low + _HALF_ONE * spread if grid == FREE else _NONE
+        fits = spread > np.float32(LEAST_RANGE) and abs(middle) <= np.float32(FAR) * spread
+        inverse = _ONE / spread if fits else _ONE
+        count, weight, square = _NONE, _NONE, _NONE
+        for i in range(len(relative)):
+            number = (relative[i] - middle) * inverse
+            relative[i] = number
+            weighted = importance[i] * number
+            count += importance[i]
+            weight += weighted
+            square += weighted * number
+        scale, zero = nearest_parameters(low, high, half, grid)
+        step, begin = placed(scale, zero, middle, inverse, half, grid)
+        if not fits:
+            return scale, zero, step, begin
+        moments = np.float64(count), np.float64(weight), np.float64(square)
+        sums = measure(relative, importance, step, begin, top)
+        least = error_of(moments, sums, step, begin)
+        guess = solve(moments, sums, half, grid)
+        mean = weight / count
+        start, end = (low - middle) * inverse - mean, (high - middle) * inverse - mean
+        for k in range(1, len(starts)):
+            first = mean + starts[k, 0] * start
+            sums = measure(
+                relative, importance, (mean + starts[k, 1] * end - first) / top, first, top
+            )
+            other = solve(moments, sums, half, grid)
+            if other[2] < guess[2]:
+                guess = other
+        last = np.inf
+        for _ in range(polishes):
+            new_scale, new_zero = rounded(guess, middle, inverse, half, grid)
+            if not (guess[2] < np.inf and new_scale > _NONE):
+                break
+            new_step, new_begin = placed(new_scale, new_zero, middle, inverse, half, grid)
+            sums = measure(relative, importance, new_step, new_begin, top)
+            error = error_of(moments, sums, new_step, new_begin)
+            if not error < last:
+                break
+            last = error
+            if error < least:
+                least, scale, zero, step, begin = error, new_scale, new_zero, new_step, new_begin
+            guess = solve(moments, sums, half, grid)
+        return scale, zero, step, begin
+
+    return compiled_loop(fit_group, False)
+
+
+@cache
+def _to_bfloat16(up: bool) -> Any:
+    """A compiled function that rounds a float32 to the nearest bfloat16 (to the even one between
+    two), or with `up`, where it is not negative, to the least one not below.
+    """
+    from llvmlite import ir
+    from numba.core import types
+    from numba.extending import intrinsic
+
+    word = ir.IntType(32)
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(arguments[0], word)
+        half = ir.Constant(word, 0xFFFF)
+        if not up:
+            odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+            half = builder.add(odd, ir.Constant(word, 0x7FFF))
+        cut = builder.and_(builder.add(bits, half), ir.Constant(word, 0xFFFF0000))
+        return builder.bitcast(cut, ir.FloatType())
+
+    return intrinsic(lambda context, number: (types.float32(types.float32), code))
