@@ -23,7 +23,7 @@ class Judge:
     """Scores of models that differ from `model` in their decoder layers, on `windows`."""
 
     def __init__(self, model: Path, windows: Windows) -> None:
-        self.windows = windows
+        self.model, self.windows = model, windows
         stream = LayerStream(model, _COMPUTE)
         self._tail = stream.tail()
         self._expected = self._normed(model)

@@ -1,6 +1,6 @@
 """bitsandbytes: NF4 in blocks of 64, no text; with double quantization the scales are rounded too.
 
-    pip install bitsandbytes
+pip install bitsandbytes
 """
 
 from __future__ import annotations

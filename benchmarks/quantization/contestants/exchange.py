@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor

@@ -37,9 +37,7 @@ def quantized(given: Given, kind: str, by_importance: bool) -> Iterator[tuple[st
         yield name, rounded(weight, gguf.GGMLQuantizationType[kind], importance.get(name))
 
 
-def rounded(
-    weight: Tensor, kind: gguf.GGMLQuantizationType, importance: Tensor | None
-) -> Rounded:
+def rounded(weight: Tensor, kind: gguf.GGMLQuantizationType, importance: Tensor | None) -> Rounded:
     """One weight `[out, in]`; `importance` `[in]`."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     joined = math.lcm(block, weight.shape[1]) // weight.shape[1]

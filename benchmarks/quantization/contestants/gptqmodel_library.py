@@ -1,6 +1,6 @@
 """GPTQModel: its calibrated GPTQ, with activation order, ranges by its search, and newer options.
 
-    BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel    # wants a setuptools of today
+BUILD_CUDA_EXT=0 pip install --no-build-isolation gptqmodel    # wants a setuptools of today
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mean squares of what enters each linear, by transformers alone, for libraries that ask for them."""
+"""Mean squares of the inputs of each linear, by transformers, for libraries that ask for them."""
 
 from __future__ import annotations
 
