@@ -8,7 +8,9 @@ Each library rounds the linears of the decoder layers in a process of its own, i
 that has it (`--interpreter`; default: this one), and leaves dequantized weights; all are judged by
 one forward pass in float32. Bits a weight are those of codes, scales and zeros; embedding, norms
 and head keep 16 bit for all. Errors are standard errors over windows of the text, and "above 16
-bit" compares window by window. With `--kept` what has been rounded is found again by a later call.
+bit" compares window by window. SmolLM2's weights come from a GGUF of blocks of 32, whose grids a
+type with such blocks finds again: `--change shuffled` has the same model without them. With
+`--kept` what has been rounded is found again by a later call.
 """
 
 from __future__ import annotations
@@ -27,12 +29,19 @@ import torch
 from benchmarks.machine import processor_name
 from benchmarks.quantization.contestants.exchange import read_outcome
 from benchmarks.quantization.judge import Judge
-from benchmarks.quantization.models import demo, smollm2, with_linears, with_outliers
+from benchmarks.quantization.models import (
+    demo,
+    smollm2,
+    with_linears,
+    with_outliers,
+    with_shuffled_channels,
+)
 from benchmarks.quantization.texts import Texts, add_arguments, texts_for
 from llmpq.quality.perplexity import Perplexity
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS: dict[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
+CHANGES = {"outliers": with_outliers, "shuffled": with_shuffled_channels}
 PARTS = {
     "ours": "ours",
     "bitsandbytes": "bitsandbytes_library",
@@ -56,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             source = MODELS[name]()
             texts = texts_for(source, options)
             model = source
-            if options.outliers:
-                model = Path(scratch) / "outliers"
-                with_outliers(source, model)
-                kept = kept / "outliers"
+            if options.change:
+                model, kept = Path(scratch) / "changed", kept / options.change
+                CHANGES[options.change](source, model)
                 kept.mkdir(exist_ok=True)
             run_contestants(model, texts, kept, options)
             print_table(name, Judge(model, texts.held_out), kept)
@@ -118,7 +126,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", "--part", nargs="+", choices=list(PARTS), help="default: all")
-    parser.add_argument("--outliers", action="store_true", help="of the models with outliers")
+    parser.add_argument("--change", choices=list(CHANGES), help="the models so, function kept")
     parser.add_argument("--quick", action="store_true", help="few tokens, few parts")
     parser.add_argument("--kept", type=Path, help="folder of what is rounded, for later calls")
     parser.add_argument(

@@ -80,6 +80,44 @@ def with_outliers(folder: Path, target: Path, factor: float = 50.0, channels: in
     _changed(folder, target, change)
 
 
+def with_shuffled_channels(folder: Path, target: Path, seed: int = 0) -> None:
+    """Write the model of `folder` to `target` with its channels in another order, and the same
+    function.
+
+    Weights that come from a GGUF lie on the grids of its blocks of 32, which a type with the same
+    blocks finds again, though it could not in weights as trained. Shuffled are the channels of the
+    hidden states and those within each MLP: all columns but those that read attention's output,
+    whose order is shuffled within each head of values.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    draws = torch.Generator().manual_seed(seed)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        hidden = torch.randperm(config["hidden_size"], generator=draws)
+        for prefix in _layers(tensors):
+            inner = torch.randperm(config["intermediate_size"], generator=draws)
+            head = torch.randperm(head_dim, generator=draws)
+            values = (torch.arange(kv_heads)[:, None] * head_dim + head).flatten()
+            outputs = (torch.arange(heads)[:, None] * head_dim + head).flatten()
+            for linear, rows in (("gate", inner), ("up", inner), ("down", None)):
+                name = f"{prefix}mlp.{linear}_proj.weight"
+                weight = tensors[name]
+                tensors[name] = weight[:, inner] if rows is None else weight[rows]
+            name = f"{prefix}self_attn.v_proj.weight"
+            tensors[name] = tensors[name][values]
+            name = f"{prefix}self_attn.o_proj.weight"
+            tensors[name] = tensors[name][:, outputs]
+        for name, weight in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")) or weight.dim() == 1:
+                tensors[name] = weight[hidden]
+            else:
+                tensors[name] = weight[:, hidden]
+
+    _changed(folder, target, change)
+
+
 def with_large_keys(folder: Path, target: Path, factor: float) -> None:
     """Write the model of `folder` to `target` with large keys, and the same function.
 
