@@ -35,7 +35,7 @@ from quant.backends.kernel_classes import BACKENDS
 from quant.canonical import dequantize, quantize
 from quant.gptq.rounding import GptqOptions, gptq
 from quant.importance.statistics import InputStatistics
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import ROUNDINGS
 
 LAYER = {(4096, 4096): 4, (11008, 4096): 2, (4096, 11008): 1}

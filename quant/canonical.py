@@ -21,9 +21,9 @@ import torch
 from quant.common.errors import CheckpointError, SpecError
 from quant.gpu_upload import moved_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
+from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
+from quant.rounding.weighted import column_importance, fit, is_compiled
 from quant.scheme import group_size
-from quant.weighted import column_importance, fit, is_compiled
 
 CANONICAL_BITS = (3, 4, 8)
 
@@ -229,7 +229,7 @@ def _fit_block(
     importance: torch.Tensor,
     compiled: bool,
 ) -> None:
-    """Fill rows `block` of the affine `result` by the fit of `quant.weighted`."""
+    """Fill rows `block` of the affine `result` by the fit of `quant.rounding.weighted`."""
     assert result.zero is not None, "3- and 4-bit codes are affine"
     codes, scale, zero, bad = fit(weight, importance, result.bits, result.group, "free", compiled)
     check_finite(bad, scale.numel())

@@ -15,7 +15,7 @@ from quant.backends.table import KernelRule
 from quant.canonical import CanonicalWeight, dequantize
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, LinearShape, Processor
 
 

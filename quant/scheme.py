@@ -14,7 +14,7 @@ WEIGHTED = "weighted"
 GPTQ = "gptq"
 ROUNDINGS = (WEIGHTED, "nearest", "stochastic")
 """Ways of rounding a weight that is quantized while it is loaded, the default first; see
-`quant.rounding`."""
+`quant.rounding.ways`."""
 
 PLAN_ROUNDINGS = (*ROUNDINGS, GPTQ)
 """Those, and GPTQ: a plan of it is run with a checkpoint that is calibrated before."""

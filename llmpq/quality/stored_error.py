@@ -21,7 +21,7 @@ from quant.importance.file import Importance
 from quant.importance.statistics import InputStatistics
 from quant.linear import dtype_name
 from quant.loading.emulated_kernels import Compute, LayerScheme
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, LinearShape
 from quant.sensitivity.errors import Stored
 from quant.sensitivity.indicators import Matrix

@@ -14,7 +14,7 @@ from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.common.errors import CheckpointError
 from quant.gpu_upload import moved_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import DEFAULT, Rounding
+from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
 _CPU_DECODED_WEIGHTS = 1 << 19

@@ -14,9 +14,9 @@ from quant.backends.nf4_maxima import fit_maxima
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
-from quant.rounding import DEFAULT, Rounding
+from quant.rounding.ways import DEFAULT, Rounding
+from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
-from quant.weighted import column_importance
 
 _OUTLIER_THRESHOLD = 6.0
 """Larger activations are multiplied in 16 bit: LLM.int8() (Dettmers et al. 2022), section 3.2."""

@@ -2,8 +2,8 @@
 
 A weight is a value of a table of 16, from -1 to 1, times the block's maximum. Any positive number
 may stand as this maximum: it need not be that of the weights, of which the largest are then cut.
-As in `quant.weighted`, the fit alternates between nearest values and least squares, from several
-shares of the true maximum, and keeps the best.
+As in `quant.rounding.weighted`, the fit alternates between nearest values and least squares, from
+several shares of the true maximum, and keeps the best.
 """
 
 from __future__ import annotations

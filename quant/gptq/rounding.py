@@ -6,8 +6,8 @@ those that follow: by its error over the diagonal of the upper Cholesky factor o
 X^T X, times the rest of the factor's row. Columns wait in blocks for the errors of earlier blocks.
 
 Scale and zero of a group are those that fit its weights best before, weighed by the squared inputs
-(`quant.weighted`). In the checkpoint format (`quant.gptq.format`) the zero is a code, and scales
-are values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits,
+(`quant.rounding.weighted`). In the checkpoint format (`quant.gptq.format`) the zero is a code, and
+scales are values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits,
 scale and zero times scale, is then exact in float16. The canonical form has a free zero.
 """
 
@@ -20,8 +20,8 @@ import torch
 from quant.canonical import CANONICAL_BITS, CanonicalWeight, quantize, row_blocks
 from quant.common.errors import CheckpointError, SpecError
 from quant.gptq.format import GptqWeight
+from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
 from quant.scheme import group_size
-from quant.weighted import Grid, even_importance, fit, is_compiled
 
 DAMPING = 0.01
 """Share of the mean diagonal of X^T X that is added to it (Frantar et al., section 3.3)."""

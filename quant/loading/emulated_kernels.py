@@ -24,7 +24,7 @@ from quant.checkpoint.reader import Checkpoint
 from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, dtype_name
 from quant.loading.loader import LayerLoad, load_layer, load_tensors
-from quant.rounding import DEFAULT, Rounding
+from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED, LinearShape, Processor
 
 

@@ -17,7 +17,7 @@ from quant.canonical import (
     unpack_planes,
 )
 from quant.common.errors import CheckpointError, SpecError
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import ROUNDINGS
 
 Packing = Callable[[torch.Tensor], torch.Tensor]

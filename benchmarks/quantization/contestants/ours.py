@@ -22,7 +22,7 @@ from quant.gptq.format import read_gptq
 from quant.gptq.rounding import GptqOptions
 from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import LayerScheme
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import LinearShape
 
 _COMPUTE = compute_on(torch.device("cpu"), torch.float32)

@@ -20,7 +20,7 @@ from quant.backends.cpu.activation_codes import MIDDLE, round_activations, warm_
 from quant.backends.cpu.rotated_codes import RotatedCodes
 from quant.canonical import CanonicalWeight
 from quant.importance.statistics import InputStatistics
-from quant.rounding import DEFAULT, Rounding
+from quant.rounding.ways import DEFAULT, Rounding
 from quant.scheme import LinearShape
 
 _ALIKE: WeakValueDictionary[tuple[int, int], torch.Tensor] = WeakValueDictionary()

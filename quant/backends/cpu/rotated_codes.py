@@ -22,7 +22,7 @@ from quant.backends.cpu.rotation import (
 )
 from quant.canonical import CanonicalWeight, dequantize, quantize, row_blocks
 from quant.importance.statistics import InputStatistics
-from quant.rounding import DEFAULT, Rounding
+from quant.rounding.ways import DEFAULT, Rounding
 
 
 @dataclass(frozen=True, eq=False)

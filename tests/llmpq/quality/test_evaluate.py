@@ -30,7 +30,7 @@ from quant.canonical import dequantize, quantize
 from quant.common.errors import DeviceError, PlanMismatchError, SpecError
 from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import LayerScheme
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from tests.actors.models import CONFIGS, LAYERS, VOCABULARY, save_tiny
 from tests.paths import DEMO_MODEL
 

@@ -29,7 +29,7 @@ from planner.quality.sensitivity import load_omega
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, InputError
 from quant.importance.statistics import InputStatistics
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.sensitivity.gram import squared_rounding_error
 from quant.sensitivity.indicators import HessianStatistics, VarianceStatistics
 from quant.sensitivity.variance_form import VarianceForm

@@ -26,9 +26,9 @@ from quant.canonical import quantize
 from quant.common.errors import CheckpointError, DeviceError, SpecError
 from quant.importance.statistics import InputStatistics
 from quant.processor import local_processor
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
+from quant.rounding.weighted import column_importance
 from quant.scheme import LinearShape
-from quant.weighted import column_importance
 
 CPU = torch.device("cpu")
 RULES = {rule.name: rule for rule in KERNEL_RULES if rule.name != "plain"}

@@ -10,7 +10,7 @@ from torch import Tensor
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError
 from quant.importance.statistics import InputStatistics
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.sensitivity.errors import ErrorStatistics, in_nats, weighted_square
 
 BITS = (3, 4, 8, 16)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quant.canonical import dequantize, quantize
 from quant.common.errors import CheckpointError, SpecError
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.sensitivity.gram import Gram, squared_rounding_error, top_eigenvalue
 from quant.sensitivity.indicators import (
     HessianStatistics,

@@ -9,8 +9,8 @@ the rounding did to the zero. Three ways to round (`quant.scheme.ROUNDINGS`):
   left, so that the expected weight is the weight; within one scale of its code. Drawn from a seed
   of the tensor's name on the host, so that a restarted stage and another device get the same codes.
 - `weighted`, the default: scale and zero of each group are fitted to its weights, every column
-  weighed by the mean square of its inputs where that is known (`quant.weighted`), and weights take
-  the nearest code.
+  weighed by the mean square of its inputs where that is known (`quant.rounding.weighted`), and
+  weights take the nearest code.
 """
 
 from __future__ import annotations

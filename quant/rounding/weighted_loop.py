@@ -1,4 +1,4 @@
-"""The fit of `quant.weighted`, group after group in a core's cache, compiled by numba.
+"""The fit of `quant.rounding.weighted`, group after group in a core's cache, compiled by numba.
 
 Groups lie in positions relative to their range: (weight - middle) / range. A solution is a step
 between codes, a value of code 0 (`low`) and the error that they leave, all relative.
@@ -24,7 +24,7 @@ SINGULAR = 1e-6
 """Spread of codes, relative to their squares, below which float32 sums do not tell it from zero."""
 
 FREE, INTEGER, MIDDLE = range(3)
-"""What groups can store as zero: places in `quant.weighted.GRIDS`."""
+"""What groups can store as zero: places in `quant.rounding.weighted.GRIDS`."""
 
 _NONE, _ONE, _HALF_ONE = np.float32(0), np.float32(1), np.float32(0.5)
 

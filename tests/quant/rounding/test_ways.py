@@ -8,7 +8,7 @@ import torch
 from quant.canonical import dequantize, quantize, row_blocks
 from quant.common.errors import SpecError
 from quant.linear import LayerForm, quantize_linear
-from quant.rounding import Rounding
+from quant.rounding.ways import Rounding
 from quant.scheme import Processor
 
 CPU = torch.device("cpu")

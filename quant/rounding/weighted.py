@@ -17,8 +17,8 @@ What a group can store is its `Grid`:
 - `integer`: the zero is a code, so that it stands for the weight 0 exactly (GPTQ's format);
 - `middle`: that code is 2^(bits-1), as some kernels require.
 
-Large matrices on a CPU go through `quant.weighted_loop`, all others through torch in steps of
-rows; both work in positions relative to the group's range.
+Large matrices on a CPU go through `quant.rounding.weighted_loop`, all others through torch in steps
+of rows; both work in positions relative to the group's range.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch import Tensor
 from quant.common.errors import SpecError
 from quant.importance.statistics import InputStatistics
 from quant.numba_loops import has_numba, torch_threads
-from quant.rounding import affine_parameters, round_up_to_bfloat16
-from quant.weighted_loop import FAR, LEAST_RANGE, SINGULAR, group_fit
+from quant.rounding.ways import affine_parameters, round_up_to_bfloat16
+from quant.rounding.weighted_loop import FAR, LEAST_RANGE, SINGULAR, group_fit
 
 Grid = Literal["free", "integer", "middle"]
 GRIDS: tuple[Grid, ...] = ("free", "integer", "middle")

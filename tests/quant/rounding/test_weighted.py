@@ -11,8 +11,8 @@ from quant.canonical import dequantize, quantize
 from quant.common.errors import SpecError
 from quant.importance.statistics import InputStatistics
 from quant.numba_loops import has_numba
-from quant.rounding import Rounding
-from quant.weighted import GRIDS, Grid, column_importance, fit
+from quant.rounding.ways import Rounding
+from quant.rounding.weighted import GRIDS, Grid, column_importance, fit
 
 NEAREST, WEIGHTED = Rounding("nearest"), Rounding("weighted")
 WAYS = [False, pytest.param(True, marks=pytest.mark.skipif(not has_numba(), reason="no numba"))]

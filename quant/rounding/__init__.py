@@ -1,0 +1,1 @@
+"""Choosing codes, scales and zeros for the weights of a matrix."""
