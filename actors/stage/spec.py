@@ -20,7 +20,7 @@ class StageSpec:
     `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
     registry name of the GPU that the process must find; None where the stage computes on the host's
     CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
-    `rounding` is a way of `quant.rounding.ways`; with `kv_bits` 8 keys and values are held as codes.
+    `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
     """
 

@@ -7,8 +7,8 @@ X^T X, times the rest of the factor's row. Columns wait in blocks for the errors
 
 Scale and zero of a group are those that fit its weights best before, weighed by the squared inputs
 (`quant.rounding.weighted`). In the checkpoint format (`quant.gptq.format`) the zero is a code, and
-scales are values that float16, the format's type, and bfloat16 both have: what backends hold in 16 bits,
-scale and zero times scale, is then exact in float16. The canonical form has a free zero.
+scales are values that float16, the format's type, and bfloat16 both have: what backends hold in 16
+bits, scale and zero times scale, is then exact in float16. The canonical form has a free zero.
 """
 
 from __future__ import annotations
