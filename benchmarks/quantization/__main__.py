@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,7 @@ from benchmarks.machine import processor_name
 from benchmarks.quantization.contestants.exchange import read_outcome
 from benchmarks.quantization.judge import Judge
 from benchmarks.quantization.models import (
-    demo,
-    smollm2,
+    MODELS,
     with_linears,
     with_outliers,
     with_shuffled_channels,
@@ -40,7 +39,6 @@ from benchmarks.quantization.texts import Texts, add_arguments, texts_for
 from llmpq.quality.perplexity import Perplexity
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODELS: dict[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
 CHANGES = {"outliers": with_outliers, "shuffled": with_shuffled_channels}
 PARTS = {
     "ours": "ours",
