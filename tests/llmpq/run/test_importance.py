@@ -20,6 +20,7 @@ from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
 from actors.stage_group import GroupOptions, StageGroup
+from actors.transport.rendezvous import CONTROL
 from llmpq import Cluster, Plan, Workload
 from llmpq.cli import indicator
 from llmpq.run.importance import importance_store
@@ -43,6 +44,7 @@ class Recording(StageActor):
         self._digests = [digest_of_inputs(layer.inputs) for layer in importance or ()]
         return super().load(importance)
 
+    @ray.method(concurrency_group=CONTROL)  # the other one is busy serving
     def digests(self) -> list[str]:
         return self._digests
 
