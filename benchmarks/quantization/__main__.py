@@ -80,6 +80,7 @@ def run_contestants(model: Path, texts: Texts, kept: Path, options: argparse.Nam
         module = f"benchmarks.quantization.contestants.{PARTS[part]}"
         command = [interpreters.get(part, sys.executable), "-m", module]
         command += [str(model), str(calibration), str(kept)]
+        command += ["--only", *options.only] if options.only else []
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         with (kept / f"{part}.log").open("w+") as log:
             done = subprocess.run(
@@ -124,6 +125,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", "--part", nargs="+", choices=list(PARTS), help="default: all")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows of the parts")
     parser.add_argument("--change", choices=list(CHANGES), help="the models so, function kept")
     parser.add_argument("--quick", action="store_true", help="few tokens, few parts")
     parser.add_argument("--kept", type=Path, help="folder of what is rounded, for later calls")
