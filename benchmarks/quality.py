@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from actors.stage.importance import SEEN, measure_layers
+from actors.stage.importance import measure_layers, what_is_seen
 from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality_tables import (
@@ -150,7 +150,7 @@ def importance_of(model: Path, shape: ModelShape) -> Importance:
     compute = compute_on(CPU, torch.float32)
     schemes = [LayerScheme()] * shape.layers
     _, layers = measure_layers(model, compute, range(shape.layers), schemes)
-    return Importance(tuple(layers), SEEN, shape.fingerprint())
+    return Importance(tuple(layers), what_is_seen(shape), shape.fingerprint())
 
 
 def read_texts() -> tuple[list[str], list[str]]:

@@ -1,36 +1,23 @@
-"""Ways of rounding weights: what they cost, and the perplexity that they leave a model.
+"""Ways of rounding weights: what they cost, and what they leave of the demo model.
 
-    python -m benchmarks.rounding [--quick] [--part costs|perplexity]
-    python -m benchmarks.rounding --part perplexity --model FOLDER --text FILE --calibration FILE
+    python -m benchmarks.rounding [--quick] [--part costs|quality]
 
-Without a model it is the demo model: perplexities are of held-out topics, those of GPTQ after
-calibrating on what the model was trained on (`benchmarks.quality`). Weights are rounded,
-activations are not. `costs` times what loading a layer takes: rounding and packing, the roundings
-in turns, between two probes of the machine's pace. One thread.
+`costs` times what loading a layer takes: rounding and packing, the roundings in turns, between two
+probes of the machine's pace. `quality` is the part of `benchmarks.quantization` without other
+libraries, which has more models. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from actors.stage.layer_stream import compute_on
 from benchmarks.machine import pace_probe, processor_name
-from benchmarks.quality import MODEL, read_texts, weight_only
-from llmpq.quality.indicator import Calibration
-from llmpq.quality.perplexity import Perplexity
-from llmpq.quality.quantize import Quantization, quantize_checkpoint
-from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.text_windows import Windows, token_windows
-from llmpq.tokenizing.requests import load_tokenizer
+from benchmarks.quantization.__main__ import main as compare_quality
 from quant.backends.kernel_classes import BACKENDS
 from quant.canonical import dequantize, quantize
 from quant.gptq.rounding import GptqOptions, gptq
@@ -45,29 +32,7 @@ BITS = (3, 4, 8)
 KERNELS = {3: "int3pack", 4: "int4pack", 8: "int8pack"}
 """The backend that packs the layer: those of any CPU in bfloat16."""
 
-GPTQ_WAYS = {
-    "GPTQ": GptqOptions(),
-    "GPTQ, symmetric": GptqOptions(symmetric=True),
-    "GPTQ, columns in order": GptqOptions(act_order=False),
-}
 _CPU = torch.device("cpu")
-_LENGTH = 512
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model in `folder` and the documents of two texts: to calibrate on, and held out, of which
-    at most `tokens` count.
-    """
-
-    folder: Path
-    calibration: Sequence[str]
-    held_out: Sequence[str]
-    tokens: int | None = None
-
-    @property
-    def layers(self) -> int:
-        return int(json.loads((self.folder / "config.json").read_text())["num_hidden_layers"])
 
 
 def layer_seconds(repetitions: int) -> dict[tuple[int, str], float]:
@@ -142,95 +107,20 @@ def print_gptq_seconds(size: int) -> None:
     print(f"\nGPTQ of a {size} x {size} linear at 4 bit: {time.perf_counter() - began:.1f} s.")
 
 
-def perplexities(case: Case, sequences: int) -> Iterator[tuple[str, int, Perplexity]]:
-    """Way of rounding, bits and result; first the model as it is."""
-    tokenizer = load_tokenizer(case.folder)
-    windows = token_windows(case.held_out, tokenizer, _LENGTH, case.tokens)
-    calibration = Calibration.sample(
-        token_windows(case.calibration, tokenizer, _LENGTH, 4 * sequences * _LENGTH), sequences, 0
-    )
-    keys = [("", 16)] + [(rounding, bits) for bits in BITS for rounding in ROUNDINGS]
-    subjects = [rounded(case, bits, rounding or ROUNDINGS[0]) for rounding, bits in keys]
-    results = evaluate(case.folder, windows, subjects, _CPU)
-    yield from ((way, bits, result) for (way, bits), result in zip(keys, results, strict=True))
-    for bits in BITS:
-        for way, options in GPTQ_WAYS.items():
-            yield way, bits, calibrated(case, bits, options, calibration, windows)
-
-
-def rounded(case: Case, bits: int, rounding: str) -> Subject:
-    """The model with all layers at `bits`."""
-    plain = weight_only((bits,) * case.layers)
-    return replace(plain, layers=tuple(replace(each, rounding=rounding) for each in plain.layers))
-
-
-def calibrated(
-    case: Case, bits: int, options: GptqOptions, calibration: Calibration, windows: Windows
-) -> Perplexity:
-    """The perplexity of a checkpoint that GPTQ makes of the model."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "made"
-        token_ids = torch.from_numpy(calibration.token_ids)
-        compute = compute_on(_CPU, torch.float32)
-        wanted = Quantization((bits,) * case.layers, token_ids, compute, options)
-        quantize_checkpoint(case.folder, target, wanted)
-        (result,) = evaluate(target, windows, [weight_only((bits,) * case.layers)], _CPU)
-    return result
-
-
-def print_perplexities(case: Case, sequences: int) -> None:
-    """Perplexity by way and bits, with its distance from rounding to the nearest."""
-    print(f"\n{case.folder.name}, held-out text; GPTQ on {sequences} x {_LENGTH} tokens:\n")
-    print("| bits | rounding | perplexity | above 16 bit | less than nearest |")
-    print("|---|---|---|---|---|")
-    found = {(bits, way): result for way, bits, result in perplexities(case, sequences)}
-    exact = found.pop((16, ""))
-    print(f"| 16 | | {exact.perplexity:.3f} | | |")
-    for (bits, way), result in sorted(found.items(), key=lambda item: -item[0][0]):
-        above = f"{above_of(result, exact)}"
-        nearest = found[bits, "nearest"]
-        gained = "" if result is nearest else above_of(nearest, result)
-        print(f"| {bits} | {way} | {result.perplexity:.3f} | {above} | {gained} |")
-
-
-def above_of(result: Perplexity, other: Perplexity) -> str:
-    """By how much `result` is above `other`, with the standard error over windows of the text."""
-    difference, error = result.above(other)
-    return f"{difference:+.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
-def case_of(options: argparse.Namespace) -> Case:
-    """The model and the texts that were asked for."""
-    if options.model is None:
-        return Case(MODEL, *read_texts(), options.tokens)
-    calibration, held_out = ([file.read_text()] for file in (options.calibration, options.text))
-    return Case(options.model, calibration, held_out, options.tokens)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions and sequences")
-    parser.add_argument("--part", choices=("all", "costs", "perplexity"), default="all")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="another model to round")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="its held-out text")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="its text for GPTQ")
-    parser.add_argument("--tokens", type=int, help="most tokens of the held-out text")
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and tokens")
+    parser.add_argument("--part", choices=("all", "costs", "quality"), default="all")
     options = parser.parse_args(arguments)
-    if options.model and not (options.text and options.calibration):
-        parser.error("--model needs --text and --calibration")
     torch.set_num_threads(1)
-    print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
-    sizes: Mapping[str, int] = (
-        {"repetitions": 1, "sequences": 8, "linear": 1024}
-        if options.quick
-        else {"repetitions": 5, "sequences": 64, "linear": 4096}
-    )
-    if options.part != "perplexity":
-        print_costs(sizes["repetitions"])
-        print_gptq_seconds(sizes["linear"])
+    if options.part != "quality":
+        print(f"{processor_name()}, 1 thread, torch {torch.__version__}")
+        print_costs(1 if options.quick else 5)
+        print_gptq_seconds(1024 if options.quick else 4096)
     if options.part != "costs":
-        print_perplexities(case_of(options), sizes["sequences"])
+        quality = ["--models", "demo", "--parts", "ours"]
+        compare_quality(quality + ["--quick"] * options.quick)
 
 
 if __name__ == "__main__":

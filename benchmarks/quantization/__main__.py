@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,7 @@ from benchmarks.machine import processor_name
 from benchmarks.quantization.contestants.exchange import read_outcome
 from benchmarks.quantization.judge import Judge
 from benchmarks.quantization.models import (
-    demo,
-    smollm2,
+    MODELS,
     with_linears,
     with_outliers,
     with_shuffled_channels,
@@ -40,7 +39,6 @@ from benchmarks.quantization.texts import Texts, add_arguments, texts_for
 from llmpq.quality.perplexity import Perplexity
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODELS: dict[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
 CHANGES = {"outliers": with_outliers, "shuffled": with_shuffled_channels}
 PARTS = {
     "ours": "ours",
@@ -82,6 +80,7 @@ def run_contestants(model: Path, texts: Texts, kept: Path, options: argparse.Nam
         module = f"benchmarks.quantization.contestants.{PARTS[part]}"
         command = [interpreters.get(part, sys.executable), "-m", module]
         command += [str(model), str(calibration), str(kept)]
+        command += ["--only", *options.only] if options.only else []
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         with (kept / f"{part}.log").open("w+") as log:
             done = subprocess.run(
@@ -126,6 +125,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", "--part", nargs="+", choices=list(PARTS), help="default: all")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows of the parts")
     parser.add_argument("--change", choices=list(CHANGES), help="the models so, function kept")
     parser.add_argument("--quick", action="store_true", help="few tokens, few parts")
     parser.add_argument("--kept", type=Path, help="folder of what is rounded, for later calls")

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +58,9 @@ def smollm2_gguf() -> Path:
     _need(GGUF_PACKAGE)
     files = importlib.metadata.files(GGUF_PACKAGE) or []
     return next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+
+
+MODELS: Mapping[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
 
 
 def with_outliers(folder: Path, target: Path, factor: float = 50.0, channels: int = 2) -> None:

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, nargs="+", help="held-out English text for SmolLM2")
     parser.add_argument("--calibration", type=Path, nargs="+", help="and text to calibrate on")
     parser.add_argument("--tokens", type=int, default=HELD_OUT_TOKENS, help="held-out tokens")
+    parser.add_argument(
+        "--calibration-tokens", type=int, default=CALIBRATION_TOKENS, help="tokens to calibrate on"
+    )
 
 
 def texts_for(model: Path, options: argparse.Namespace) -> Texts:
@@ -50,7 +53,7 @@ def texts_for(model: Path, options: argparse.Namespace) -> Texts:
     tokens = min(options.tokens, QUICK_TOKENS) if options.quick else options.tokens
     return Texts(
         token_windows(held_out, tokenizer, LENGTH, tokens),
-        token_windows(calibration, tokenizer, LENGTH, CALIBRATION_TOKENS),
+        token_windows(calibration, tokenizer, LENGTH, options.calibration_tokens),
     )
 
 

@@ -80,13 +80,13 @@ def main(settings: Mapping[str, Quantizer], arguments: Sequence[str] | None = No
     parser.add_argument("model", type=Path)
     parser.add_argument("calibration", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", nargs="+", choices=list(settings), metavar="NAME")
+    parser.add_argument("--only", nargs="+", default=list(settings), metavar="NAME")
     options = parser.parse_args(arguments)
     given = Given(options.model, np.load(options.calibration))
     failed = 0
-    for name in options.only or settings:
+    for name in settings:
         target = options.folder / f"{name}.safetensors"
-        if target.exists():
+        if name not in options.only or target.exists():
             continue
         began = time.perf_counter()
         try:

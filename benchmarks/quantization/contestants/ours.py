@@ -1,4 +1,7 @@
-"""llmpq's own roundings: nearest, weighted by the importance of random ids or of text, and GPTQ."""
+"""llmpq's own roundings: nearest, weighted by the importance of random ids or of text, and GPTQ.
+
+The groups are those of the product, 128 where they divide a row; with "groups of 64" none is wider.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from actors.stage.importance import measure_layers
+from actors.stage.importance import measure_layers, random_token_ids
 from actors.stage.layer_stream import LayerStream, compute_on
 from benchmarks.quantization.contestants.exchange import Given, Quantizer, Rounded, main, nbytes
 from llmpq.quality.quantize import Quantization, quantize_checkpoint
+from quant import scheme
 from quant.backends.selection import fallback_rule
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
@@ -41,10 +46,25 @@ def rounded(
         yield name, Rounded(dequantize(found), _held(weight, bits))
 
 
-def calibrated(given: Given, bits: int) -> Iterator[tuple[str, Rounded]]:
-    """What `llmpq-quantize` writes."""
-    layers = LayerStream(given.model, _COMPUTE).layers
+def in_groups_of_64(quantizer: Quantizer) -> Quantizer:
+    """The same with narrower groups."""
+
+    def narrower(given: Given) -> Iterator[tuple[str, Rounded]]:
+        with patch.object(scheme, "GROUP_SIZES", (64, 32)):
+            yield from quantizer(given)
+
+    return narrower
+
+
+def calibrated(
+    given: Given, bits: int, on_random_ids: bool = False
+) -> Iterator[tuple[str, Rounded]]:
+    """What `llmpq-quantize` writes, and with random ids a run of rounding `gptq` without a text."""
+    stream = LayerStream(given.model, _COMPUTE)
+    layers, shape = stream.layers, given.token_ids.shape
     token_ids = torch.from_numpy(given.token_ids)
+    if on_random_ids:
+        token_ids = random_token_ids(stream.config, *shape)
     wanted = Quantization((bits,) * layers, token_ids, _COMPUTE, GptqOptions())
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "calibrated"
@@ -80,15 +100,19 @@ def _held(weight: Tensor, bits: int) -> int:
 
 
 def _settings(bits: int) -> dict[str, Quantizer]:
-    return {
-        f"llmpq {bits} bit, nearest": partial(rounded, bits=bits, mode="nearest"),
-        f"llmpq {bits} bit, weighted": partial(
-            rounded, bits=bits, mode="weighted", measure=from_random_ids
-        ),
-        f"llmpq {bits} bit, weighted by text": partial(
-            rounded, bits=bits, mode="weighted", measure=from_text
-        ),
-        f"llmpq {bits} bit, GPTQ": partial(calibrated, bits=bits),
+    weighted = partial(rounded, bits=bits, mode="weighted")
+    ways = {
+        "nearest": partial(rounded, bits=bits, mode="nearest"),
+        "least squares": weighted,
+        "weighted": partial(weighted, measure=from_random_ids),
+        "weighted by text": partial(weighted, measure=from_text),
+        "GPTQ of random ids": partial(calibrated, bits=bits, on_random_ids=True),
+        "GPTQ": partial(calibrated, bits=bits),
+    }
+    narrower = ("nearest", "weighted", "GPTQ")
+    settings = {f"llmpq {bits} bit, {name}": way for name, way in ways.items()}
+    return settings | {
+        f"llmpq {bits} bit, {name}, groups of 64": in_groups_of_64(ways[name]) for name in narrower
     }
 
 

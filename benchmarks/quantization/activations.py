@@ -1,7 +1,7 @@
 """Perplexity of 8 bit where activations are rounded too, without and with large input features.
 
-    python -m benchmarks.activations [--model FOLDER] [--text FILE] [--tokens 8192] [--times 50]
-                                     [--part perplexity|error|seconds]
+    python -m benchmarks.quantization.activations [--model FOLDER] [--text FILE] [--tokens 8192]
+        [--times 50] [--part perplexity|error|seconds]
 
 Perplexities are of the model as it is, and with two channels of each norm `--times` as large while
 the columns that read them are as much smaller: the function is kept. Without `--text` the demo
