@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -206,8 +206,30 @@ def _print_points(content: OmegaContent) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="llmpq-indicator", description=__doc__)
-    add = parser.option
-    default = IndicatorOptions()
+    add, default = parser.option, IndicatorOptions()
+    _add_files(add)
+    _add_method(add, default)
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
+    add("--sequences", type=int, default=default.sequences, help="calibration sequences")
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=default.seed,
+        help="seed of the draw of sequences, and of random",
+    )
+    add("--device", default=AUTO, help="auto, cpu or cuda")
+    add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
+    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
+    return parser
+
+
+def _add_files(add: Callable[..., object]) -> None:
     add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
     add(
         "--calibration",
@@ -231,6 +253,17 @@ def _parser() -> Parser:
         help=f"where to write what weights are rounded by (OUTPUT's name with {SUFFIX})",
     )
     add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
+    add(
+        "--perplexity",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="held-out text to measure perplexities on too, for llmpq-algo --max_ppl_delta",
+    )
+
+
+def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
     add(
         "--method",
         choices=METHODS,
@@ -256,32 +289,6 @@ def _parser() -> Parser:
         default=default.form.scales,
         help="one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
     )
-    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
-    add("--sequences", type=int, default=default.sequences, help="calibration sequences")
-    add(
-        "--sequence_length",
-        type=int,
-        metavar="TOKENS",
-        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=default.seed,
-        help="seed of the draw of sequences, and of random",
-    )
-    add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
-    add(
-        "--perplexity",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="held-out text to measure perplexities on too, for llmpq-algo --max_ppl_delta",
-    )
-    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
-    return parser
 
 
 if __name__ == "__main__":
