@@ -29,9 +29,9 @@ from torch import Tensor
 from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL, read_texts, weight_only
-from llmpq.quality.indicator import Calibration
 from llmpq.quality.quantize import Quantization, quantize_checkpoint
 from llmpq.quality.scoring import evaluate
+from llmpq.quality.sensitivity.indicator import Calibration
 from llmpq.quality.text_windows import token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.checkpoint.reader import Checkpoint

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from actors.stage.layer_stream import compute_on
 from benchmarks.machine import processor_name
-from llmpq.quality.indicator import TokenIds, measure_indicators
+from llmpq.quality.sensitivity.indicator import TokenIds, measure_indicators
 from quant.sensitivity.gram import Gram, squared_rounding_error
 from quant.sensitivity.indicators import (
     HessianStatistics,

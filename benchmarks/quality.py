@@ -41,10 +41,10 @@ from benchmarks.quality_tables import (
     print_pairs,
     print_rows,
 )
-from llmpq.quality.indicator import measure_indicators
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
-from llmpq.quality.stored_error import Alone, stored_here
+from llmpq.quality.sensitivity.indicator import measure_indicators
+from llmpq.quality.sensitivity.stored_error import Alone, stored_here
 from llmpq.quality.text_windows import Document, Windows, read_documents, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import ModelShape, model_shape

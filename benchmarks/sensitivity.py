@@ -29,12 +29,12 @@ from benchmarks.machine import processor_name
 from benchmarks.quality import CPU, EXAMPLES, MODEL, importance_of, read_texts, weight_only
 from benchmarks.quality_tables import Bits
 from llmpq import Cluster, Plan, Workload
-from llmpq.quality.indicator import measure_indicators
-from llmpq.quality.omega_measurement import measure_omega, measure_points
 from llmpq.quality.options import EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.stored_error import Alone, stored_here
+from llmpq.quality.sensitivity.indicator import measure_indicators
+from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
+from llmpq.quality.sensitivity.stored_error import Alone, stored_here
 from llmpq.quality.text_windows import Windows, token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from planner.cluster.spec import ClusterSpec

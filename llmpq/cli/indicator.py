@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(options: argparse.Namespace) -> int:
     from llmpq.model_check import checked_shape
     from llmpq.quality.job_prompts import prompts_of_input
-    from llmpq.quality.omega_measurement import measure_omega, measure_points
+    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
     from quant.checkpoint.model_reference import resolve
     from quant.checkpoint.reader import Checkpoint
 

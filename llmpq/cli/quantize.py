@@ -34,8 +34,8 @@ def _quantize(options: argparse.Namespace) -> int:
     import torch
 
     from actors.stage.layer_stream import compute_on
-    from llmpq.quality.indicator import Calibration
     from llmpq.quality.quantize import Quantization, check_target, quantize_checkpoint
+    from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
     from llmpq.quality.text_windows import token_windows
     from llmpq.tokenizing.requests import load_tokenizer

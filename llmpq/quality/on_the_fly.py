@@ -68,8 +68,8 @@ def _quantize(
     from actors.stage.importance import random_token_ids
     from actors.stage.layer_stream import compute_on
     from actors.stage.transformers_config import read_config
-    from llmpq.quality.indicator import Calibration
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
+    from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
     from quant.gptq.rounding import GptqOptions

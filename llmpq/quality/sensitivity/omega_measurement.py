@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.importance import Weighing, weighed
-from llmpq.quality.indicator import Calibration, measure_with_importance
 from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
-from llmpq.quality.stored_error import Alone, stored_here
+from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
+from llmpq.quality.sensitivity.indicator import Calibration, measure_with_importance
+from llmpq.quality.sensitivity.stored_error import Alone, stored_here
 from llmpq.quality.subjects import bits_subject, compute_dtype, device_of, windows_of
 from llmpq.quality.text_windows import Document
 from llmpq.version import llmpq_version

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.quality.indicator import TokenIds
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import Subject, evaluate
+from llmpq.quality.sensitivity.indicator import TokenIds
 from llmpq.quality.text_windows import Windows
 from planner.model.finding import model_shape
 from quant.backends.kernel_classes import BACKENDS

@@ -1,0 +1,1 @@
+"""Measuring what each layer loses by quantization: indicators, omega files, measured points."""
