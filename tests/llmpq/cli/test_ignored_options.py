@@ -16,6 +16,7 @@ from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.llmpq.commands import exit_code
 
 Main = Callable[[Sequence[str]], int]
 PLAN = ["--model", "opt-125m", "--device_names", "T4", "--device_numbers", "1"]
@@ -147,10 +148,7 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
 def test_what_would_be_ignored_is_an_error(
     main: Main, arguments: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(arguments)
-    except SystemExit as left:
-        code = int(left.code or 0)
+    code = exit_code(main, arguments)
     message = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
     assert "error" in message
