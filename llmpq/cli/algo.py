@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
-from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
+from llmpq.cli.options.algo import PLANNING, PROG
+from llmpq.cli.options.algo import algo_parser as parser
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
@@ -28,7 +29,7 @@ _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = algo_parser(prog).parse(arguments)
+    options = parser(prog).parse(arguments)
     return run_command(prog, lambda: _plan(options))
 
 

@@ -15,17 +15,17 @@ _EXAMPLES = ("%(prog)s /models/opt-30b-bin /models/opt-30b",)
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = convert_parser(prog).parse(arguments)
+    options = parser(prog).parse(arguments)
     return run_command(prog, lambda: _convert(options.source, options.target))
 
 
-def convert_parser(prog: str | None = PROG) -> Parser:
+def parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    add = parser.group("folders").option
+    made = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    add = made.group("folders").option
     add("source", type=Path, metavar="SOURCE", help="folder with pytorch_model.bin or its index")
     add("target", type=Path, metavar="TARGET", help="folder to make")
-    return parser
+    return made
 
 
 def _convert(source: Path, target: Path) -> int:

@@ -22,9 +22,11 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.dist import (
     PROG,
-    dist_parser,
     output_options,
     run_options,
+)
+from llmpq.cli.options.dist import (
+    dist_parser as parser,
 )
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     where, command = split_options(arguments, prog)
     if where.follow or where.stop:
         return run_command(prog, lambda: known_job(where))
-    options = dist_parser(prog).parse(arguments)
+    options = parser(prog).parse(arguments)
     options.prog = prog
     if where.address is not None:
         return run_command(prog, lambda: submit(where, command, _check(options)[0].spec))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 
 from quant.common.safe_text import printable
 
@@ -21,10 +22,9 @@ class Subcommand:
     summary: str
     old_name: str | None = None
 
-    def run(self, arguments: Sequence[str], prog: str) -> int:
-        """Run it under the name `prog`, and return the exit code."""
-        code: int = import_module(self.module).main(arguments, prog=prog)
-        return code
+    def load(self) -> ModuleType:
+        """Import the module of the command."""
+        return import_module(self.module)
 
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
@@ -94,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
         return _BAD_INPUT
-    return found.run(given[1:], f"llmpq {given[0]}")
+    code: int = found.load().main(given[1:], prog=f"llmpq {given[0]}")
+    return code
 
 
 def help_text() -> str:

@@ -50,10 +50,10 @@ class Parser(argparse.ArgumentParser):
         self.examples, self.rules = tuple(examples), tuple(rules)
         title = "example" if len(examples) == 1 else "examples"
         shown = [f"{title}:", *(f"  {each}" for each in examples)] if examples else []
+        options.setdefault("epilog", "\n".join(shown) or None)
         super().__init__(
             prog,
             description=None if description is None else wrapped(description),
-            epilog="\n".join(shown) or None,
             allow_abbrev=False,
             formatter_class=HelpFormatter,
             **options,
