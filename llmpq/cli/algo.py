@@ -16,8 +16,9 @@ from llmpq.profile.tables import loading_note
 from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
-from llmpq.workload.batch import DEFAULT_WORKLOAD, workload_of_prompts
-from llmpq.workload.input_job import SEPARATE, InputJob, job_of_input, job_of_prompts
+from llmpq.workload.batch import workload_of_prompts
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
+from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
 from planner.cluster.spec import ClusterSpec
 from planner.options import BOUNDS
 from planner.search.tradeoffs.front import FrontPoint, front_json

@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
-from llmpq.lengths.sources import learns
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.cluster.accelerators import find_accelerator
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
-from planner.plan.spec import PlanSpec
 from planner.scheduling import (
     CPU_PREFILL_CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
@@ -27,6 +25,9 @@ from planner.scheduling import (
 )
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
+
+if TYPE_CHECKING:
+    from planner.plan.spec import PlanSpec
 
 SAMPLING_OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))
 """Names that can be given beside those of `RunOptions`, in place of its `sampling`."""
@@ -112,11 +113,8 @@ class RunOptions:
         _ = self.recovery
         given = self.max_batch_size, self.prefill_chunk_tokens
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
-        if self.save_predictor is not None and not learns(self.predictor):
-            raise SpecError(
-                f"save_predictor is {str(self.save_predictor)!r}, but predictor "
-                f"{str(self.predictor)!r} learns nothing; give the folder of one that was trained"
-            )
+        if self.save_predictor is not None:
+            self._check_learning()
         if not 0 < self.drift < float("inf"):
             raise SpecError(
                 f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
@@ -131,6 +129,15 @@ class RunOptions:
             if getattr(self, name) not in choices:
                 known = ", ".join(choices)
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+
+    def _check_learning(self) -> None:
+        from llmpq.lengths.sources import learns  # the command's help needs no predictors
+
+        if not learns(self.predictor):
+            raise SpecError(
+                f"save_predictor is {str(self.save_predictor)!r}, but predictor "
+                f"{str(self.predictor)!r} learns nothing; give the folder of one that was trained"
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunOptions:
