@@ -59,7 +59,7 @@ def nearest_field(name: str) -> str | None:
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     letters = _letters(name)
-    if not letters or letters[-1].isdigit():
+    if name in KNOWN_FIELDS or not letters or letters[-1].isdigit():
         return None
     near = ((_differences(letters, each.letters), each) for each in _PLAIN)
     found = min(((off, each) for off, each in near if off <= _allowed(each)), default=None)
