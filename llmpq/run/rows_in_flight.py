@@ -95,6 +95,11 @@ class RowsInFlight:
         """Number of requests that the stages have, or that wait there."""
         return len(self._requests)
 
+    @property
+    def columns_held(self) -> int:
+        """Number of rows whose own columns wait for their results."""
+        return len(self._columns)
+
     def bad_results(self) -> Iterator[Result]:
         """Results of the rows that were put aside."""
         while self._bad_rows:

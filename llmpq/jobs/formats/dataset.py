@@ -43,7 +43,7 @@ def dataset_of(results: Iterable[Result]) -> Any:
         here.note(taken)
         own.add(here)
         blocks.append((ray.put(_table(taken, here)), here.kinds))
-    alike = [
+    alike: list[Any] = [
         block if kinds == own.kinds else ray.put(_again(ray.get(block), own))
         for block, kinds in blocks
     ]

@@ -1,4 +1,4 @@
-"""Own columns of rows in outputs of every format, also after a stop, in error rows and in tables."""
+"""Own columns of rows in outputs of every format: after a stop, in error rows and in tables."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import csv
 import gzip
 import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from llmpq.jobs.formats import dataset
 from llmpq.jobs.formats.column_kinds import MOST_COLUMNS, ColumnKinds
 from llmpq.jobs.formats.file_format import SUFFIXES
-from llmpq.jobs.formats.parquet import read_results
+from llmpq.jobs.formats.parquet import read_results, with_json_values, write_results
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import JobOptions
+from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
@@ -188,25 +192,32 @@ def test_a_table_of_too_many_columns_is_refused_before_anything_runs(tmp_path: P
     assert len(content_of(tmp_path / "out.csv").split("\n", 1)[0].split(",")) == 6 + MOST_COLUMNS
 
 
+def test_blocks_of_a_dataset_have_one_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are made again where a later one has other columns, or values of another kind."""
+    kept: list[Any] = []
+
+    def put(table: Any) -> int:
+        kept.append(table)
+        return len(kept) - 1
+
+    data = SimpleNamespace(from_arrow_refs=lambda refs: [kept[each] for each in refs])
+    ray = SimpleNamespace(put=put, get=kept.__getitem__, data=data)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(dataset, "ROWS_PER_BLOCK", 1)
+    columns = [{"a": {"b": 1}}, {"a": "x", "n": 1}, {"n": 0.5}, {}]
+    blocks = dataset.dataset_of(
+        Result(str(i), "", (i,), "stop", columns=each) for i, each in enumerate(columns)
+    )
+    assert len({str(block.schema) for block in blocks}) == 1
+    rows = with_json_values(pa.concat_tables(blocks).to_pylist(), blocks[0].schema)
+    found = [{n: row[n] for n in ("a", "n") if row[n] is not None} for row in rows]
+    assert found == columns
+
+
 def test_kinds_of_all_pairs_hold_both_values() -> None:
     """A column of any two values gives both back, whichever comes first."""
-    values = [
-        None,
-        True,
-        3,
-        2**60,
-        2**70,
-        0.5,
-        "x",
-        [],
-        [1],
-        [0.5],
-        [[]],
-        [["x"]],
-        [None],
-        {"a": 1},
-    ]
-    values += [["x", 1], [{"a": 1}], [[[[1]]]]]
+    values: list[Any] = [None, True, 3, 2**60, 2**70, 0.5, "x", {"a": 1}]
+    values += [[], [1], [0.5], [[]], [["x"]], [None], ["x", 1], [{"a": 1}], [[[[1]]]]]
     for one in values:
         for other in values:
             kinds = ColumnKinds()
@@ -218,8 +229,6 @@ def test_kinds_of_all_pairs_hold_both_values() -> None:
 
 
 def _write(sink: Any, kinds: ColumnKinds, values: list[Any]) -> None:
-    from llmpq.jobs.formats.parquet import write_results
-
     empty = dict.fromkeys(("text", "finish_reason", "error"), None)
     rows = [
         {"custom_id": "a", **empty, "token_ids": [], "fingerprint": "f", "c": v} for v in values
@@ -228,7 +237,5 @@ def _write(sink: Any, kinds: ColumnKinds, values: list[Any]) -> None:
 
 
 def _read(sink: Any) -> list[dict[str, Any]]:
-    from llmpq.jobs.formats.parquet import with_json_values
-
     table = pq.read_table(pa.BufferReader(sink.getvalue()))
     return [dict(row) for row in with_json_values(table.to_pylist(), table.schema)]

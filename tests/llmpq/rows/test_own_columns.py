@@ -32,6 +32,14 @@ VALUES: dict[str, Any] = {
     "url": "https://example.org",
 }
 
+OWN_NAMES = """
+top topic topics name seeds step steps shop text_id id tag tags note score label answer
+question context source category language customer_id prompt_id prompt_2 seed2 templates
+num_tokens n_tokens tokens new_tokens max_score temp stops meta metadata created_at
+instruction input output response reference difficulty sample samples samplers message_id
+penalty bias eos split file path row index 题目
+"""
+
 
 def row_of(**content: Any) -> Row | BadRow:
     return row_from_mapping(content, "in.jsonl:3")
@@ -98,63 +106,7 @@ def test_a_near_miss_is_an_error_that_names_the_field(name: str, meant: str) -> 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "top",
-        "topic",
-        "topics",
-        "name",
-        "seeds",
-        "step",
-        "steps",
-        "shop",
-        "text_id",
-        "id",
-        "tag",
-        "tags",
-        "note",
-        "score",
-        "label",
-        "answer",
-        "question",
-        "context",
-        "source",
-        "category",
-        "language",
-        "customer_id",
-        "prompt_id",
-        "prompt_2",
-        "seed2",
-        "templates",
-        "num_tokens",
-        "n_tokens",
-        "tokens",
-        "new_tokens",
-        "max_score",
-        "temp",
-        "stops",
-        "meta",
-        "metadata",
-        "created_at",
-        "instruction",
-        "input",
-        "output",
-        "response",
-        "reference",
-        "difficulty",
-        "sample",
-        "samples",
-        "samplers",
-        "message_id",
-        "penalty",
-        "bias",
-        "eos",
-        "split",
-        "file",
-        "path",
-        "row",
-        "index",
-        "题目",
-    ],
+    OWN_NAMES.split(),
 )
 def test_names_of_ones_own_are_no_near_misses(name: str) -> None:
     assert nearest_field(name) is None
