@@ -136,7 +136,7 @@ def test_what_cannot_be_used_is_named_with_its_line(
 
 
 def test_a_plan_has_what_it_needs_without_the_cluster_file(tmp_path: Path) -> None:
-    plan = planned(cluster_of(tmp_path), "opt-30b")
+    plan = planned(cluster_of(tmp_path), "opt-30b", bits=(16,))
     back = PlanSpec.from_json(plan.to_json())
     assert back == plan
     check_plan(back, model_shape("opt-30b"))
@@ -153,7 +153,7 @@ def test_a_plan_has_what_it_needs_without_the_cluster_file(tmp_path: Path) -> No
 
 
 def test_figures_that_were_changed_in_a_plan_are_refused(tmp_path: Path) -> None:
-    plan = planned(cluster_of(tmp_path), "opt-30b")
+    plan = planned(cluster_of(tmp_path), "opt-30b", bits=(16,))
     text = plan.to_json().replace('"memory_gbyte_per_s": 760.0', '"memory_gbyte_per_s": 761.0', 1)
     with pytest.raises(SpecError, match=r"stages\.\d\.described"):
         check_plan(PlanSpec.from_json(text), model_shape("opt-30b"))
