@@ -1,4 +1,4 @@
-"""`llmpq-algo`: plan a model on a cluster, under the options of LLM-PQ section 5."""
+"""`llmpq plan`: plan a model on a cluster, under the options of LLM-PQ section 5."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
-from llmpq.cli.options.algo import ALGO_RULES, PLANNING, algo_parser
+from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
@@ -26,10 +26,10 @@ from quant.common.errors import InputError, SpecError
 _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = algo_parser(__doc__).parse(arguments, ALGO_RULES)
-    return run_command("llmpq-algo", lambda: _plan(options))
+    options = algo_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _plan(options))
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`llmpq-convert`: make a safetensors checkpoint of a `.bin` one, since stages read no `.bin`."""
+"""`llmpq convert`: make a safetensors checkpoint of a `.bin` one, since stages read no `.bin`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 
+PROG = "llmpq-convert"
 
-def main(arguments: Sequence[str] | None = None) -> int:
+_DESCRIPTION = "Make a safetensors checkpoint of a .bin one, since stages read no .bin."
+_EXAMPLES = ("%(prog)s /models/opt-30b-bin /models/opt-30b",)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="llmpq-convert", description=__doc__)
-    parser.add_argument("source", type=Path, help="folder with pytorch_model.bin or its index")
-    parser.add_argument("target", type=Path, help="folder to make")
-    options = parser.parse_args(arguments)
-    return run_command("llmpq-convert", lambda: _convert(options.source, options.target))
+    options = convert_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _convert(options.source, options.target))
+
+
+def convert_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    add = parser.group("folders").option
+    add("source", type=Path, metavar="SOURCE", help="folder with pytorch_model.bin or its index")
+    add("target", type=Path, metavar="TARGET", help="folder to make")
+    return parser
 
 
 def _convert(source: Path, target: Path) -> int:

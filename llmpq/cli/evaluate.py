@@ -1,4 +1,4 @@
-"""`llmpq-eval`: perplexity of plans or bitwidths on a text, and their KL from 16 bit."""
+"""`llmpq eval`: perplexity of plans or bitwidths on a text, and their KL from 16 bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.cli.parser import OptionGroup
+from llmpq.quality.options import AUTO, DEVICES, DTYPES, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
@@ -23,15 +24,24 @@ from quant.scheme import ROUNDINGS
 _RULES = (Rule(("rounding",), "a plan has its own rounding; leave it out", without=("bits",)),)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+PROG = "llmpq-eval"
+
+_DESCRIPTION = "Measure the perplexity of plans or bitwidths on a text, and their KL from 16 bit."
+_EXAMPLES = (
+    "%(prog)s --plan plan.json --text held_out.txt",
+    "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse(arguments, _RULES)
-    return run_command("llmpq-eval", lambda: _evaluate(options))
+    options = evaluate_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _evaluate(options))
 
 
 def _evaluate(options: argparse.Namespace) -> int:
     if not options.strat_file_name and not options.bits:
-        raise SpecError("say what to evaluate: --strat_file_name, --bits, or both")
+        raise SpecError("say what to evaluate: --plan, --bits, or both")
     if not options.text:
         raise SpecError("give a text to evaluate on: --text FILE, or --text - for standard input")
     target = Path(options.json) if "json" in options else None
@@ -177,16 +187,28 @@ def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
         raise InputError(f"cannot write {path}: {error}") from error
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="llmpq-eval", description=__doc__)
-    add = parser.option
+def evaluate_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
+    parser.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
+    _add_subjects(parser.group("what to evaluate"))
+    _add_text(parser.group("text"))
+    parser.group("output").option("--json", metavar="FILE", help="write the figures as JSON")
+    _add_rounding(parser.group("rounding"))
+    _add_computing(parser.group("computing"))
+    return parser
+
+
+def _add_subjects(group: OptionGroup) -> None:
+    add = group.option
     add(
-        "--strat_file_name",
         "--plan",
+        "--strat_file_name",
+        dest="strat_file_name",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="plans of llmpq-algo, all of one model",
+        help="plans of llmpq plan, all of one model",
     )
     add(
         "--bits",
@@ -196,18 +218,14 @@ def _parser() -> Parser:
         help="bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
     )
     add(
-        "--rounding",
-        default=ROUNDINGS[0],
-        choices=ROUNDINGS,
-        help="how weights are rounded for --bits; a plan has its own",
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id of the weights (default: the plan's own)",
     )
-    add("--model", help="folder or hub id of the weights (the plan's own)")
-    add(
-        "--importance",
-        metavar="FILE",
-        help="file of llmpq-indicator that weights are rounded by (the plan's, else measured)",
-    )
-    add("--cache_dir", metavar="DIR", help="folder where stages keep what they measure")
+
+
+def _add_text(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--text",
         nargs="+",
@@ -220,13 +238,38 @@ def _parser() -> Parser:
         "--sequence_length",
         type=int,
         metavar="TOKENS",
-        help=f"length of a window ({SEQUENCE_LENGTH}, or all positions of a model with fewer)",
+        help=f"length of a window (default: {SEQUENCE_LENGTH}, or all positions of a model with "
+        "fewer)",
     )
-    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the text to use (all)")
-    add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="auto (each stage's own), float32, bfloat16 or float16")
-    add("--json", metavar="FILE", help="write the figures as JSON")
-    return parser
+    add(
+        "--max_tokens",
+        type=int,
+        metavar="COUNT",
+        help="most tokens of the text to use (default: all)",
+    )
+
+
+def _add_rounding(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--rounding",
+        default=ROUNDINGS[0],
+        choices=ROUNDINGS,
+        help="how weights are rounded for --bits; a plan has its own",
+    )
+    add(
+        "--importance",
+        metavar="FILE",
+        help="file of llmpq indicator that weights are rounded by (default: the plan's, else it "
+        "is measured)",
+    )
+    add("--cache_dir", metavar="DIR", help="folder where stages keep what they measure")
+
+
+def _add_computing(group: OptionGroup) -> None:
+    add = group.option
+    add("--device", choices=DEVICES, default=AUTO, help="where to compute")
+    add("--dtype", choices=DTYPES, default=AUTO, help="type to compute in; auto: each stage's own")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""`llmpq-indicator`: how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2)."""
+"""`llmpq indicator`: how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2)."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,11 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.parser import OptionGroup
 from llmpq.quality.options import (
     AUTO,
+    DEVICES,
+    DTYPES,
     ERROR,
     METHODS,
     SEQUENCE_LENGTH,
@@ -64,10 +67,23 @@ _RULES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+PROG = "llmpq-indicator"
+
+_DESCRIPTION = """
+Measure how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2), for llmpq plan
+--omega_file.
+"""
+_EXAMPLES = (
+    "%(prog)s --model /models/opt-30b --calibration text.txt -o omega.json",
+    "%(prog)s --model /models/opt-30b --input prompts.jsonl \\\n"
+    "      --perplexity held_out.txt -o omega.json",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse(arguments, _RULES)
-    return run_command("llmpq-indicator", lambda: _measure(options))
+    options = indicator_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _measure(options))
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -204,32 +220,19 @@ def _print_points(content: OmegaContent) -> None:
         console().print(note, soft_wrap=True, highlight=False)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="llmpq-indicator", description=__doc__)
-    add, default = parser.option, IndicatorOptions()
-    _add_files(add)
-    _add_method(add, default)
-    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
-    add("--sequences", type=int, default=default.sequences, help="calibration sequences")
-    add(
-        "--sequence_length",
-        type=int,
-        metavar="TOKENS",
-        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=default.seed,
-        help="seed of the draw of sequences, and of random",
-    )
-    add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
-    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
+def indicator_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser, default = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES), IndicatorOptions()
+    parser.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
+    _add_texts(parser.group("model and texts"), default)
+    _add_output(parser.group("output"))
+    _add_method(parser.group("method"), default)
+    _add_computing(parser.group("computing"))
     return parser
 
 
-def _add_files(add: Callable[..., object]) -> None:
+def _add_texts(group: OptionGroup, default: IndicatorOptions) -> None:
+    add = group.option
     add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
     add(
         "--calibration",
@@ -245,25 +248,50 @@ def _add_files(add: Callable[..., object]) -> None:
         action="extend",
         default=[],
         metavar="PATH",
-        help="prompts of the job, as for llmpq-dist: calibrated on as the model will see them",
+        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
     )
-    add(
-        "--importance",
-        metavar="FILE",
-        help=f"where to write what weights are rounded by (OUTPUT's name with {SUFFIX})",
-    )
-    add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
     add(
         "--perplexity",
         nargs="+",
         action="extend",
         default=[],
         metavar="FILE",
-        help="held-out text to measure perplexities on too, for llmpq-algo --max_ppl_delta",
+        help="held-out text to measure perplexities on too, for llmpq plan --max_ppl_delta",
+    )
+    add(
+        "--sequences",
+        type=int,
+        metavar="COUNT",
+        default=default.sequences,
+        help="sequences to calibrate on",
+    )
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"length of each (default: {SEQUENCE_LENGTH}, or the model's positions where these "
+        "are fewer)",
+    )
+    add(
+        "--max_tokens",
+        type=int,
+        metavar="COUNT",
+        help="most tokens of the held-out text to use (default: all)",
     )
 
 
-def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
+def _add_output(group: OptionGroup) -> None:
+    add = group.option
+    add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
+    add(
+        "--importance",
+        metavar="FILE",
+        help=f"where to write what weights are rounded by (default: OUTPUT's name with {SUFFIX})",
+    )
+
+
+def _add_method(group: OptionGroup, default: IndicatorOptions) -> None:
+    add = group.option
     add(
         "--method",
         choices=METHODS,
@@ -271,17 +299,18 @@ def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
         help="error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; "
         "hessian, random: to compare with",
     )
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
     add(
         "--rounding",
         choices=tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
-        help=f"how weights are rounded: as in the plan for the method error ({default.rounding}), "
-        f"nearest or stochastic of Theorem 1 for variance ({default.form.rounding})",
+        help=f"as in the plan for the method error (default: {default.rounding}), nearest or "
+        f"stochastic of Theorem 1 for variance (default there: {default.form.rounding})",
     )
     add(
         "--scheme",
         choices=SCHEMES,
         default=default.form.scheme,
-        help="how its scales S_W are formed",
+        help="how the scales S_W of variance are formed",
     )
     add(
         "--scales",
@@ -289,6 +318,19 @@ def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
         default=default.form.scales,
         help="one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
     )
+    add(
+        "--seed",
+        type=int,
+        metavar="SEED",
+        default=default.seed,
+        help="of the draw of sequences, and of the method random",
+    )
+
+
+def _add_computing(group: OptionGroup) -> None:
+    add = group.option
+    add("--device", choices=DEVICES, default=AUTO, help="where to compute")
+    add("--dtype", choices=DTYPES, default=AUTO, help="type to compute in")
 
 
 if __name__ == "__main__":

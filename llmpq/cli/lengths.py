@@ -1,11 +1,10 @@
-"""`llmpq-lengths`: train and judge predictors of output lengths, for runs under the policy s3."""
+"""`llmpq lengths`: train and judge predictors of output lengths, for runs under the policy s3."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, console, run_command
-from llmpq.cli.options.lengths import TRAIN_RULES, lengths_parser
+from llmpq.cli.options.lengths import PROG, lengths_parser
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
 from quant.common.errors import InputError
@@ -24,15 +23,11 @@ if TYPE_CHECKING:
     from llmpq.lengths.training import ServedIds
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, train, _ = lengths_parser(__doc__)
-    options = parser.parse_args(arguments)
-    if options.command == "train":
-        train.refuse_ignored(options, arguments[1:], TRAIN_RULES)
-        return run_command("llmpq-lengths", lambda: _train(options))
-    return run_command("llmpq-lengths", lambda: _evaluate(options))
+    options = lengths_parser(prog).parse(arguments)
+    command = _train if options.command == "train" else _evaluate
+    return run_command(prog, lambda: command(options))
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`llmpq-quantize`: a checkpoint with the bits of a plan, calibrated with GPTQ."""
+"""`llmpq quantize`: a checkpoint with the bits of a plan, calibrated with GPTQ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
-from llmpq.quality.options import AUTO
+from llmpq.cli.parser import OptionGroup
+from llmpq.quality.options import AUTO, DEVICES, DTYPES
 from llmpq.quality.text_windows import read_documents
 from llmpq.tables import size_text
 from quant.common.errors import InputError, SpecError
+from quant.scheme import BITWIDTHS
 
 SEQUENCES = 128
 SEQUENCE_LENGTH = 2048
@@ -24,10 +26,19 @@ torch.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+PROG = "llmpq-quantize"
+
+_DESCRIPTION = "Make a checkpoint with the bits of a plan, calibrated with GPTQ."
+_EXAMPLES = (
+    "%(prog)s --plan plan.json --calibration text.txt -o /models/opt-30b-gptq",
+    "%(prog)s --model /models/opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    return run_command("llmpq-quantize", lambda: _quantize(options))
+    options = quantize_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _quantize(options))
 
 
 def _quantize(options: argparse.Namespace) -> int:
@@ -85,7 +96,7 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     from quant.checkpoint.model_reference import resolve
 
     if ("strat_file_name" in options) == ("bits" in options):
-        raise SpecError("say once which bits: --strat_file_name PLAN, or --bits")
+        raise SpecError("say once which bits: --plan FILE, or --bits")
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
         plan = PlanSpec.load(options.strat_file_name)
@@ -105,13 +116,43 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     return folder, given * layers if len(given) == 1 else given
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="llmpq-quantize", description=__doc__)
-    add = parser.option
-    add("--strat_file_name", "--plan", metavar="FILE", help="plan of llmpq-algo, whose bits to use")
-    add("--bits", nargs="+", type=int, choices=(3, 4, 8, 16), metavar="BITS",
-        help="without a plan: 3, 4, 8 or 16 for all layers, or one for each")  # fmt: skip
-    add("--model", help="folder or hub id of the weights (the plan's own)")
+def quantize_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
+    _add_bits(parser.group("model and bits"))
+    _add_calibration(parser.group("calibration"))
+    _add_output(parser.group("output"))
+    _add_rounding(parser.group("rounding"))
+    _add_computing(parser.group("computing"))
+    return parser
+
+
+def _add_bits(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--plan",
+        "--strat_file_name",
+        dest="strat_file_name",
+        metavar="FILE",
+        help="plan of llmpq plan, whose bits to use",
+    )
+    add(
+        "--bits",
+        nargs="+",
+        type=int,
+        choices=BITWIDTHS,
+        help="without a plan: one number for all layers, or one for each",
+    )
+    add(
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id of the weights (default: the plan's own)",
+    )
+
+
+def _add_calibration(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--calibration",
         nargs="+",
@@ -120,42 +161,61 @@ def _parser() -> Parser:
         metavar="FILE",
         help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
     )
-    add("-o", "--output", dest="output", required=True, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     add(
         "--sequences",
         type=int,
+        metavar="COUNT",
         default=SEQUENCES,
-        help="how many sequences of the text to calibrate on",
+        help="sequences of the text to calibrate on",
     )
     add(
         "--sequence_length",
         type=int,
         metavar="TOKENS",
-        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
+        help=f"length of each (default: {SEQUENCE_LENGTH}, or the model's positions where these "
+        "are fewer)",
     )
-    add("--seed", type=int, default=0, help="seed of the choice of sequences")
-    parser.add_argument(
+    add("--seed", type=int, metavar="SEED", default=0, help="of the choice of sequences")
+
+
+def _add_output(group: OptionGroup) -> None:
+    add = group.option
+    add("-o", "--output", dest="output", required=True, metavar="FOLDER", help="folder to make")
+    add("--overwrite", action="store_true", help="replace an existing output")
+
+
+def _add_rounding(group: OptionGroup) -> None:
+    add = group.option
+    add(
         "--symmetric",
         action="store_true",
         help="put the zero point in the middle, as Marlin kernels require",
     )
-    parser.add_argument(
-        "--no-act-order",
+    add(
         "--no_act_order",
         dest="act_order",
         action="store_false",
         default=argparse.SUPPRESS,
         help="round columns in their order instead of those with the largest inputs first",
     )
-    add("--damping", type=float, default=DAMPING, help="share of the mean diagonal of X^T X")
-    add("--device", default=AUTO, help="auto, cpu or cuda")
+    add(
+        "--damping",
+        type=float,
+        metavar="SHARE",
+        default=DAMPING,
+        help="of the mean diagonal of X^T X",
+    )
+
+
+def _add_computing(group: OptionGroup) -> None:
+    add = group.option
+    add("--device", choices=DEVICES, default=AUTO, help="where to compute")
     add(
         "--dtype",
+        choices=DTYPES,
         default=AUTO,
-        help="auto (float32, or on a GPU its 16-bit type), float32, bfloat16 or float16",
+        help="type to compute in; auto: float32, or on a GPU its 16-bit type",
     )
-    return parser
 
 
 if __name__ == "__main__":

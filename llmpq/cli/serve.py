@@ -1,4 +1,4 @@
-"""`llmpq-serve`: answer OpenAI's HTTP requests from the stages of a plan."""
+"""`llmpq serve`: answer OpenAI's HTTP requests from the stages of a plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llmpq.cli.common import (
     console,
     run_command,
 )
-from llmpq.cli.options.serve import NO_BATCHES, serve_parser
+from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
-from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
+from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmpq[serve]'"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = serve_parser(__doc__).parse(arguments, (CACHE_RULE, PREDICTOR_RULE))
-    return run_command("llmpq-serve", lambda: _serve(options))
+    options = serve_parser(prog).parse(arguments)
+    options.prog = prog
+    return run_command(prog, lambda: _serve(options))
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -99,8 +100,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
         server.on_listening = lambda port: console(stderr=True).print(
-            f"llmpq-serve: {engine.model_name} at http://{serving.host}:{port}/v1; /ready answers "
-            "200 when the model is loaded",
+            f"{options.prog}: {engine.model_name} at http://{serving.host}:{port}/v1; /ready "
+            "answers 200 when the model is loaded",
             soft_wrap=True,
         )
         server.run()

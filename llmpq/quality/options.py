@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS, FULL_BITS, ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS
 from quant.sensitivity.variance_form import VarianceForm
 
 SEQUENCE_LENGTH = 512
 """Tokens of a window where nothing else is asked: LLM-PQ's prompts (section 6.1)."""
 
 AUTO = "auto"
+DEVICES = (AUTO, "cpu", "cuda")
+DTYPES = (AUTO, *DTYPE_BYTES)
 
 KEPT_OPTIONS = ("importance", "cache_dir")
 """Options of an evaluation that say what weights are rounded by."""

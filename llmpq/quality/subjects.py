@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from llmpq.quality.importance import Weighing, weighed
-from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.options import AUTO, DEVICES, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
@@ -101,8 +101,8 @@ def device_of(name: str) -> torch.device:
 
     Raises `SpecError` for any but auto, cpu and cuda, `DeviceError` where there is no GPU.
     """
-    if name not in (AUTO, "cpu", "cuda"):
-        raise SpecError(f"device {name!r} is not one of auto, cpu, cuda")
+    if name not in DEVICES:
+        raise SpecError(f"device {name!r} is not one of {', '.join(DEVICES)}")
     if name == AUTO:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)

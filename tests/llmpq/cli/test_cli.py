@@ -15,6 +15,7 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo, convert, dist
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, reference, save_tiny
+from tests.llmpq.commands import exit_code
 from tests.llmpq.conftest import NEW_TOKENS
 
 SMALL = ["--global_bz", "4", "--s", "64", "--n", "16"]
@@ -143,7 +144,7 @@ def test_bad_planning_input_exits_2_with_one_message(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = REFUSED_PLANS[name]
-    assert algo.main(["--model", "opt-1.3b", *arguments]) == 2
+    assert exit_code(algo.main, ["--model", "opt-1.3b", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

@@ -1,0 +1,129 @@
+"""The command `llmpq`: a table of its subcommands, each loaded when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+from quant.common.safe_text import printable
+
+_BAD_INPUT = 2
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A subcommand's `module`, with `main` and `parser`, its old name, and what it does."""
+
+    module: str
+    summary: str
+    old_name: str | None = None
+
+    def run(self, arguments: Sequence[str], prog: str) -> int:
+        """Run it under the name `prog`, and return the exit code."""
+        code: int = import_module(self.module).main(arguments, prog=prog)
+        return code
+
+
+GROUPS: dict[str, dict[str, Subcommand]] = {
+    "plan and run": {
+        "plan": Subcommand(
+            "llmpq.cli.algo", "decide bits, stages and micro-batches for a cluster", "llmpq-algo"
+        ),
+        "run": Subcommand(
+            "llmpq.cli.dist", "generate for files of prompts; goes on after any stop", "llmpq-dist"
+        ),
+        "serve": Subcommand(
+            "llmpq.cli.serve", "answer OpenAI's HTTP requests from a plan's stages", "llmpq-serve"
+        ),
+        "demo": Subcommand("llmpq.cli.demo", "plan and run a small model on this machine"),
+    },
+    "measure and prepare": {
+        "profile": Subcommand(
+            "llmpq.cli.profile", "measure layers, loading and links of devices", "llmpq-profile"
+        ),
+        "indicator": Subcommand(
+            "llmpq.cli.indicator", "measure what layers lose at each bitwidth", "llmpq-indicator"
+        ),
+        "quantize": Subcommand(
+            "llmpq.cli.quantize", "make a GPTQ checkpoint with a plan's bits", "llmpq-quantize"
+        ),
+        "eval": Subcommand(
+            "llmpq.cli.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
+        ),
+        "convert": Subcommand(
+            "llmpq.cli.convert", "make safetensors of .bin weights", "llmpq-convert"
+        ),
+        "lengths": Subcommand(
+            "llmpq.cli.lengths", "train and judge predictors of output lengths", "llmpq-lengths"
+        ),
+    },
+    "look": {
+        "devices": Subcommand("llmpq.cli.devices", "list the accelerators that are known"),
+        "models": Subcommand("llmpq.cli.models", "list the models that are built in"),
+        "jobs": Subcommand("llmpq.cli.jobs", "list jobs, and show one while it runs or after"),
+        "completion": Subcommand("llmpq.cli.completion", "print a completion script for a shell"),
+    },
+}
+"""The subcommands, in the groups of the help."""
+
+SUBCOMMANDS = {name: each for group in GROUPS.values() for name, each in group.items()}
+
+_EXAMPLES = """\
+examples:
+  llmpq plan --model opt-30b --cluster cluster.yaml --prompts 3000 -o plan.json
+  llmpq run --plan plan.json --input prompts.jsonl --output results.jsonl"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(help_text())
+        return 0
+    if given[0] == "help":
+        return main([*given[1:2], "--help"])
+    if given[0] in ("-V", "--version"):
+        from llmpq.version import llmpq_version
+
+        sys.stdout.write(f"llmpq {llmpq_version()}\n")
+        return 0
+    found = SUBCOMMANDS.get(given[0])
+    if found is None:
+        sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
+        return _BAD_INPUT
+    return found.run(given[1:], f"llmpq {given[0]}")
+
+
+def help_text() -> str:
+    """The help of `llmpq` itself, within 80 columns."""
+    lines = ["usage: llmpq COMMAND [options]", "", _description(), ""]
+    for title, group in GROUPS.items():
+        lines.append(f"{title}:")
+        lines += [f"  {name:<12}{each.summary}" for name, each in group.items()]
+        lines.append("")
+    lines += ["options:", "  --help      of a command too: llmpq plan --help", "  --version"]
+    return "\n".join([*lines, "", _EXAMPLES, ""])
+
+
+def _description() -> str:
+    import llmpq
+
+    return llmpq.__doc__ or ""
+
+
+def unknown(name: str) -> str:
+    """What to tell about a subcommand that does not exist."""
+    known = {each.old_name.removeprefix("llmpq-"): new for new, each in SUBCOMMANDS.items()
+             if each.old_name}  # fmt: skip
+    near = get_close_matches(name, [*SUBCOMMANDS, *known], n=1)
+    what = "option" if name.startswith("-") else "command"
+    if near:
+        return f"unknown {what} {printable(name)!r}; nearest: {known.get(near[0], near[0])}"
+    return f"unknown {what} {printable(name)!r}; llmpq --help lists the commands"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
