@@ -26,7 +26,7 @@ from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InputError
 
 MAX_UPLOAD_BYTES = 100 * 2**20
@@ -230,12 +230,12 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _model(named: str | None, plan: PlanSpec) -> str | None:
-    """The job's `--model`: as given, or for a relative folder of this machine its absolute path;
+    """The job's `--model`: as given, or for a relative path on this machine its absolute one;
     None to take the plan's own.
     """
     reference = named or plan.stand_in or plan.model.source
     path = local_path(reference, "give a folder or a hub id")
-    if path is not None and not path.is_absolute() and path.is_dir():
+    if path is not None and not path.is_absolute() and is_local_model(path):
         return str(path.absolute())
     return named
 
