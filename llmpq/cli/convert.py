@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.verbose import add_verbose
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="llmpq-convert", description=__doc__)
     parser.add_argument("source", type=Path, help="folder with pytorch_model.bin or its index")
     parser.add_argument("target", type=Path, help="folder to make")
+    add_verbose(parser)
     options = parser.parse_args(arguments)
     return run_command("llmpq-convert", lambda: _convert(options.source, options.target))
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
@@ -226,6 +227,7 @@ def _parser() -> Parser:
     add("--device", default=AUTO, help="auto, cpu or cuda")
     add("--dtype", default=AUTO, help="auto (each stage's own), float32, bfloat16 or float16")
     add("--json", metavar="FILE", help="write the figures as JSON")
+    add_verbose(parser)
     return parser
 
 

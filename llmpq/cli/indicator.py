@@ -13,6 +13,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import (
     AUTO,
     ERROR,
@@ -226,6 +227,7 @@ def _parser() -> Parser:
     add("--device", default=AUTO, help="auto, cpu or cuda")
     add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
     add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
+    add_verbose(parser)
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
+from llmpq.cli.verbose import add_verbose
 from llmpq.profile.tables import hop_table, loading_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
@@ -192,6 +193,7 @@ def _parser() -> Parser:
     parser.add_argument("--layers_only", action="store_true",
         help="measure neither loading nor hops between stages")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the order, the weights and the inputs")
+    add_verbose(parser)
     return parser
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import AUTO
 from llmpq.quality.text_windows import read_documents
 from llmpq.tables import size_text
@@ -155,6 +156,7 @@ def _parser() -> Parser:
         default=AUTO,
         help="auto (float32, or on a GPU its 16-bit type), float32, bfloat16 or float16",
     )
+    add_verbose(parser)
     return parser
 
 

@@ -21,6 +21,7 @@ from llmpq.cli.common import (
     Parser,
     console,
 )
+from llmpq.cli.verbose import show_all
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
@@ -105,6 +106,9 @@ def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
     known, command = parser.parse_known_args(arguments)
     parser.refuse_ignored(known, arguments, _RULES)
     options = SubmitOptions(known.submit, not known.no_wait, known.follow_job, known.stop_job)
+    if "--verbose" in command and (options.follow or options.stop):
+        command.remove("--verbose")
+        show_all()
     if command and (options.follow or options.stop):
         parser.error(
             f"{command[0]} has no effect beside --follow-job or --stop-job: they start no job; "

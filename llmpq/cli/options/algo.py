@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from llmpq.cli.common import Parser
+from llmpq.cli.verbose import add_verbose
 from llmpq.workload.batch import DEFAULT_WORKLOAD
 from llmpq.workload.input_job import LONG_ROWS, SEPARATE
 from planner.option_rules import Rule
@@ -115,6 +116,7 @@ def algo_parser(description: str | None) -> Parser:
         help="show the front of latency against quality (with --report in the page); FILE also "
         "takes it, as .svg or .json",
     )
+    add_verbose(parser)
     return parser
 
 

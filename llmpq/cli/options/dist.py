@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
 from llmpq.cli.submit import submit_parser
+from llmpq.cli.verbose import add_verbose
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
@@ -53,6 +54,7 @@ def dist_parser(description: str | None) -> Parser:
         "--show-plan", "--show_plan", action="store_true", help="print the plan first"
     )
     _add_sampling(parser)
+    add_verbose(parser)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmpq.cli.common import Parser
+from llmpq.cli.verbose import add_verbose
 from llmpq.lengths.buckets import BUCKETS
 from llmpq.lengths.training import KINDS
 from planner.option_rules import Rule
@@ -34,6 +35,8 @@ def lengths_parser(description: str | None) -> tuple[Parser, Parser, Parser]:
         "--predictor", required=True, metavar="FOLDER", help="predictor of llmpq-lengths train"
     )
     _add_rows(evaluate)
+    for each in (train, evaluate):
+        add_verbose(each)
     return parser, train, evaluate
 
 

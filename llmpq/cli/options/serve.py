@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from actors.messages import TRANSPORTS
 from llmpq.cli.common import Parser
+from llmpq.cli.verbose import add_verbose
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, TOKEN_POLICIES
 
 NO_BATCHES = "none"
@@ -19,6 +20,7 @@ def serve_parser(description: str | None) -> Parser:
     _add_serving(parser)
     _add_batches(parser)
     _add_stages(parser)
+    add_verbose(parser)
     return parser
 
 
