@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.progress import TaskProgress
 from llmpq.cli.verbose import add_verbose
 
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(source: Path, target: Path) -> int:
     from quant.checkpoint.convert import convert
 
-    made = convert(source, target)
+    with TaskProgress("converting", "files") as progress:
+        made = convert(source, target, progress.report)
     sentence = (
         f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
         f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"

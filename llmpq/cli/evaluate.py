@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.progress import TaskProgress
 from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
@@ -90,8 +90,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     ]
     Checkpoint(folder).check_files()
     windows = windows_of(read_documents(options.text), folder, settings)
-    with layer_progress("layers") as report:
-        return evaluate(folder, windows, subjects, device, report)
+    with TaskProgress("evaluating") as progress:
+        return evaluate(folder, windows, subjects, device, progress.report)
 
 
 def _bitwidths(text: str) -> list[int]:
