@@ -22,6 +22,7 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.submit import submit_parser
 from llmpq.cli.parser import Parser
+from llmpq.cli.verbose import show_all
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
@@ -69,6 +70,9 @@ def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, l
         getattr(known, "stop_job", None),
         prog,
     )
+    if "--verbose" in command and (options.follow or options.stop):
+        command.remove("--verbose")
+        show_all()
     if command and (options.follow or options.stop):
         parser.error(
             f"{command[0]} has no effect beside --follow_job or --stop_job: they start no job; "
