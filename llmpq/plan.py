@@ -13,7 +13,7 @@ from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
-from llmpq.report import write_report
+from llmpq.report import making, write_report
 from llmpq.rows.row import BadRow, Row, RowInput
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions
@@ -71,19 +71,25 @@ class Plan:
         """Why the plan is as it is, and the answers to what `options` ask. Raises as `costs`."""
         return explain(self.spec, self.costs, options)
 
-    def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
+    def report(
+        self,
+        path: str | Path,
+        front: Sequence[FrontPoint] = (),
+        command: Sequence[str] = (),
+    ) -> None:
         """Write the plan and its explanation as one HTML page.
 
         Where the costs of a loaded plan cannot be computed again, the page has no reasons and says
-        why. `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it
-        cannot be written.
+        why. `front`: what `Cluster.pareto` gave, to be drawn too. `command`: what made the plan, to
+        be shown; by default one that makes it again. Raises `InputError` where it cannot be
+        written.
         """
         reasons: Explanation | LlmpqError
         try:
             reasons = self.explanation
         except LlmpqError as error:
             reasons = error
-        write_report(path, self.spec, reasons, front)
+        write_report(path, self.spec, reasons, front, making(self.spec, command))
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
 from llmpq.cli.options.algo import PLANNING, PROG
 from llmpq.cli.options.algo import algo_parser as parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
@@ -20,7 +22,7 @@ from llmpq.workload.batch import workload_of_prompts
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
 from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
 from planner.cluster.spec import ClusterSpec
-from planner.options import BOUNDS
+from planner.options import BOUNDS, PlanOptions
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
@@ -47,13 +49,13 @@ def _plan(options: argparse.Namespace) -> int:
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
-        with tokenizer_checked(model):
+        with tokenizer_checked(model), _searching(given, "the front"):
             points = cluster.pareto(model, workload, **free)
         if options.pareto:
             write_front(options.pareto, points)
         if "report" not in options:
             return _show_front(options, points, not isinstance(workload, Workload))
-    with tokenizer_checked(model):
+    with tokenizer_checked(model), _searching(given, "a plan"):
         plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
@@ -71,6 +73,12 @@ def _plan(options: argparse.Namespace) -> int:
         if options.compare:
             console().print(comparison_table(plan.spec))
     return EXIT_DONE
+
+
+def _searching(given: Mapping[str, Any], what: str) -> TaskProgress:
+    """Show how long plans have been searched; of a front, nobody knows how many it will have."""
+    limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
+    return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
 
 
 def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool) -> int:

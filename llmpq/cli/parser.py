@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from llmpq.cli.help_text import HelpFormatter, wrapped
+from llmpq.cli.verbose import add_verbose
 from planner.option_rules import Rule, refuse_ignored
 from quant.common.errors import SpecError
 from quant.common.safe_text import printable
@@ -63,6 +64,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(
                 "--version", action=_Version, nargs=0, help="show the version of llmpq and exit"
             )
+            add_verbose(self)
 
     def group(self, title: str, description: str | None = None) -> OptionGroup:
         """A named group of options, which the help shows in the order of these calls."""

@@ -74,7 +74,7 @@ def _profile(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     devices = devices_to_profile(cluster)
     config = model_config(options.model)
-    profile = Profile(target, config, shape, chosen)
+    profile = Profile(target, config, shape, chosen, cluster.own_accelerators)
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from actors.profiling.on_cluster import measure_on_cluster
 from actors.profiling.task import ProfileState, ProfileTask
+from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
@@ -73,10 +74,18 @@ def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
 
 
 class Profile:
-    """The CSV at `path` while it grows by rows of the model of `config` and `shape`."""
+    """The CSV at `path` while it grows by rows of the model of `config` and `shape`.
+
+    `own` are the accelerators that the cluster file describes.
+    """
 
     def __init__(
-        self, path: Path, config: Mapping[str, Any], shape: ModelShape, options: ProfileOptions
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        shape: ModelShape,
+        options: ProfileOptions,
+        own: Sequence[Accelerator] = (),
     ) -> None:
         self._path = path
         self._config = config
@@ -84,7 +93,7 @@ class Profile:
         self._options = options
         self._rows: tuple[ProfileRow, ...] = ()
         if path.exists():
-            self._rows = read_profiles(path, torn_end=True)
+            self._rows = read_profiles(path, torn_end=True, own=own)
         write_profiles(path, self._rows)  # a path that cannot be written is found out now
 
     def measure(self, device: Device, report: Report) -> DeviceProfile:

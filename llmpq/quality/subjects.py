@@ -14,7 +14,6 @@ from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tokenizing.requests import load_tokenizer
-from planner.cluster.accelerators import find_accelerator
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
@@ -140,4 +139,4 @@ def _type_here(dtype: str, device: torch.device) -> torch.dtype:
 
 def _processor(stage: StagePlan) -> Processor:
     """The processor whose kernels the stage runs: an emulated one computes on a host's CPU."""
-    return Processor() if stage.emulated else find_accelerator(stage.accelerator).processor
+    return Processor() if stage.emulated else stage.kind.processor

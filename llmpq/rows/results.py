@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -11,7 +12,8 @@ from typing import Any
 class Result:
     """Outcome of one row: generated tokens (EOS included) and their text, or `error`.
 
-    `text` is None where the model has no tokenizer.
+    `text` is None where the model has no tokenizer. `columns`: what the row carried beside the
+    fields that are read, under names that no field here has.
     """
 
     custom_id: str
@@ -19,11 +21,19 @@ class Result:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     error: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name."""
-        return dict(vars(self))
+        """All fields by name, and after them the row's own columns."""
+        return {name: getattr(self, name) for name in RESULT_FIELDS} | dict(self.columns)
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(self.as_dict(), ensure_ascii=False)
+
+
+RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name != "columns")
+"""Names of the fields that every result has."""
+
+FINGERPRINT = "fingerprint"
+"""Name of the field that a row of an output has beside them."""

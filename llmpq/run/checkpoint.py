@@ -16,18 +16,22 @@ from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.workload import check_length
-from quant.checkpoint.model_reference import local_path, resolve
+from quant.checkpoint.model_reference import is_local_model, local_path, resolve
 from quant.common.errors import PlanMismatchError, SpecError
 
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
-    """The place of the weights in a form that is valid on every node: an absolute folder or hub id.
+    """The place of the weights in a form that is valid on every node: an absolute folder or GGUF
+    file, or a hub id.
 
     That is `model` if given, else what the plan was made from.
     """
     reference = model or plan.model.source
     named = local_path(reference, "give a folder or a hub id")
-    return str(named.resolve()) if named is not None and named.is_dir() else reference
+    if named is None or not is_local_model(named):
+        return reference
+    # A link to a GGUF file may lead to one of another name, as in the hub's cache.
+    return str(named.resolve() if named.is_dir() else named.absolute())
 
 
 def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:

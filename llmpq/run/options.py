@@ -13,7 +13,6 @@ from actors.recovery.policy import OnDeviceLoss, Recovery
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
-from planner.cluster.accelerators import find_accelerator
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.scheduling import (
     CPU_PREFILL_CHUNK_TOKENS,
@@ -191,7 +190,4 @@ class RunOptions:
 
 def _is_on_cpus(plan: PlanSpec) -> bool:
     """Whether all stages of `plan` compute on CPUs, and none stands for another device."""
-    return not any(
-        stage.emulated or find_accelerator(stage.accelerator).compute_capability
-        for stage in plan.stages
-    )
+    return not any(stage.emulated or not stage.kind.is_cpu for stage in plan.stages)

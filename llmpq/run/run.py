@@ -160,7 +160,7 @@ class Run:
         self._meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
         self.rows = RowsInFlight(self._maker, self._meter)
         self._pace, self._size, self._parts = self._new_pace(), size, []
-        made = self._maker.requests(rows)
+        made = self._maker.requests(self.rows.taken_in(rows))
         if self._expected is not None:
             made = self._expected.attach(made)
             if self._options.predictor is None:

@@ -43,7 +43,7 @@ def _from_items(
         place = f"row-{number}"
         row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
         if not row.custom_id and isinstance(row, Row):
-            made = place if occurrences is None else occurrences.custom_id(row.content)
+            made = place if occurrences is None else occurrences.custom_id(row.named_by)
             row = row.named(made)
         earlier = database.want(row.custom_id, "", number)
         if earlier is not None:
