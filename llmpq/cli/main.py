@@ -115,15 +115,15 @@ def _description() -> str:
     return llmpq.__doc__ or ""
 
 
-def unknown(name: str) -> str:
-    """What to tell about a subcommand that does not exist."""
-    known = {each.old_name.removeprefix("llmpq-"): new for new, each in SUBCOMMANDS.items()
-             if each.old_name}  # fmt: skip
-    near = get_close_matches(name, [*SUBCOMMANDS, *known], n=1)
-    what = "option" if name.startswith("-") else "command"
-    if near:
-        return f"unknown {what} {printable(name)!r}; nearest: {known.get(near[0], near[0])}"
-    return f"unknown {what} {printable(name)!r}; llmpq --help lists the commands"
+def unknown(word: str) -> str:
+    """What to tell about a word that is no subcommand; the old names lead to the new ones."""
+    new_names = {name: name for name in SUBCOMMANDS}
+    for name, each in SUBCOMMANDS.items():
+        new_names |= {old.removeprefix("llmpq-"): name for old in (each.old_name,) if old}
+    near = get_close_matches(word, new_names, n=1)
+    what = "option" if word.startswith("-") else "command"
+    remedy = f"nearest: {new_names[near[0]]}" if near else "llmpq --help lists the commands"
+    return printable(f"unknown {what} {word!r}; {remedy}")
 
 
 if __name__ == "__main__":

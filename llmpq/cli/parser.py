@@ -156,12 +156,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        choices = [str(choice) for choice in action.choices]
-        near = get_close_matches(str(value), choices, n=1)
-        known = f"nearest: {near[0]}; all: " if near else "choose from "
-        raise argparse.ArgumentError(
-            action, f"unknown value {value!r}; {known}{', '.join(choices)}"
-        )
+        choices = ", ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"unknown value {value!r}; choose from {choices}")
 
 
 class _Version(argparse.Action):
@@ -170,7 +166,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from llmpq.version import llmpq_version
 
-        parser.exit(0, f"{parser.prog} {llmpq_version()}\n")
+        sys.stdout.write(f"{parser.prog} {llmpq_version()}\n")
+        parser.exit()
 
 
 def _spelled(name: str, old: str, new: str) -> str:

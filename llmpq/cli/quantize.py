@@ -31,7 +31,7 @@ PROG = "llmpq-quantize"
 _DESCRIPTION = "Make a checkpoint with the bits of a plan, calibrated with GPTQ."
 _EXAMPLES = (
     "%(prog)s --plan plan.json --calibration text.txt -o /models/opt-30b-gptq",
-    "%(prog)s --model /models/opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
+    "%(prog)s --model opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
 )
 
 
