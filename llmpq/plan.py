@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.jobs.formats.python_rows import RowsInput, rows_of
+from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
 from llmpq.report import write_report
-from llmpq.rows.row import BadRow, Row, RowInput
+from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
@@ -31,6 +32,11 @@ from planner.simulation.gantt import write_gantt
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
 from quant.common.errors import LlmpqError
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from llmpq.run.session import Session
 
 
 class Plan:
@@ -133,23 +139,24 @@ class Plan:
         """The solver's record of finding the plan."""
         return self.spec.solver
 
+    @lists_options(RunKeywords, RunOptions)
     def run(
         self,
-        rows: Iterable[RowInput],
+        rows: RowsInput,
         sampling: SamplingInput = None,
         *,
         on_event: OnEvent | None = None,
-        **options: object,
+        **options: Unpack[RunKeywords],
     ) -> Results:
         """Generate for every row; yields results in the order they finish.
 
         `rows`: strings, lists of token ids, or dictionaries as in a JSONL line, from any iterable,
-        which is read as slots become free. What is returned can be iterated, with `async for` too;
-        as a context manager it frees the actors however it is left. `sampling` and the other
-        `options` are the fields of `llmpq.run.options.RunOptions` (`model`, `address`, `trace`,
-        `on_device_loss`, …), which have the names of `llmpq-dist`'s; its `temperature`, `top_p`
-        and so on can be given in place of `sampling`. `on_event` is called with every fault. The
-        results' `sampling` is what holds for rows without their own.
+        which is read as slots become free; or a table of pandas, polars or Arrow. What is returned
+        can be iterated, with `async for` too; as a context manager it frees the actors however it
+        is left. `sampling` and the other `options` are the fields of
+        `llmpq.run.options.RunOptions`, which have the names of `llmpq run`'s; its `temperature`,
+        `top_p` and so on can be given in place of `sampling`. `on_event` is called with every
+        fault. The results' `sampling` is what holds for rows without their own.
 
         Before anything is started, raises what `llmpq.errors` lists under `LlmpqError`; while it
         runs, `StageLostError` and `HeadLostError` of the same module.
@@ -157,13 +164,36 @@ class Plan:
         chosen = RunOptions.of({"sampling": sampling, **options})
         return self._results(rows_of(rows), chosen, on_event)
 
+    @lists_options(RunKeywords, RunOptions)
+    def session(
+        self,
+        sampling: SamplingInput = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RunKeywords],
+    ) -> Session:
+        """Ray, the loaded stages and the tokenizer, kept for any number of runs.
+
+            with plan.session() as session:
+                for result in session.run(["Once upon a time"], temperature=0.7):
+                    print(result.text)
+
+        Takes the options of `run`; `Session.run` takes rows, and other sampling for them. Raises
+        what `run` raises.
+        """
+        from llmpq.run.session import Session
+
+        chosen = with_calibrated(self.spec, RunOptions.of({"sampling": sampling, **options}))
+        return Session(self.spec, chosen, self._source, on_event)
+
+    @lists_options(RunKeywords, RunOptions)
     def run_dataset(
         self,
         dataset: Any,
         sampling: SamplingInput = None,
         *,
         on_event: OnEvent | None = None,
-        **options: object,
+        **options: Unpack[RunKeywords],
     ) -> Any:
         """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
 
@@ -182,10 +212,12 @@ class Plan:
         self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
     ) -> Results:
         from llmpq.run.run import Run
+        from llmpq.run.shared.resources import RunResources
 
         chosen = with_calibrated(self.spec, options)
-        return Results(Run(self.spec, chosen, self._source, on_event=on_event), rows)
+        return Results(Run(RunResources(self.spec, chosen, self._source), on_event=on_event), rows)
 
+    @lists_options(EvaluationKeywords, EvaluationOptions)
     def evaluate(
         self,
         text: Document | Iterable[Document],
@@ -194,7 +226,7 @@ class Plan:
         max_tokens: int | None = None,
         device: str = AUTO,
         dtype: str = AUTO,
-        **kept: str | Path | None,
+        **kept: Unpack[EvaluationKeywords],
     ) -> Perplexity:
         """Perplexity of the planned model on `text`: a string, its token ids, or several of either.
 

@@ -39,7 +39,7 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
     from llmpq.remote.local_ray import LocalHead
 
     if ray.is_initialized():
-        with _head_loss_raised():
+        with head_loss_raised():
             yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
@@ -53,7 +53,7 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
             stack.callback(head.note_started)
         else:
             stack.callback(ray.shutdown)
-        stack.enter_context(_head_loss_raised())
+        stack.enter_context(head_loss_raised())
         yield
 
 
@@ -104,7 +104,7 @@ def _start(target: str) -> None:
 
 
 @contextmanager
-def _head_loss_raised() -> Iterator[None]:
+def head_loss_raised() -> Iterator[None]:
     """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
     from ray.exceptions import RayError
 

@@ -40,6 +40,14 @@ class RunSummary:
     stages_s: float | None = None
     planned_tokens_per_s: float | None = None
 
+    def __str__(self) -> str:
+        """The figures in one line."""
+        return (
+            f"{self.prompts} rows, {self.errors} with errors: {self.generated_tokens} tokens in "
+            f"{self.seconds:.1f} s ({self.tokens_per_s:.1f} tokens/s) after {self.load_s:.1f} s of "
+            "loading"
+        )
+
     @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second, without loading."""
