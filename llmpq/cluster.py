@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,16 @@ class Cluster:
         from llmpq.detect import detect_cluster
 
         return cls(_warned(detect_cluster(address)))
+
+    def __repr__(self) -> str:
+        counts = Counter(device.accelerator.name for device in self.spec.devices)
+        named = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        return f"<Cluster {self.spec.name}: {named}>"
+
+    def _repr_html_(self) -> str:
+        from llmpq.notebook import cluster_html
+
+        return cluster_html(self.spec)
 
     def to_yaml(self) -> str:
         """The cluster as the text of a cluster file."""

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 from actors.recovery.policy import OnEvent
 from llmpq.jobs.formats.python_rows import RowsInput, rows_of
 from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
+from llmpq.notebook.views import bits_text, plan_html
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
 from llmpq.report import write_report
+from llmpq.report.formatting import per_second, seconds
+from llmpq.report.job_answers import what_is_planned
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
+from llmpq.run.session import Session
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment
@@ -29,6 +33,7 @@ from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.tradeoffs.front import FrontPoint
 from planner.simulation.gantt import write_gantt
+from planner.simulation.simulation import Simulated
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
 from quant.common.errors import LlmpqError
@@ -36,7 +41,8 @@ from quant.common.errors import LlmpqError
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from llmpq.run.session import Session
+SHOWN_STAGES = 4
+"""Stages that are named where a plan is shown in a few lines."""
 
 
 class Plan:
@@ -55,6 +61,25 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; raises `SpecError` naming file and field."""
         return cls(PlanSpec.load(path), source=str(path))
+
+    def __repr__(self) -> str:
+        spec, predicted = self.spec, self.predicted
+        shown = self.stages[:SHOWN_STAGES]
+        stages = ", ".join(f"{bits_text(stage)} bit on {stage.device}" for stage in shown)
+        if len(self.stages) > len(shown):
+            stages += f", and {len(self.stages) - len(shown)} more stages"
+        return (
+            f"<Plan of {spec.model.name} on {spec.cluster}: {what_is_planned(spec)};\n"
+            f" predicted {seconds(predicted.latency_s)}, "
+            f"{per_second(predicted.tokens_per_s)} tokens/s;\n {stages}>"
+        )
+
+    def _repr_html_(self) -> str:
+        try:
+            simulated: Simulated | str = planned_assignment(self.spec, self.costs).simulate()
+        except LlmpqError as error:
+            simulated = str(error)
+        return plan_html(self.spec, simulated)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -181,8 +206,6 @@ class Plan:
         Takes the options of `run`; `Session.run` takes rows, and other sampling for them. Raises
         what `run` raises.
         """
-        from llmpq.run.session import Session
-
         chosen = with_calibrated(self.spec, RunOptions.of({"sampling": sampling, **options}))
         return Session(self.spec, chosen, self._source, on_event)
 

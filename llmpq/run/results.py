@@ -154,8 +154,8 @@ class Results(Iterator[Result], AsyncIterator[Result]):
 
     def __repr__(self) -> str:
         if self.summary is not None:
-            return f"<Results: {self.summary}>"
+            return f"<Results of a run: {self.summary}>"
         return f"<Results of a run, {self._given} given so far; iterate over them>"
 
     def _repr_html_(self) -> str | None:
-        return None
+        return None if self.summary is None else self.summary._repr_html_()

@@ -122,8 +122,7 @@ class RunResources:
             return self.sampling
         if not isinstance(given, Sampling):
             base = self.options.sampling or {}
-            is_whole = isinstance(base, Sampling)
-            given = merge_sampling(base, given) if is_whole else {**base, **given}
+            given = merge_sampling(base, given) if isinstance(base, Sampling) else {**base, **given}
         options = replace(self.options, sampling=given)
         found = sampling_for_run(self._first_plan, options, self.folder)
         check_sampling(self._first_plan, found.sampling, self._vocab_size)
