@@ -39,6 +39,7 @@ from llmpq.run.checkpoint import job_identity
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
@@ -132,7 +133,7 @@ def _run_job(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
+        run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
         return _generate(run, job, job_options.stop_at_error, seen)
     code = _end_done(job.tally)

@@ -71,7 +71,7 @@ def test_killed_at_once_and_resumed(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
 
-    monkeypatch.setattr("llmpq.run.run.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     assert dist.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (tmp_path / "in.jsonl").open("a") as file:
