@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from llmpq.cli.options.dist import (
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.output.options import JournalPlace
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
@@ -36,6 +38,7 @@ from llmpq.quality.job_prompts import prompts_of_input
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
+from llmpq.run.monitoring.journal import RunRecorder, SessionOf, recorded
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
@@ -133,7 +136,8 @@ def _run_job(
     if job.tally.left:
         run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
         run.give_up = partial(_end_at_once, output)
-        return _generate(run, job, job_options.stop_at_error, seen)
+        with recorded(run, _session_of(output.journal, job.tally, plan_file)) as recorder:
+            return _generate(run, job, job_options.stop_at_error, seen, recorder)
     code = _end_done(job.tally)
     job.finish()
     return code
@@ -152,7 +156,16 @@ def _end_done(tally: Tally) -> int:
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
+def _session_of(place: JournalPlace | None, tally: Tally, plan_file: str) -> SessionOf | None:
+    """The session that the journal is told of; None where nothing is kept."""
+    if place is None:
+        return None
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    counts = (tally.rows, tally.resumed, tally.resumed_errors)
+    return SessionOf(place.path, command, plan_file, *counts, place.anew, place.after)
+
+
+def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: RunRecorder) -> int:
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     for note in (run.sampling.note, run.sampling.limit_note):
@@ -161,9 +174,10 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
-    _write_all(run, job, progress, fail, seen)
+    _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
     if fail and first is not None:
+        recorder.end("stopped", f"at row {first.custom_id!r:.80}: {first.error}", run)
         _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
     job.finish()
@@ -189,7 +203,14 @@ def _check_cluster(plan: Plan, path: str) -> None:
         )
 
 
-def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
+def _write_all(
+    run: Run,
+    job: Job,
+    progress: RunProgress,
+    fail: bool,
+    seen: Sequence[int],
+    recorder: RunRecorder,
+) -> None:
     run.on_state.append(progress.show)
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
@@ -201,6 +222,7 @@ def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequ
                 return
             job.write(result)
             progress.count(result)
+            recorder.count(result)
             if seen:
                 raise KeyboardInterrupt
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from actors.messages import QueueDepth, StageStats
 
+INTERVAL_S = 1.0  # between two states
 WINDOW_S = 15.0  # over which tokens per second are counted: long enough for several prefills
 
 EARLY_PROMPTS = 16  # must have ended before their lengths say anything of the others
