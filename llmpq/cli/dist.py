@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if where.follow or where.stop:
         return run_command("llmpq-dist", lambda: known_job(where))
     options = dist_parser(__doc__).parse(arguments, DIST_RULES)
+    options.command = shlex.join(["llmpq-dist", *arguments])
     if where.address is not None:
         return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].spec))
     return run_command("llmpq-dist", lambda: _run(options))
@@ -136,7 +137,8 @@ def _run_job(
     if job.tally.left:
         run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
         run.give_up = partial(_end_at_once, output)
-        with recorded(run, _session_of(output.journal, job.tally, plan_file)) as recorder:
+        session = _session_of(output.journal, job.tally, options)
+        with recorded(run, session) as recorder:
             return _generate(run, job, job_options.stop_at_error, seen, recorder)
     code = _end_done(job.tally)
     job.finish()
@@ -156,13 +158,15 @@ def _end_done(tally: Tally) -> int:
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _session_of(place: JournalPlace | None, tally: Tally, plan_file: str) -> SessionOf | None:
+def _session_of(
+    place: JournalPlace | None, tally: Tally, options: argparse.Namespace
+) -> SessionOf | None:
     """The session that the journal is told of; None where nothing is kept."""
     if place is None:
         return None
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     counts = (tally.rows, tally.resumed, tally.resumed_errors)
-    return SessionOf(place.path, command, plan_file, *counts, place.anew, place.after)
+    names = (options.command, str(options.strat_file_name))
+    return SessionOf(place.path, *names, *counts, place.anew, place.after)
 
 
 def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: RunRecorder) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ from llmpq.jobs.journal.entries import (
 
 MOST_BYTES = 2**25
 """Bytes of a journal that are read: far more than a journal grows to."""
+
+LONGEST_LOADING_S = 6 * 3600.0
+LONGEST_POINT_S = 120.0
+"""Seconds without an entry at most, while stages load and when they generate."""
 
 _TORN_LINES = 8
 """Lines that kills and full disks may have cut off before a journal counts as damaged."""
@@ -85,20 +90,29 @@ class Journal:
 def read_journal(path: Path) -> Journal:
     """The journal at `path`, empty where there is none; what cannot be read is left out."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data, beat_at = _content(path)
     except FileNotFoundError:
         return Journal()
     except OSError as error:
         return Journal(remarks=(f"{path} cannot be read: {error.strerror}",))
-    with os.fdopen(descriptor, "rb") as file:
+    return _read(data, path, beat_at)
+
+
+def _content(path: Path) -> tuple[bytes, float]:
+    """Bytes of the journal and when it was changed; a pipe in its place is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            return Journal(remarks=(f"{path} is no file, so that nothing is known of the runs",))
-        try:
-            data = file.read(MOST_BYTES)
-        except OSError as error:
-            return Journal(remarks=(f"{path} cannot be read: {error.strerror}",))
-    return _read(data, path, found.st_mtime)
+            raise OSError(errno.EINVAL, "it is no file")
+        blocks = []
+        left = MOST_BYTES
+        while left and (block := os.read(descriptor, left)):
+            blocks.append(block)
+            left -= len(block)
+        return b"".join(blocks), found.st_mtime
+    finally:
+        os.close(descriptor)
 
 
 def _read(data: bytes, path: Path, beat_at: float) -> Journal:
@@ -124,6 +138,8 @@ def _read(data: bytes, path: Path, beat_at: float) -> Journal:
             sessions.append(Session(entry, [PlanPart(entry.plan, entry.at)], last_at=entry.at))
         elif is_known:
             _add(sessions[-1], entry)
+    if sessions and sessions[-1].end is None:
+        sessions[-1].last_at = _last_sign(sessions[-1], beat_at)
     return Journal(_that_count(sessions), _remarks(path, versions, skipped), beat_at)
 
 
@@ -145,6 +161,12 @@ def _add(session: Session, entry: Entry) -> None:
         session.errors[entry.what] = entry
     elif isinstance(entry, End):
         session.end = entry
+
+
+def _last_sign(session: Session, beat_at: float) -> float:
+    """When an unfinished session was there last; the time of a file that was copied is no sign."""
+    most_s = LONGEST_POINT_S if session.points else LONGEST_LOADING_S
+    return beat_at if 0 < beat_at - session.last_at < most_s else session.last_at
 
 
 def _that_count(sessions: list[Session]) -> tuple[Session, ...]:
