@@ -15,27 +15,24 @@ from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
 from llmpq.jobs.overview.text import job_text, list_text, ray_text
-from planner.option_rules import Rule
 from quant.common.errors import InputError
 
 COLUMNS = 80
 """Columns of what is printed at most."""
 
 WATCH_S = 5.0
-_LIST_RULES = (
-    Rule(("folders",), "a Ray cluster has no folders; leave them out", beside="ray"),
-    Rule(("depth",), "a Ray cluster has no folders; leave it out", beside="ray"),
-)
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "llmpq jobs") -> int:
     """Entry point; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser, listing = _parsers(prog)
-    options = parser.parse_args(arguments)
+    unset = argparse.Namespace(html=None, watch=None, folders=None, ray=None, depth=None)
+    options = parser.parse_args(arguments, unset)
     if options.command == "show":
         return run_command(prog, lambda: _show(options))
-    listing.refuse_ignored(options, arguments[1:], _LIST_RULES)
+    if options.ray is not None and (options.folders or options.depth is not None):
+        listing.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
     return run_command(prog, lambda: _list(options))
 
 
@@ -65,10 +62,14 @@ def _parsers(prog: str) -> tuple[Parser, Parser]:
         epilog=f"example: {prog} list /shared/outputs",
     )
     listing.add_argument(
-        "folders", metavar="FOLDER", nargs="*", default=["."], help="where to look"
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        default=argparse.SUPPRESS,
+        help="where to look (by default here)",
     )
     listing.option(
-        "--depth", type=_depth, default=DEPTH, metavar="COUNT", help="folders below it to look into"
+        "--depth", type=_depth, metavar="COUNT", help=f"folders below it to look into ({DEPTH})"
     )
     listing.option(
         "--ray", metavar="URL", help="list llmpq's jobs of this cluster: http://HEAD:8265"
@@ -80,9 +81,9 @@ def _parsers(prog: str) -> tuple[Parser, Parser]:
 
 def _show(options: argparse.Namespace) -> int:
     place = find_job(options.output)
-    html = Path(options.html) if getattr(options, "html", None) is not None else None
+    html = None if options.html is None else Path(options.html)
     _check_page(html, place)
-    watch_s: float | None = getattr(options, "watch", None)
+    watch_s: float | None = options.watch
     while True:
         job = overview_of(place)
         runs = job.state == "running"
@@ -116,11 +117,13 @@ def _print(job: JobOverview, as_json: bool) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    if getattr(options, "ray", None) is not None:
+    if options.ray is not None:
         return _list_ray(options)
     found: dict[Path, JobOverview] = {}
-    for folder in options.folders:
-        for place in jobs_in(folder, options.depth):
+    folders = options.folders or ["."]
+    depth = DEPTH if options.depth is None else options.depth
+    for folder in folders:
+        for place in jobs_in(folder, depth):
             key = place.folder.absolute()
             if key in found:
                 continue
@@ -133,7 +136,7 @@ def _list(options: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps([job_figures(job) for job in jobs], indent=1) + "\n")
         return EXIT_DONE
     if not jobs:
-        _say(f"no jobs in {', '.join(options.folders)}, and in {options.depth} folders below")
+        _say(f"no jobs in {', '.join(folders)}, and in {depth} folders below")
         return EXIT_DONE
     printed = console()
     printed.print(list_text(jobs), width=min(COLUMNS, printed.width))
@@ -145,7 +148,7 @@ def _list(options: argparse.Namespace) -> int:
 def _list_ray(options: argparse.Namespace) -> int:
     from llmpq.remote.ray_jobs import RayJobs
 
-    jobs = RayJobs(options.ray).known()
+    jobs = RayJobs(options.ray, "--ray").known()
     if options.json:
         sys.stdout.write(json.dumps([asdict(job) for job in jobs], indent=1) + "\n")
     elif not jobs:

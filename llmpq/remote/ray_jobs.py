@@ -72,14 +72,14 @@ class KnownJob:
 
 
 class RayJobs:
-    """The jobs of the cluster whose dashboard is at `address`.
+    """The jobs of the cluster whose dashboard is at `address`, which `option` of a command named.
 
     All methods raise `DeviceError` where it does not answer or wants another token, and
     `InputError` for a job it does not know.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = checked_address(address)
+    def __init__(self, address: str, option: str = "--submit") -> None:
+        self.address = checked_address(address, option)
         warn_of_readers()
         check_dashboard(self.address)
         with self._explained_errors():

@@ -108,23 +108,32 @@ def jobs_in(folder: str | Path, depth: int = DEPTH) -> Iterator[JobPlace]:
     Hidden folders and links are left out. Raises `InputError` where `folder` is none.
     """
     top = Path(folder)
-    if not top.is_dir():
+    if not _is_folder(top):
         raise InputError(f"{top} is no folder; `llmpq jobs show` takes the output of one job")
     left = MOST_FOLDERS
     for path, below, files in os.walk(top):
         here = Path(path)
         left -= 1
         is_deepest = len(here.relative_to(top).parts) >= depth
-        below[:] = [] if is_deepest or left <= 0 else sorted(_worth_a_look(below))
+        below[:] = [] if left <= 0 else sorted(_worth_a_look(below, is_deepest))
         if MANIFEST in files or JOURNAL in files or here.name.endswith(_SUFFIX):
             try:
-                place = find_job(here)
+                yield find_job(here)
             except InputError:
                 continue
-            yield place
-            if not place.in_folder:
-                below[:] = []
+            below[:] = []
 
 
-def _worth_a_look(names: list[str]) -> Iterator[str]:
-    return (each for each in names if not each.startswith(".") and each != "node_modules")
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long a name, no access
+        return False
+
+
+def _worth_a_look(names: list[str], records_only: bool) -> Iterator[str]:
+    """Folders to look into: at the deepest only those that lie beside an output."""
+    for name in names:
+        is_record = name.endswith(_SUFFIX)
+        if is_record or not (records_only or name.startswith(".") or name == "node_modules"):
+            yield name

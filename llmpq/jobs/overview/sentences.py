@@ -108,9 +108,12 @@ def _beside_the_plan(job: JobOverview) -> Iterator[Fact]:
     text = f"{per_second(planned)} tokens/s"
     if job.planned_s is not None and job.rows is not None:
         text += f", {duration(job.planned_s)} for {plural(job.rows, 'row')}"
-    if measured is not None:
-        text += f"; measured is {beside(measured, planned)}"
     yield Fact("predicted", text)
+    if measured is not None:
+        text = f"{per_second(measured)} tokens/s, {beside(measured, planned)}"
+        if job.state == "done" and job.planned_s is not None:
+            text += f"; {duration(job.generated_s)} without loading"
+        yield Fact("measured", text)
 
 
 def beside(measured: float, planned: float) -> str:
