@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from llmpq.jobs.overview.figures import KILLED, SessionFigures, StageFigures
+from llmpq.jobs.overview.figures import KILLED, RUNNING, SessionFigures, StageFigures
 from llmpq.jobs.overview.overview import JobOverview
 from llmpq.report.formatting import count, duration, per_second, percent, plural, seconds
 
@@ -27,8 +27,9 @@ def state_words(job: JobOverview) -> str:
     """The state in a word or two."""
     if job.state == "running":
         session = job.sessions[-1] if job.sessions else None
-        waits = session is None or (session.how == "running" and session.loaded_s is None)
-        return "running, loading stages" if waits else "running"
+        if session is None or session.how != RUNNING:
+            return "running, starting"  # it has the lock and reads its input
+        return "running, loading stages" if session.loaded_s is None else "running"
     if job.state == "done":
         return f"done with {plural(job.errors, 'error')}" if job.errors else "done"
     return "stopped"

@@ -148,7 +148,7 @@ def job_events(journal: Journal, sessions: Sequence[SessionFigures]) -> tuple[Jo
     found: list[JobEvent] = []
     begins_s = 0.0
     for session, figures in zip(journal.sessions, sessions, strict=True):
-        for event in session.events:
+        for event in sorted(session.events, key=lambda event: event.at):
             at_s = begins_s + min(max(0.0, event.at - figures.began_at), figures.seconds)
             found.append(
                 JobEvent(

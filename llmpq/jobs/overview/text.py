@@ -56,7 +56,8 @@ def _parts(job: JobOverview) -> Iterator[RenderableType]:
     if job.events:
         yield _events(job)
     if len(job.sessions) > 1:
-        yield _table("sessions", SESSION_HEADS, map(session_cells, job.sessions), words=(0, 6))
+        rows = ((began[:-3], *more) for began, *more in map(session_cells, job.sessions))
+        yield _table("sessions", SESSION_HEADS, rows, words=(0, 6))
 
 
 def _stages(part: PartFigures) -> RenderableType:
@@ -68,7 +69,9 @@ def _stages(part: PartFigures) -> RenderableType:
         cells[1] = shortened(cells[1], _WIDE_DEVICE)
         del cells[STAGE_HEADS.index("bits")]
         rows.append(list(cells.values()))
-    return _table("stages: mean of a full micro-batch, measured and planned", heads, rows, (1, 2))
+    return _table(
+        "stages: mean of a full micro-batch, measured and planned", heads, rows, (1, 2), (1,)
+    )
 
 
 def _errors(job: JobOverview) -> RenderableType:
@@ -78,7 +81,7 @@ def _errors(job: JobOverview) -> RenderableType:
     rows = [
         (count(kind.count), f"{kind.error}\nfirst: {kind.custom_id}") for kind in job.error_kinds
     ]
-    return _table(title, ("rows", "error"), rows, words=(1,))
+    return _table(title, ("rows", "error"), rows, words=(1,), folds=(1,))
 
 
 def _events(job: JobOverview) -> RenderableType:
@@ -88,12 +91,17 @@ def _events(job: JobOverview) -> RenderableType:
     rows = [
         (moment(event.at)[5:], event.kind, duration(event.lost_s), event.text) for event in shown
     ]
-    return _table(title, ("when", "what", "lost", ""), rows, words=(0, 1, 3))
+    return _table(title, ("when", "what", "lost", ""), rows, words=(0, 1, 3), folds=(3,))
 
 
 def _table(
-    title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[int]
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: Sequence[int],
+    folds: Sequence[int] = (),
 ) -> RenderableType:
+    """Columns of `words` are aligned to the left; those in `folds` may take several lines."""
     table = Table(
         title=f"\n{title}" if title else None,
         title_justify="left",
@@ -107,7 +115,7 @@ def _table(
             head,
             justify="left" if number in words else "right",
             overflow="fold",
-            no_wrap=number not in words,
+            no_wrap=number not in folds,
         )
     for row in rows:
         table.add_row(*map(_plain, row))
@@ -124,7 +132,7 @@ LIST_HEADS = ("output", "state", "rows", "errors", "tokens/s", "last sign", "mod
 
 def list_text(jobs: Sequence[JobOverview]) -> RenderableType:
     """Jobs, a line each."""
-    return _table("", LIST_HEADS, map(_list_cells, jobs), words=(0, 1, 6))
+    return _table("", LIST_HEADS, map(_list_cells, jobs), words=(0, 1, 6), folds=(0, 6))
 
 
 def _list_cells(job: JobOverview) -> Sequence[str]:
@@ -153,4 +161,6 @@ def ray_text(jobs: Sequence[KnownJob]) -> RenderableType:
         )
         for job in jobs
     ]
-    return _table("", ("id", "state", "began", "ended", "output"), rows, words=range(5))
+    return _table(
+        "", ("id", "state", "began", "ended", "output"), rows, words=range(5), folds=(0, 4)
+    )

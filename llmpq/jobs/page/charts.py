@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from llmpq.report.pictures.axes import Axis
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, 24, 48, 56
+LABEL_ROWS, LABEL_WIDTH = (34.0, 12.0), 22.0
+"""Pixels of the rows in which numbers of events stand, and of each number."""
+
 MOST_MARKS = 40
 """Events that are marked; more would cover each other."""
 
@@ -21,10 +25,11 @@ Pixels = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Mark:
-    """An event on the time axis."""
+    """An event on the time axis, whose number stands at `label`, above the picture."""
 
     number: int
     x: float
+    label: tuple[float, float]
     title: str
 
 
@@ -125,7 +130,14 @@ def _begins(job: JobOverview, time: TimeAxis) -> list[float]:
 
 
 def _marks(events: Sequence[JobEvent], time: TimeAxis) -> list[Mark]:
-    return [
-        Mark(event.number, time.at(event.at_s), f"{event.kind}: {event.text}")
-        for event in events[-MOST_MARKS:]
-    ]
+    """Marks of the latest events, whose numbers make way for each other."""
+    marks: list[Mark] = []
+    ends = dict.fromkeys(LABEL_ROWS, -math.inf)
+    for event in events[-MOST_MARKS:]:
+        x = time.at(event.at_s)
+        y = next((row for row in LABEL_ROWS if ends[row] <= x), min(ends, key=ends.__getitem__))
+        label = max(x, ends[y])
+        ends[y] = label + LABEL_WIDTH
+        title = f"{event.kind}: {event.text}"
+        marks.append(Mark(event.number, x, (min(label, WIDTH - LABEL_WIDTH / 2), y), title))
+    return marks
