@@ -12,12 +12,11 @@ from pathlib import Path
 
 from actors.messages import StageStats
 from actors.stage_group import StageGroup
-from llmpq.run.monitoring.meter import RunMeter, RunState
+from llmpq.run.monitoring.meter import INTERVAL_S, RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
 from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError
 
-INTERVAL_S = 1.0
 WAIT_AT_END_S = 10.0  # for a poll in progress, which waits 5 s for the stages
 
 
