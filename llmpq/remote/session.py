@@ -42,7 +42,7 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
     from llmpq.remote.local_ray import LocalHead
 
     if ray.is_initialized():
-        with _head_loss_raised():
+        with head_loss_raised():
             yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
@@ -55,7 +55,7 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
             stack.callback(head.note_started)
         else:
             stack.callback(_shut_down)
-        stack.enter_context(_head_loss_raised())
+        stack.enter_context(head_loss_raised())
         yield
 
 
@@ -133,7 +133,7 @@ def _start(target: str) -> None:
 
 
 @contextmanager
-def _head_loss_raised() -> Iterator[None]:
+def head_loss_raised() -> Iterator[None]:
     """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
     from ray.exceptions import RayError
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+SHOWN_CHARACTERS = 60
+"""Length of the text of a result where it is shown in one line."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Result:
     """Outcome of one row: generated tokens (EOS included) and their text, or `error`.
 
@@ -27,6 +30,18 @@ class Result:
         """All fields by name, and after them the row's own columns."""
         return {name: getattr(self, name) for name in RESULT_FIELDS} | dict(self.columns)
 
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Result({self.custom_id!r}, error={_shortened(self.error)!r})"
+        text = None if self.text is None else _shortened(self.text)
+        tokens = len(self.token_ids)
+        return f"Result({self.custom_id!r}, {text!r}, {tokens} tokens, {self.finish_reason!r})"
+
+    def _repr_html_(self) -> str:
+        from llmpq.notebook import result_html
+
+        return result_html(self.as_dict())
+
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(self.as_dict(), ensure_ascii=False)
@@ -37,3 +52,7 @@ RESULT_FIELDS = tuple(each.name for each in fields(Result) if each.name != "colu
 
 FINGERPRINT = "fingerprint"
 """Name of the field that a row of an output has beside them."""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

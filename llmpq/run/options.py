@@ -147,10 +147,8 @@ class RunOptions:
         refuse_unknown(options, (*own, *SAMPLING_OPTIONS), "option of a run")
         refuse_ignored(options, _RULES)
         given = {name: value for name, value in options.items() if name in own}
-        sampling = {
-            name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None
-        }
-        return cls(**{**given, "sampling": sampling} if sampling else given)
+        beside = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+        return cls(**{**given, "sampling": one_sampling(given.get("sampling"), beside)})
 
     @property
     def cache(self) -> CacheSettings:
@@ -186,6 +184,15 @@ class RunOptions:
     def trace_path(self) -> Path | None:
         """The trace file, if one is to be written."""
         return None if self.trace is None else Path(self.trace)
+
+
+def one_sampling(sampling: SamplingInput, fields: Mapping[str, Any]) -> SamplingInput:
+    """The `sampling` that is given, whole or by its `fields`, of which those that are None are not
+    set; raises `SpecError` for an unknown one, and for both.
+    """
+    refuse_unknown(fields, SAMPLING_OPTIONS, "sampling option")
+    refuse_ignored({"sampling": sampling, **fields}, _RULES)
+    return {name: value for name, value in fields.items() if value is not None} or sampling
 
 
 def _is_on_cpus(plan: PlanSpec) -> bool:

@@ -21,7 +21,7 @@ from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.output.earlier_results import EarlierResults
 from llmpq.jobs.output.job_folder import LOCK, JobFolder
 from llmpq.jobs.output.joining import JoinedResults
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.options import JournalPlace, OutputOptions
 from llmpq.jobs.output.result_rows import check_writable
 from llmpq.jobs.output.shard_writer import ShardWriter
 from llmpq.jobs.records.completion_record import (
@@ -318,6 +318,13 @@ class JobOutput:
         return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
 
     @property
+    def journal(self) -> JournalPlace:
+        """Where the journal of the job is, and what lies beside it now."""
+        newest = max(shards_in(self.folder), default=None)
+        after = None if newest is None else (newest.generation, newest.number)
+        return JournalPlace(self._job.journal, self._options.overwrite, after)
+
+    @property
     def committed(self) -> int:
         """Rows of this run that are on disk."""
         return self._writer.committed if self._writer is not None else 0
@@ -349,4 +356,5 @@ class JobOutput:
         self._lock.release()
         if self._is_new and not (self._writer is not None and self._writer.begun):
             with suppress(OSError):  # somebody else has put something there
+                self._job.journal.unlink(missing_ok=True)
                 self.folder.rmdir()

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.options import JournalPlace, OutputOptions
 from llmpq.jobs.output.result_stream import ResultStream
 from llmpq.jobs.records.completion_record import InputRecord, ReadInputAgain
 from llmpq.jobs.records.input_changes import InputChanges
@@ -25,6 +25,10 @@ class Output(Protocol):
     @property
     def path(self) -> Path:
         """The place as the user named it."""
+
+    @property
+    def journal(self) -> JournalPlace | None:
+        """The place for a journal; None where nothing is kept."""
 
     def recorded(
         self, identity: JobIdentity, source: JobInput, retry_errors: bool = False

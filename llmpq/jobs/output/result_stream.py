@@ -22,6 +22,7 @@ class ResultStream:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.journal = None
         self._database = RowDatabase()
 
     def recorded(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from actors.messages import QueueDepth, StageStats
 from llmpq.run.monitoring.forecast import Counts, TimeLeft, time_left
 
+INTERVAL_S = 1.0  # between two states
 WINDOW_S = 15.0  # over which tokens per second are counted: long enough for several prefills
 
 

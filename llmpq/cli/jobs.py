@@ -1,0 +1,190 @@
+"""`llmpq jobs`: how jobs are, while they run or later. No job is changed or disturbed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.jobs.overview.overview import JobOverview, overview_of
+from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
+from llmpq.jobs.overview.text import job_text, list_text, ray_text
+from quant.common.errors import InputError
+
+COLUMNS = 80
+"""Columns of what is printed at most."""
+
+WATCH_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "llmpq jobs") -> int:
+    """Entry point; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    parser, listing = _parsers(prog)
+    unset = argparse.Namespace(html=None, watch=None, folders=None, ray=None, depth=None)
+    options = parser.parse_args(arguments, unset)
+    if options.command == "show":
+        return run_command(prog, lambda: _show(options))
+    if options.ray is not None and (options.folders or options.depth is not None):
+        listing.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
+    return run_command(prog, lambda: _list(options))
+
+
+def _parsers(prog: str) -> tuple[Parser, Parser]:
+    """The parser of the command, and that of its list."""
+    parser = Parser(prog=prog, description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,list}")
+    show = commands.add_parser(
+        "show",
+        help="one job: state, speed beside the plan, errors by kind, what was replaced",
+        epilog=f"example: {prog} show results.jsonl --html job.html",
+    )
+    show.add_argument("output", metavar="OUTPUT", help="the --output of a llmpq run, done or not")
+    show.option("--html", metavar="FILE", help="write it as a page that needs only a browser")
+    show.option(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=WATCH_S,
+        metavar="SECONDS",
+        help="look again so often, until the job no longer runs; the page loads itself again too",
+    )
+    show.add_argument("--json", action="store_true", help="print the figures as JSON")
+    listing = commands.add_parser(
+        "list",
+        help="the jobs in and below folders, or those of a Ray cluster",
+        epilog=f"example: {prog} list /shared/outputs",
+    )
+    listing.add_argument(
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        default=argparse.SUPPRESS,
+        help="where to look (by default here)",
+    )
+    listing.option(
+        "--depth", type=_depth, metavar="COUNT", help=f"folders below it to look into ({DEPTH})"
+    )
+    listing.option(
+        "--ray", metavar="URL", help="list llmpq's jobs of this cluster: http://HEAD:8265"
+    )
+    listing.add_argument("--json", action="store_true", help="print the figures as JSON")
+    assert isinstance(listing, Parser)
+    return parser, listing
+
+
+def _show(options: argparse.Namespace) -> int:
+    place = find_job(options.output)
+    html = None if options.html is None else Path(options.html)
+    _check_page(html, place)
+    watch_s: float | None = options.watch
+    while True:
+        job = overview_of(place)
+        runs = job.state == "running"
+        if html is not None:
+            from llmpq.jobs.page.page import write_page
+
+            write_page(html, job, watch_s if runs else None)
+        _print(job, options.json)
+        if html is not None and not options.json:
+            _say(f"page: {html}")
+        if watch_s is None or not runs:
+            return EXIT_DONE
+        time.sleep(watch_s)
+
+
+def _check_page(html: Path | None, place: JobPlace) -> None:
+    """Refuse a page that would be written over the job's own files."""
+    if html is None:
+        return
+    target = html.absolute()
+    if target == place.output.absolute() or place.folder.absolute() in target.parents:
+        raise InputError(f"--html {html} lies where the job writes; name another file")
+
+
+def _print(job: JobOverview, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(job_figures(job), indent=1) + "\n")
+        return
+    printed = console()
+    printed.print(job_text(job), width=min(COLUMNS, printed.width))
+
+
+def _list(options: argparse.Namespace) -> int:
+    if options.ray is not None:
+        return _list_ray(options)
+    found: dict[Path, JobOverview] = {}
+    folders = options.folders or ["."]
+    depth = DEPTH if options.depth is None else options.depth
+    for folder in folders:
+        for place in jobs_in(folder, depth):
+            key = place.folder.absolute()
+            if key in found:
+                continue
+            try:
+                found[key] = overview_of(place, look=False)
+            except InputError as error:
+                _say(f"{place.output}: {error}")
+    jobs = sorted(found.values(), key=lambda job: (job.state != "running", -(job.last_at or 0)))
+    if options.json:
+        sys.stdout.write(json.dumps([job_figures(job) for job in jobs], indent=1) + "\n")
+        return EXIT_DONE
+    if not jobs:
+        _say(f"no jobs in {', '.join(folders)}, and in {depth} folders below")
+        return EXIT_DONE
+    printed = console()
+    printed.print(list_text(jobs), width=min(COLUMNS, printed.width))
+    if any(job.state == "stopped" for job in jobs):
+        _say("stopped jobs go on by the same command; `llmpq jobs show OUTPUT` has it")
+    return EXIT_DONE
+
+
+def _list_ray(options: argparse.Namespace) -> int:
+    from llmpq.remote.ray_jobs import RayJobs
+
+    jobs = RayJobs(options.ray, "--ray").known()
+    if options.json:
+        sys.stdout.write(json.dumps([asdict(job) for job in jobs], indent=1) + "\n")
+    elif not jobs:
+        _say(f"the Ray cluster at {options.ray} knows no jobs of llmpq")
+    else:
+        printed = console()
+        printed.print(ray_text(jobs), width=min(COLUMNS, printed.width))
+        _say(f"llmpq run --submit {options.ray} --follow-job ID shows the log of one")
+    return EXIT_DONE
+
+
+def job_figures(job: JobOverview) -> dict[str, Any]:
+    """All that is known of a job, as JSON has it; times are seconds of the Unix clock."""
+    figures = asdict(job)
+    del figures["series"]
+    more = {"output": str(job.output), "left": job.left, "command": job.command}
+    return figures | more | {"seconds": job.seconds, "generated_s": job.generated_s}
+
+
+def _say(line: str) -> None:
+    console(stderr=True).print(line, soft_wrap=True, highlight=False)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text} is not within 1 and 86400 seconds")
+    return value
+
+
+def _depth(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not within 0 and 100 folders")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
