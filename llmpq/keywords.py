@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 from actors.messages import Transport
 from actors.recovery.policy import OnDeviceLoss
 from llmpq.rows.sampling_defaults import GenerationConfigUse
-from planner.optimiser.problem import Objective
+from planner.optimiser.names import Objective
 from planner.options import Quality
 from planner.scheduling import PolicyName
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
-from llmpq.cli.options.algo import PLANNING, PROG
-from llmpq.cli.options.algo import algo_parser as parser
+from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
 from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
@@ -32,7 +31,7 @@ _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = algo_parser(prog).parse(arguments)
     return run_command(prog, lambda: _plan(options))
 
 

@@ -31,15 +31,15 @@ _FILES, _FOLDERS = ("FILE", "PATH"), ("FOLDER", "DIR")
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = completion_parser(prog).parse(arguments)
     return run_command(prog, lambda: _print(options.shell))
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def completion_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    made.group("shell").option("shell", choices=SHELLS, help="which shell the script is for")
-    return made
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    parser.group("shell").option("shell", choices=SHELLS, help="which shell the script is for")
+    return parser
 
 
 def _print(shell: str) -> int:
@@ -77,8 +77,7 @@ def _made(make: Callable[[], Parser], **_: object) -> Parser:
 
 
 def _parser_of(name: str, command: Subcommand) -> Parser:
-    made: Parser = command.load().parser(f"llmpq {name}")
-    return made
+    return command.parser(f"llmpq {name}")
 
 
 def _parsers(root: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:

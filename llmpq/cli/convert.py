@@ -16,17 +16,17 @@ _EXAMPLES = ("%(prog)s /models/opt-30b-bin /models/opt-30b",)
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = convert_parser(prog).parse(arguments)
     return run_command(prog, lambda: _convert(options.source, options.target))
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def convert_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    add = made.group("folders").option
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    add = parser.group("folders").option
     add("source", type=Path, metavar="SOURCE", help="folder with pytorch_model.bin or its index")
     add("target", type=Path, metavar="TARGET", help="folder to make")
-    return made
+    return parser
 
 
 def _convert(source: Path, target: Path) -> int:

@@ -23,11 +23,9 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.dist import (
     PROG,
+    dist_parser,
     output_options,
     run_options,
-)
-from llmpq.cli.options.dist import (
-    dist_parser as parser,
 )
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     where, command = split_options(arguments, prog)
     if where.follow or where.stop:
         return run_command(prog, lambda: known_job(where))
-    options = parser(prog).parse(arguments)
+    options = dist_parser(prog).parse(arguments)
     options.prog = prog
     options.command = shlex.join([*prog.split(), *arguments])
     if where.address is not None:

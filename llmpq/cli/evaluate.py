@@ -35,7 +35,7 @@ _EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = evaluate_parser(prog).parse(arguments)
     return run_command(prog, lambda: _evaluate(options))
 
 
@@ -187,16 +187,16 @@ def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
         raise InputError(f"cannot write {path}: {error}") from error
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def evaluate_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
-    made.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
-    _add_subjects(made.group("what to evaluate"))
-    _add_text(made.group("text"))
-    made.group("output").option("--json", metavar="FILE", help="write the figures as JSON")
-    _add_rounding(made.group("rounding"))
-    _add_computing(made.group("computing"))
-    return made
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
+    parser.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
+    _add_subjects(parser.group("what to evaluate"))
+    _add_text(parser.group("text"))
+    parser.group("output").option("--json", metavar="FILE", help="write the figures as JSON")
+    _add_rounding(parser.group("rounding"))
+    _add_computing(parser.group("computing"))
+    return parser
 
 
 def _add_subjects(group: OptionGroup) -> None:

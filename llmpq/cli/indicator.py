@@ -82,7 +82,7 @@ _EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = indicator_parser(prog).parse(arguments)
     return run_command(prog, lambda: _measure(options))
 
 
@@ -222,15 +222,15 @@ def _print_points(content: OmegaContent) -> None:
         console().print(note, soft_wrap=True, highlight=False)
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def indicator_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made, default = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES), IndicatorOptions()
-    made.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
-    _add_texts(made.group("model and texts"), default)
-    _add_output(made.group("output"))
-    _add_method(made.group("method"), default)
-    _add_computing(made.group("computing"))
-    return made
+    parser, default = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES), IndicatorOptions()
+    parser.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
+    _add_texts(parser.group("model and texts"), default)
+    _add_output(parser.group("output"))
+    _add_method(parser.group("method"), default)
+    _add_computing(parser.group("computing"))
+    return parser
 
 
 def _add_texts(group: OptionGroup, default: IndicatorOptions) -> None:

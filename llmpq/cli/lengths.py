@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, console, run_command
-from llmpq.cli.options.lengths import PROG
-from llmpq.cli.options.lengths import lengths_parser as parser
+from llmpq.cli.options.lengths import PROG, lengths_parser
 from llmpq.cli.progress import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = lengths_parser(prog).parse(arguments)
     command = _train if options.command == "train" else _evaluate
     return run_command(prog, lambda: command(options))
 

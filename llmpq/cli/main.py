@@ -7,24 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from quant.common.safe_text import printable
+
+if TYPE_CHECKING:
+    from llmpq.cli.parser import Parser
 
 _BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand's `module`, with `main` and `parser`, its old name, and what it does."""
+    """A subcommand's `module`, what it does, and its old name.
+
+    The module `llmpq.cli.x` has the functions `main` and `x_parser`.
+    """
 
     module: str
     summary: str
     old_name: str | None = None
 
-    def load(self) -> ModuleType:
-        """Import the module of the command."""
-        return import_module(self.module)
+    def main(self, arguments: Sequence[str], prog: str) -> int:
+        """Run the command under the name `prog`, and return the exit code."""
+        code: int = import_module(self.module).main(arguments, prog=prog)
+        return code
+
+    def parser(self, prog: str) -> Parser:
+        """The parser of the command under the name `prog`."""
+        name = f"{self.module.rpartition('.')[2]}_parser"
+        made: Parser = getattr(import_module(self.module), name)(prog)
+        return made
 
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
@@ -94,8 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
         return _BAD_INPUT
-    code: int = found.load().main(given[1:], prog=f"llmpq {given[0]}")
-    return code
+    return found.main(given[1:], f"llmpq {given[0]}")
 
 
 def help_text() -> str:

@@ -55,7 +55,7 @@ _EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = profile_parser(prog).parse(arguments)
     return run_command(prog, lambda: _profile(options))
 
 
@@ -170,14 +170,14 @@ def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[Fit
     return table
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def profile_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
-    _add_subject(made.group("model and devices"))
-    _add_output(made.group("output"))
-    _add_points(made.group("what is measured"))
-    _add_effort(made.group("effort"))
-    return made
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
+    _add_subject(parser.group("model and devices"))
+    _add_output(parser.group("output"))
+    _add_points(parser.group("what is measured"))
+    _add_effort(parser.group("effort"))
+    return parser
 
 
 def _add_subject(group: OptionGroup) -> None:

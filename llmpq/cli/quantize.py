@@ -37,7 +37,7 @@ _EXAMPLES = (
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = quantize_parser(prog).parse(arguments)
     return run_command(prog, lambda: _quantize(options))
 
 
@@ -116,16 +116,16 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     return folder, given * layers if len(given) == 1 else given
 
 
-def parser(prog: str | None = PROG) -> Parser:
+def quantize_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    made = Parser(prog, _DESCRIPTION, _EXAMPLES)
-    made.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
-    _add_bits(made.group("model and bits"))
-    _add_calibration(made.group("calibration"))
-    _add_output(made.group("output"))
-    _add_rounding(made.group("rounding"))
-    _add_computing(made.group("computing"))
-    return made
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    parser.usage = "%(prog)s --plan FILE --calibration FILE [FILE ...] -o FOLDER [options]"
+    _add_bits(parser.group("model and bits"))
+    _add_calibration(parser.group("calibration"))
+    _add_output(parser.group("output"))
+    _add_rounding(parser.group("rounding"))
+    _add_computing(parser.group("computing"))
+    return parser
 
 
 def _add_bits(group: OptionGroup) -> None:

@@ -18,8 +18,7 @@ from llmpq.cli.common import (
     console,
     run_command,
 )
-from llmpq.cli.options.serve import NO_BATCHES, PROG
-from llmpq.cli.options.serve import serve_parser as parser
+from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
@@ -36,7 +35,7 @@ _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmp
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = parser(prog).parse(arguments)
+    options = serve_parser(prog).parse(arguments)
     options.prog = prog
     return run_command(prog, lambda: _serve(options))
 

@@ -32,7 +32,7 @@ PARSERS = {
     each.prog: each
     for name, command in SUBCOMMANDS.items()
     if find_spec(command.module) is not None
-    for each in with_parsers_below(command.load().parser(f"llmpq {name}"))
+    for each in with_parsers_below(command.parser(f"llmpq {name}"))
 }
 every_parser = pytest.mark.parametrize("prog", PARSERS)
 

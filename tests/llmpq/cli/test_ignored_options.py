@@ -175,8 +175,8 @@ ACCEPTED: list[tuple[Parser, list[str]]] = [
     (algo_parser(), [*PLAN, "--prompts", "9", "--in_flight", "4", "--n", "8"]),
     (dist_parser(), [*RUN, *SUBMIT, "--address", "auto", "--no_wait"]),
     (dist_parser(), [*RUN, "--resume", "--retry_errors", "--extend"]),
-    (evaluate.parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
-    (indicator.parser(), [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
+    (evaluate.evaluate_parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
+    (indicator.indicator_parser(), [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
 ]
 
 
@@ -188,9 +188,9 @@ def test_what_has_an_effect_is_accepted(parser: Parser, arguments: list[str]) ->
 @pytest.mark.parametrize(
     "parser",
     [
-        evaluate.parser(),
-        indicator.parser(),
-        profile.parser(),
+        evaluate.evaluate_parser(),
+        indicator.indicator_parser(),
+        profile.profile_parser(),
         algo_parser(),
         dist_parser(),
         submit_parser("llmpq run"),
