@@ -91,7 +91,7 @@ def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_jo
 
 def _model(options: argparse.Namespace) -> str:
     if ("model" in options) == ("model_name" in options):
-        raise SpecError("name the model once: --model, or --model-name with --model_size")
+        raise SpecError("name the model once: --model, or --model_name with --model_size")
     if "model" in options:
         return str(options.model)
     size = f"-{options.model_size}" if "model_size" in options else ""

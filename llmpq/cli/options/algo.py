@@ -56,10 +56,10 @@ _WORKLOAD_RULES = (
 """Options of what is planned for that others make useless."""
 
 ALGO_RULES = (
-    Rule(("model_size",), "give the size of the family of --model-name", without=("model_name",)),
+    Rule(("model_size",), "give the size of the family of --model_name", without=("model_name",)),
     Rule(
         ("method",),
-        "--shaq-efficient is --method transfer; give one of them",
+        "--shaq_efficient is --method transfer; give one of them",
         beside="shaq_efficient",
         honoured=("transfer",),
     ),
