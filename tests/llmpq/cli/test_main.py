@@ -33,6 +33,13 @@ def test_every_command_of_the_issue_is_there() -> None:
     assert set(named.split()) <= set(SUBCOMMANDS)
 
 
+def test_the_page_about_commands_lists_them_all() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `llmpq ")]
+    listed = {name.strip(" `"): old.strip(" `") for name, _, old in rows}
+    assert listed == {f"llmpq {name}": each.old_name or "" for name, each in SUBCOMMANDS.items()}
+
+
 @pytest.mark.parametrize("name", OLD)
 def test_old_names_are_the_same_programs(name: str) -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
