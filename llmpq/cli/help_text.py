@@ -60,6 +60,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
             if action.option_strings
             else self._get_default_metavar_for_positional(action)
         )
+        if action.choices is not None and action.nargs == "+":
+            return f"{self._metavar_formatter(action, default)(1)[0]} ..."
         return self._format_args(action, default)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:

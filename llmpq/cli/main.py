@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quant.common.safe_text import printable
@@ -21,7 +22,8 @@ _BAD_INPUT = 2
 class Subcommand:
     """A subcommand's `module`, what it does, and its old name.
 
-    The module `llmpq.cli.x` has the functions `main` and `x_parser`.
+    The module `llmpq.cli.x` has the function `main`, and it or `llmpq.cli.options.x`, which is
+    imported sooner, the function `x_parser`.
     """
 
     module: str
@@ -35,8 +37,10 @@ class Subcommand:
 
     def parser(self, prog: str) -> Parser:
         """The parser of the command under the name `prog`."""
-        name = f"{self.module.rpartition('.')[2]}_parser"
-        made: Parser = getattr(import_module(self.module), name)(prog)
+        package, _, name = self.module.rpartition(".")
+        options = f"{package}.options.{name}"
+        module = import_module(options if find_spec(options) else self.module)
+        made: Parser = getattr(module, f"{name}_parser")(prog)
         return made
 
 
@@ -107,7 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
         return _BAD_INPUT
-    return found.main(given[1:], f"llmpq {given[0]}")
+    prog = f"llmpq {given[0]}"
+    if {"-h", "--help"} & set(given):
+        found.parser(prog).parse(given[1:])  # leaves, without what the command itself needs
+    return found.main(given[1:], prog)
 
 
 def help_text() -> str:

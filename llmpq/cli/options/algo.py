@@ -127,12 +127,7 @@ def _add_workload(group: OptionGroup) -> None:
         help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
         "folders, globs; with --global_bz they only give lengths",
     )
-    add(
-        "--prompts",
-        type=int,
-        metavar="COUNT",
-        help="plan a job of so many prompts of --s tokens",
-    )
+    add("--prompts", type=int, metavar="COUNT", help="plan a job of so many prompts of --s tokens")
     batch, tokens = default["global_batch"], default["prompt_length"]
     add(
         "--s",
@@ -283,11 +278,7 @@ def _add_bits(group: OptionGroup) -> None:
         choices=PLAN_ROUNDINGS,
         help=f"how weights are rounded (default: {PLAN_ROUNDINGS[0]})",
     )
-    add(
-        "--omega_file",
-        metavar="FILE",
-        help="JSON of sensitivities, made by llmpq indicator",
-    )
+    add("--omega_file", metavar="FILE", help="JSON of sensitivities, made by llmpq indicator")
     add(
         "--importance",
         metavar="FILE",
@@ -365,12 +356,7 @@ def _add_schedule(group: OptionGroup) -> None:
         help="tokens of a prompt that a micro-batch of orca and s3 takes at most, 0 is all "
         f"(default: {PREFILL_CHUNK_TOKENS})",
     )
-    add(
-        "--prefill_micro_batch",
-        type=int,
-        metavar="COUNT",
-        help="fix the prefill micro-batch size",
-    )
+    add("--prefill_micro_batch", type=int, metavar="COUNT", help="fix the prefill micro-batch size")
     add("--decode_micro_batch", type=int, metavar="COUNT", help="fix the decode micro-batch size")
 
 

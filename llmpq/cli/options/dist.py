@@ -19,9 +19,7 @@ from quant.common.errors import SpecError
 _RUN_OPTIONS = (*(field.name for field in dataclasses.fields(RunOptions)), *SAMPLING_OPTIONS)
 DIST_RULES = (
     Rule(
-        ("retry_errors",),
-        "--overwrite runs every row again; give one of them",
-        beside="overwrite",
+        ("retry_errors",), "--overwrite runs every row again; give one of them", beside="overwrite"
     ),
     Rule(
         ("extend",),
@@ -134,9 +132,7 @@ def _add_stages(group: OptionGroup) -> None:
         help="Ray cluster to join, auto for the one on this machine (default: a local one)",
     )
     add(
-        "--model",
-        metavar="MODEL",
-        help="folder or hub id of the weights (default: the plan's own)",
+        "--model", metavar="MODEL", help="folder or hub id of the weights (default: the plan's own)"
     )
     add("--cluster", metavar="FILE", help="cluster YAML that the plan must have been made for")
     add(

@@ -115,10 +115,4 @@ def _add_training(group: OptionGroup) -> None:
         metavar="COUNT",
         help="times that a classifier sees each row (default: 10, more of few rows)",
     )
-    add(
-        "--seed",
-        type=int,
-        metavar="SEED",
-        default=0,
-        help="of held-out rows and of the training",
-    )
+    add("--seed", type=int, metavar="SEED", default=0, help="of held-out rows and of the training")

@@ -42,8 +42,4 @@ def add_submitting(group: OptionGroup) -> None:
     )
     add("--no_wait", action="store_true", help="print the job's id and do not wait for its end")
     add("--follow_job", metavar="ID", help="show a job's log")
-    add(
-        "--stop_job",
-        metavar="ID",
-        help="stop a job after it has committed what is finished",
-    )
+    add("--stop_job", metavar="ID", help="stop a job after it has committed what is finished")
