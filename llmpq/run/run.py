@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
 from llmpq.lengths.finished_rows import texts_of
-from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
+from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
 from llmpq.remote.session import ray_session
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
@@ -21,6 +21,7 @@ from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_f
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
 from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
+from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.options import RunOptions
 from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
@@ -37,6 +38,8 @@ from quant.common.errors import DeviceLostError
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
     from llmpq.remote.local_ray import GiveUp
+    from planner.model.finding import ModelShape
+    from quant.importance.store import ImportanceStore
 
 UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows")
 """Events that cost the stages no time."""
@@ -65,10 +68,6 @@ class Run:
         job: str = "llmpq",
         on_event: OnEvent | None = None,
     ) -> None:
-        from actors.stage.transformers_config import check_transformers_builds
-        from llmpq.run.importance import importance_store
-        from quant.checkpoint.reader import Checkpoint
-
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
         options.scheduling(plan)
@@ -81,24 +80,21 @@ class Run:
         self._options, self._job, self._cache = options, job, options.cache
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self._folder = resolve(self._checkpoint, weights=False)
+        self.sampling = sampling_for_run(plan, options, self._folder)
+        if self.sampling.warning:
+            warnings.warn(self.sampling.warning, stacklevel=3)
+        sampling = self.sampling.sampling
+        shape = shape_for_run(plan, sampling, self._folder, source)
+        importance_file(plan, options.importance, self._cache, shape)
+        if options.scheduling(plan).name == "s3":
+            check_source(options.predictor, self._folder, shape.vocab_size, options.save_predictor)
         with ExitStack() as undo:
             tokenizer = self._started_tokenizer()  # it loads during the checks below
             if tokenizer is not None:
                 undo.callback(tokenizer.close)
-            self.sampling = sampling_for_run(plan, options, self._folder)
-            if self.sampling.warning:
-                warnings.warn(self.sampling.warning, stacklevel=3)
-            sampling = self.sampling.sampling
-            shape = shape_for_run(plan, sampling, self._folder, source)
             long_rows = None if plan.long_rows is None else plan.long_rows.workload
             self._maker = RequestMaker(
                 plan.workload, shape.vocab_size, sampling, tokenizer, long_rows
-            )
-            if str(self._folder) == self._checkpoint:
-                Checkpoint(self._folder).check_files()
-            check_transformers_builds(self._folder)
-            self._importance = importance_store(
-                plan, options.importance, self._cache, (self._folder, self._checkpoint), shape
             )
             lengths = None
             if options.scheduling(plan).name == "s3":
@@ -106,6 +102,7 @@ class Run:
                     options.predictor, self._folder, shape.vocab_size, options.save_predictor
                 )
                 undo.callback(lengths.close)
+            self._importance = self._importance_store(shape)
             if tokenizer is not None:
                 tokenizer.wait()
             self._expected = self._expected_lengths(lengths)
@@ -118,6 +115,19 @@ class Run:
         self._began_s = 0.0
         self._loaded_s: float | None = None
         self._parts: list[RunPart] = []
+
+    def _importance_store(self, shape: ModelShape) -> ImportanceStore:
+        """What weights are rounded by, once transformers and torch, which are slow to load, take
+        the model too.
+        """
+        from actors.stage.transformers_config import check_transformers_builds
+        from quant.checkpoint.reader import Checkpoint
+
+        if str(self._folder) == self._checkpoint:
+            Checkpoint(self._folder).check_files()
+        check_transformers_builds(self._folder)
+        model = (self._folder, self._checkpoint)
+        return importance_store(self.plan, self._options.importance, self._cache, model, shape)
 
     def _started_tokenizer(self) -> TokenizerProcess | None:
         plans = (self.plan, self.plan.long_rows or self.plan)
