@@ -25,6 +25,10 @@ from planner.options import BOUNDS, PlanOptions
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
+from quant.common.whole_file import names_a_file
+
+_TARGETS = ("output", "report", "trace", "pareto", "write_cluster")
+"""Options that name a file to write."""
 
 _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
@@ -36,6 +40,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    _check_targets(options)
     model = _model(options)
     checked_shape(model)  # before devices are looked for and prompts are tokenized
     cluster = _cluster(options)
@@ -78,6 +83,16 @@ def _searching(given: Mapping[str, Any], what: str) -> TaskProgress:
     """Show how long plans have been searched; of a front, nobody knows how many it will have."""
     limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
     return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
+
+
+def _check_targets(options: argparse.Namespace) -> None:
+    """Raise `InputError` for a file that could not be written: before the plan, which takes long,
+    and not after it.
+    """
+    for name in _TARGETS:
+        target = getattr(options, name, None)
+        if target and not names_a_file(Path(target)):
+            raise InputError(f"cannot write {target!r:.200}: name a file in a folder that exists")
 
 
 def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool) -> int:

@@ -29,7 +29,7 @@ from llmpq.cli.options.dist import (
 )
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
 from llmpq.jobs.output.options import JournalPlace
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
@@ -48,6 +48,7 @@ from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
+from quant.scheme import GPTQ
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -126,6 +127,8 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
+    if plan.spec.rounding == GPTQ:
+        check_ids(source)  # before the minutes that calibrating may take
     chosen = with_calibrated(
         plan.spec, chosen, lambda folder: prompts_of_input(options.input, folder)
     )

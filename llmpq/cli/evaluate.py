@@ -13,10 +13,23 @@ from rich.table import Table
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
-from llmpq.quality.options import AUTO, DEVICES, DTYPES, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.model_check import checked_shape
+from llmpq.quality.options import (
+    AUTO,
+    DEVICES,
+    DTYPES,
+    SEQUENCE_LENGTH,
+    EvaluationOptions,
+    checked_bitwidths,
+)
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+from llmpq.run.importance import checked_fingerprint, importance_file
 from planner.option_rules import Rule
+from planner.plan.spec import PlanSpec
+from quant.cache.settings import cache_settings
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
 from quant.scheme import ROUNDINGS
@@ -57,15 +70,6 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
-    from llmpq.model_check import checked_shape
-    from llmpq.quality.importance import Weighing, weighed
-    from llmpq.quality.scoring import evaluate
-    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
-    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-    from planner.plan.spec import PlanSpec
-    from quant.checkpoint.model_reference import resolve
-    from quant.checkpoint.reader import Checkpoint
-
     settings = EvaluationOptions(
         getattr(options, "sequence_length", None),
         getattr(options, "max_tokens", None),
@@ -74,7 +78,6 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         getattr(options, "importance", None),
         getattr(options, "cache_dir", None),
     )
-    device = device_of(settings.device)
     plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
     if "model" not in options and not plans:
         raise SpecError("name the model: --model FOLDER")
@@ -83,22 +86,36 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     folder = resolve(reference)
     for _, plan in plans:
         shape_for_plan(plan, folder)
+    shape = checked_shape(folder)
+    mixtures = [checked_bitwidths(_bitwidths(text), shape.layers) for text in options.bits]
+    if settings.importance is not None and not plans:
+        checked_fingerprint(Path(settings.importance), shape)
+    cache = cache_settings(settings.cache_dir, None, False)
+    for _, plan in plans:
+        importance_file(plan, settings.importance, cache, shape)
+    documents = read_documents(options.text)
+
+    from llmpq.quality.importance import Weighing, weighed  # slow to load, as they need torch
+    from llmpq.quality.scoring import evaluate
+    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
+    from quant.checkpoint.reader import Checkpoint
+
+    device = device_of(settings.device)
     weighing = Weighing(folder, reference, settings)
     subjects = [
         weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
         for name, plan in plans
     ]
-    layers = checked_shape(folder).layers
     subjects += [
         weighed(
-            bits_subject(bitwidths, layers, device, settings.dtype, options.rounding),
+            bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
             weighing,
             device,
         )
-        for bitwidths in map(_bitwidths, options.bits)
+        for bitwidths in mixtures
     ]
     Checkpoint(folder).check_files()
-    windows = windows_of(read_documents(options.text), folder, settings)
+    windows = windows_of(documents, folder, settings)
     with TaskProgress("evaluating") as progress:
         return evaluate(folder, windows, subjects, device, progress.report)
 

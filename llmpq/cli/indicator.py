@@ -14,6 +14,8 @@ from rich.table import Table
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
+from llmpq.model_check import checked_shape
+from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import (
     AUTO,
     DEVICES,
@@ -23,6 +25,8 @@ from llmpq.quality.options import (
     SEQUENCE_LENGTH,
     EvaluationOptions,
     IndicatorOptions,
+    check_lengths,
+    refuse_without_error,
 )
 from llmpq.quality.text_windows import read_documents
 from planner.option_rules import Rule
@@ -30,6 +34,7 @@ from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.cache.settings import default_folder
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.importance.header import SUFFIX
@@ -87,16 +92,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from llmpq.model_check import checked_shape
-    from llmpq.quality.job_prompts import prompts_of_input
-    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
-    from quant.checkpoint.model_reference import resolve
-    from quant.checkpoint.reader import Checkpoint
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _indicator_options(options)
+    check_lengths(None, getattr(options, "max_tokens", None))
     if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
@@ -105,12 +105,14 @@ def _measure(options: argparse.Namespace) -> int:
         )
     importance = _importance_file(options, target) if chosen.needs_text else None
     folder = resolve(options.model)
-    checked_shape(folder)
-    Checkpoint(folder).check_files()
-    calibration = read_documents(options.calibration)
-    if options.input:
-        calibration += prompts_of_input(options.input, folder)
+    refuse_without_error(chosen, checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
+    calibration = calibration_documents(options.calibration, options.input, folder)
+
+    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
+    from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch
+
+    Checkpoint(folder).check_files()
     with TaskProgress("measuring sensitivity") as progress:
         content = measure_omega(
             folder, calibration, chosen, progress.report, importance_file=importance
@@ -148,7 +150,8 @@ def _importance_file(options: argparse.Namespace, target: Path) -> Path:
 def _keep(importance: Path) -> None:
     """Keep a copy where plans look for it by its fingerprint when the file has moved."""
     from quant.importance.file import load_importance
-    from quant.importance.store import FOLDER, by_fingerprint, keep_file
+    from quant.importance.header import FOLDER, by_fingerprint
+    from quant.importance.store import keep_file
 
     found = load_importance(importance)
     with suppress(SpecError, InputError):  # no home folder, or one that cannot be written

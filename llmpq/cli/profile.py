@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
 from llmpq.cli.parser import OptionGroup
+from llmpq.profile.layers import (
+    DeviceProfile,
+    Profile,
+    ProfileOptions,
+    devices_to_profile,
+    points_left,
+)
 from llmpq.profile.tables import hop_table, loading_table
+from llmpq.remote.session import ray_session
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
@@ -22,9 +29,6 @@ from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from llmpq.profile.layers import DeviceProfile, ProfileOptions
 
 _RULES = (
     Rule(
@@ -60,11 +64,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile.layers import Profile, devices_to_profile, points_left
-    from llmpq.profile.links import profile_links
-    from llmpq.profile.loading import LoadProfile
-    from llmpq.remote.session import ray_session
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
@@ -75,6 +74,10 @@ def _profile(options: argparse.Namespace) -> int:
     devices = devices_to_profile(cluster)
     config = model_config(options.model)
     profile = Profile(target, config, shape, chosen, cluster.own_accelerators)
+
+    from llmpq.profile.links import profile_links  # slow to load, as they need torch and Ray
+    from llmpq.profile.loading import LoadProfile
+
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
@@ -96,8 +99,6 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _options(options: argparse.Namespace) -> ProfileOptions:
-    from llmpq.profile.layers import ProfileOptions
-
     names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
     given = {name: getattr(options, name) for name in names if name in options}
     if "batch_sizes" in given:

@@ -22,6 +22,7 @@ from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.run.checks import check_run
 from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
@@ -72,6 +73,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None) -> None:
     """Serve until a signal ends it."""
+    plan = Plan.load(options.strat_file_name).spec
+    source = str(options.strat_file_name)
+    given = _run_options(options, plan.policy.name)
+    check_run(plan, given, source)
+
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
     from llmpq.serve.engines.pipeline_engine import PipelineEngine
@@ -81,9 +87,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     from llmpq.serve.service import Service
     from llmpq.serve.telemetry.metrics import ServeMetrics
 
-    plan = Plan.load(options.strat_file_name).spec
-    source = str(options.strat_file_name)
-    run_options = with_calibrated(plan, _run_options(options, plan.policy.name))
+    run_options = with_calibrated(plan, given)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)
