@@ -22,6 +22,7 @@ _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
 _BF16_CAPABILITY = (8, 0)
+_SIZE = re.compile(r"\d+gb")
 
 
 @dataclass(frozen=True)
@@ -138,17 +139,19 @@ def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
 @cache
 def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
     """The accelerators that a short name may mean, by its key: those whose full names have all its
-    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and those that drivers
-    report by it.
+    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and where it has no
+    size those that drivers report alike.
     """
     found = {}
-    for short in {each for entry in registry() for each in (*entry.aliases, *entry.reported_as)}:
-        parts, key = _parts(short), name_key(short)
-        found[key] = tuple(
-            each
-            for each in registry()
-            if parts <= _parts(each.name) or key in map(name_key, each.reported_as)
-        )
+    for entry in registry():
+        for short in (*entry.aliases, *entry.reported_as):
+            parts = _parts(short)
+            alike = set() if any(map(_SIZE.fullmatch, parts)) else set(entry.reported_as)
+            found[name_key(short)] = tuple(
+                each
+                for each in registry()
+                if parts <= _parts(each.name) or alike & set(each.reported_as)
+            )
     return found
 
 
