@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from llmpq.cli import jobs
+from llmpq.jobs.overview.overview import JobOverview, overview_of
+from llmpq.jobs.overview.places import JobPlace
 from llmpq.remote.ray_jobs import KnownJob, RayJobs
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts
 from tests.llmpq.made_journals import BEGAN, START, ended, session, write_journal
@@ -50,6 +52,28 @@ def test_a_job_that_was_killed_says_how_it_goes_on(
     assert "20 of 40 done, 20 left" in out
     assert "killed or its machine went down; the same command goes on" in out
     assert START.command in out
+
+
+def test_watching_ends_with_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, waited = folder / "page.html", list[float]()
+    found = iter(["running", "running", "done"])
+
+    def look(place: JobPlace) -> JobOverview:
+        return replace(overview_of(place), state=next(found))  # type: ignore[arg-type]
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert 'http-equiv="refresh" content="3"' in page.read_text()
+
+    monkeypatch.setattr(jobs, "overview_of", look)
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
+    output = str(folder / "done.jsonl")
+    assert jobs.main(["show", output, "--html", str(page), "--watch", "3"]) == 0
+    assert waited == [3, 3]
+    assert "http-equiv" not in page.read_text()
+    assert capsys.readouterr().out.count("40 of 40 done") == 3
 
 
 def test_figures_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,25 @@ def test_errors_by_kind_of_the_sessions_that_count(tmp_path: Path, source: Path)
     assert [(kind.error, kind.count) for kind in job.error_kinds] == [("failed", 1)]
 
 
+def test_errors_of_results_that_are_too_large_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the runs have counted stand for them, and of jobs without a journal a part."""
+    source = write_prompts(
+        tmp_path / "in.jsonl", *[BAD | {"custom_id": f"{i}"} for i in range(400)]
+    )
+    run_job(source, tmp_path / "out.jsonl", OutputOptions(shard_s=None), limit=390)
+    monkeypatch.setattr("llmpq.jobs.overview.result_errors.BUDGET_S", -1.0)
+    job = look(tmp_path / "out.jsonl")
+    assert (job.errors, job.error_rows_read, job.error_kinds[0].count) == (None, 256, 256)
+    assert "errors not counted" in rows_words(job)
+    entries = [*session(rows=395), failed_rows(BEGAN + 30, 395, "failed")]
+    write_journal(tmp_path / "out.jsonl.job", entries)
+    job = look(tmp_path / "out.jsonl")
+    assert (job.done, job.errors, job.error_rows_read) == (390, 395, None)
+    assert "counted twice" in job.remarks[-1]
+
+
 def test_an_error_that_was_retried_is_found_once(tmp_path: Path) -> None:
     source = write_prompts(tmp_path / "in.jsonl", BAD, *prompts(3))
     run_job(source, tmp_path / "out", limit=4)
