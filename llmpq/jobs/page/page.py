@@ -12,6 +12,7 @@ from llmpq.jobs.overview.sentences import (
     SESSION_HEADS,
     STAGE_HEADS,
     facts,
+    lasted,
     moment,
     rows_words,
     session_cells,
@@ -22,7 +23,7 @@ from llmpq.jobs.overview.sentences import (
     why_stopped,
 )
 from llmpq.jobs.page.charts import rate_chart, rows_chart
-from llmpq.report.formatting import count, duration, per_second, plural
+from llmpq.report.formatting import count, per_second, plural
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
@@ -30,7 +31,7 @@ from quant.common.whole_file import write_whole
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_FILTERS = (count, duration, moment, per_second, plural, session_cells)
+_FILTERS = (count, lasted, moment, per_second, plural, session_cells)
 
 
 def job_page(job: JobOverview, refresh_s: float | None = None) -> str:

@@ -17,7 +17,7 @@ from llmpq.jobs.output.options import OutputOptions
 from llmpq.jobs.overview.liveness import BEAT_WITHIN_S, is_locked
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job, jobs_in
-from llmpq.jobs.overview.sentences import facts, rows_words, state_words, why_stopped
+from llmpq.jobs.overview.sentences import facts, lasted, rows_words, state_words, why_stopped
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     IDENTITY,
@@ -271,3 +271,21 @@ def test_jobs_below_a_folder(tmp_path: Path, source: Path) -> None:
     assert len(list(jobs_in(tmp_path, 9))) == 4
     with pytest.raises(InputError, match="is no folder"):
         list(jobs_in(source))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (2.5, "2.5 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (3599.6, "1 h"),
+        (86400 - 20, "1 d"),
+        (90_000, "1 d 1 h"),
+        (1e8, "1,157 d 10 h"),
+    ],
+)
+def test_how_long_things_lasted(seconds: float, words: str) -> None:
+    assert lasted(seconds) == words
