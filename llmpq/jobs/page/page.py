@@ -31,6 +31,9 @@ from quant.common.whole_file import write_whole
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_ROOMS = ("llmpq.jobs.page", "llmpq.report", "llmpq.report.pictures")
+"""Rooms with templates: style and elements are those of the report."""
+
 _FILTERS = (count, lasted, moment, per_second, plural, session_cells)
 
 
@@ -74,8 +77,9 @@ def write_page(path: str | Path, job: JobOverview, refresh_s: float | None = Non
     Raises InputError where it cannot be written.
     """
     target = Path(path)
+    text = job_page(job, refresh_s)
     try:
-        write_whole(target, job_page(job, refresh_s))
+        write_whole(target, text)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the page to {target}: {why}") from error
@@ -91,7 +95,7 @@ def _environment() -> Environment:
     )
 
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader("llmpq.jobs.page"), PackageLoader("llmpq.report")]),
+        loader=ChoiceLoader([PackageLoader(room) for room in _ROOMS]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
