@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -91,9 +93,21 @@ class _SafeConsole(Console):
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that keeps tables whole where the output is no terminal, and prints no markup."""
-    plain = _SafeConsole(stderr=stderr, markup=False)
-    return plain if plain.is_terminal else _SafeConsole(stderr=stderr, markup=False, width=140)
+    """A console that prints no markup: as wide as COLUMNS says, else as the terminal of this
+    process, else 80 columns.
+    """
+    return _SafeConsole(stderr=stderr, markup=False)
+
+
+def tell_written(path: str | Path, then: str = "", stderr: bool = False) -> None:
+    """Say that `path` was written and what comes next; `stderr`: standard output is data."""
+    line = f"wrote {path}{f'; {then}' if then else ''}"
+    console(stderr).print(line, soft_wrap=True, highlight=False)
+
+
+def command_line(*words: str | Path) -> str:
+    """The words as a command that a shell takes."""
+    return shlex.join(str(word) for word in words)
 
 
 def print_notes(spec: ClusterSpec) -> ClusterSpec:

@@ -15,7 +15,6 @@ from llmpq.report.formatting import (
     number,
     per_second,
     plural,
-    seconds,
 )
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
 from planner.plan.spec import PlanSpec
@@ -101,7 +100,7 @@ def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
     speed = f"{per_second(plan.predicted.tokens_per_s)} new tokens per second"
     if plan.job is None:
         prompts = f"a batch of {plural(plan.workload.global_batch, 'prompt')}"
-        took = seconds(plan.predicted.latency_s)
+        took = duration(plan.predicted.latency_s)
     else:
         prompts, took = plural(plan.job.job.prompts, "prompt"), duration(plan.job.seconds)
     return f"{place}. It should finish {prompts} in {took}, {speed}, {good}."
@@ -109,7 +108,7 @@ def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
 
 def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
     job, in_flight = plan.job, count(plan.workload.global_batch)
-    took = seconds(plan.predicted.latency_s) if job is None else duration(job.seconds)
+    took = duration(plan.predicted.latency_s) if job is None else duration(job.seconds)
     prompts = plan.workload.global_batch if job is None else job.job.prompts
     tiles = [
         Tile(plural(prompts, "prompt"), took),
@@ -117,7 +116,7 @@ def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
         Tile("quality", quality.word),
     ]
     if job is None:
-        return [*tiles, Tile("until all first tokens", seconds(plan.predicted.prefill_s))]
+        return [*tiles, Tile("until all first tokens", duration(plan.predicted.prefill_s))]
     return [*tiles, Tile("prompts in flight", in_flight)]
 
 

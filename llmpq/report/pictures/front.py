@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.report.formatting import number, seconds
+from llmpq.report.formatting import duration, number
 from llmpq.report.pictures.axes import Axis
 from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
@@ -41,7 +41,7 @@ class PlanPoint:
         """The figures of the plan in words."""
         bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
         return (
-            f"theta {number(self.theta)}: {seconds(self.latency_s)}, "
+            f"theta {number(self.theta)}: {duration(self.latency_s)}, "
             f"sensitivity {number(self.sensitivity)}{bits}"
         )
 
