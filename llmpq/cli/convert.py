@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,8 +22,10 @@ def _convert(source: Path, target: Path) -> int:
 
     made = convert(source, target)
     sentence = (
-        f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
-        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"
+        f"wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
+        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}; plan it: "
+        + command_line("llmpq", "plan", "--model", made.target)
+        + " --cluster cluster.yaml"
     )
     console().print(sentence, markup=False, highlight=False, soft_wrap=True)
     return EXIT_DONE
