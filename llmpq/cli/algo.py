@@ -68,7 +68,7 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     else:
         _show_plan(options, plan)
         if points:
-            console().print(front_table(points, is_job))
+            console().print(front_table(points, is_job, plan.spec))
     write_files(options, plan, points, command)
     return EXIT_DONE
 

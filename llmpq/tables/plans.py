@@ -21,6 +21,7 @@ from llmpq.report.formatting import (
     times,
 )
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
+from llmpq.report.pictures.front import front_beside
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table, stacked
 from planner.explanation.explain import StageLimits
 from planner.plan.spec import PlanSpec, StagePlan
@@ -148,8 +149,13 @@ def _comparison(plan: PlanSpec) -> Table:
     return table
 
 
-def front_table(points: Sequence[FrontPoint], is_job: bool = False) -> RenderableType:
-    """The Pareto front, fastest first; `is_job`: of plans for a whole job."""
+def front_table(
+    points: Sequence[FrontPoint], is_job: bool = False, plan: PlanSpec | None = None
+) -> RenderableType:
+    """The Pareto front, fastest first; `is_job`: of plans for a whole job. With `plan` it is
+    the front that the plan's page has.
+    """
+    points = points if plan is None else front_beside(plan, points)
     return Fitting("latency against quality", [partial(_front, points, is_job)])
 
 

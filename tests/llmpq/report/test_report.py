@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,8 +28,8 @@ from planner.quality.sensitivity import (
 )
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import SpecError
+from tests.llmpq.report.pages import Page
 
-VOID = {"meta", "br"}
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
 WORKLOAD = Workload(8, 128, 32)
 
@@ -40,46 +39,6 @@ NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
 
 def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
     return plan.explain(options)
-
-
-class Page(HTMLParser):
-    """Elements with their attributes and text; fails where tags do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-        assert len(dict(attributes)) == len(attributes), name
-        if name not in VOID:
-            self._open.append(name)
-
-    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-
-    def handle_endtag(self, name: str) -> None:
-        assert self._open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def all_of(self, name: str, style: str = "") -> list[dict[str, str | None]]:
-        return [
-            attributes
-            for each, attributes in self.elements
-            if each == name and (not style or style in (attributes.get("class") or "").split())
-        ]
 
 
 def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
