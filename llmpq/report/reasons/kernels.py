@@ -30,12 +30,12 @@ class BitsTimes:
 
     def slower_phases(self, other: BitsTimes) -> list[str]:
         """The phases in which it takes longer than `other`."""
-        ratios = self.prefill_s / other.prefill_s, self.decode_s / other.decode_s
-        return [
-            phase
-            for phase, ratio in zip(("prefill", "decode"), ratios, strict=True)
-            if ratio > 1 + LEAST_GAIN
-        ]
+        least = 1 + LEAST_GAIN
+        is_slower = {
+            "prefill": self.prefill_s > other.prefill_s * least,
+            "decode": self.decode_s > other.decode_s * least,
+        }
+        return [phase for phase, slower in is_slower.items() if slower]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,10 @@ def _sentence(stage: StagePlan, own: BitsTimes, slower: Sequence[BitsTimes]) -> 
     decode = listed([seconds(each.decode_s) for each in slower])
     way = slower[0].way
     return (
-        f"On {stage.accelerator} these are slower than {own.bits} bit: {listed(names)}. A layer takes {prefill} instead of {seconds(own.prefill_s)} for a "
-        f"prefill micro-batch, and {decode} instead of {seconds(own.decode_s)} for a decode step. "
-        f"The {slower[0].bits}-bit kernel ({slower[0].kernel}) {way}; that of {own.bits} bit "
+        f"On {stage.accelerator} these are slower than {own.bits} bit: {listed(names)}. A layer "
+        f"takes {prefill} instead of {seconds(own.prefill_s)} for a prefill micro-batch, and "
+        f"{decode} instead of {seconds(own.decode_s)} for a decode step. The "
+        f"{slower[0].bits}-bit kernel ({slower[0].kernel}) {way}; that of {own.bits} bit "
         f"({own.kernel}) {own.way}."
     )
 
