@@ -25,6 +25,8 @@ NEAR_FULL_BITS = 8
 the error of the texts (docs/quantization.md).
 """
 
+LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
+
 
 @dataclass(frozen=True)
 class QualityWord:
@@ -139,10 +141,10 @@ def _is_estimated(provenance: str) -> bool:
 
 def _search(plan: PlanSpec) -> str:
     s = plan.solver
-    return (
-        f"Search: {search_outcome(plan)}, proven to be within {gap(s.gap)} of the best plan that "
-        f"was looked for, by {s.method} with {s.solver}."
-    )
+    proven = f"proven to be within {gap(s.gap)} of the best plan that was looked for"
+    if s.gap < LEAST_SHOWN_GAP:
+        proven = "proven to be the best plan that was looked for"
+    return f"Search: {search_outcome(plan)}, {proven}, by {s.method} with {s.solver}."
 
 
 def _warnings(plan: PlanSpec) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -98,6 +99,34 @@ def test_every_section_is_labelled_and_every_table_even() -> None:
     pictures = [each for _, each in page().elements if each.get("role") == "img"]
     assert pictures
     assert all(each.get("aria-label") for each in pictures)
+
+
+def test_headings_go_down_step_by_step_and_regions_take_the_focus() -> None:
+    levels = [int(name[1]) for name, _ in page().elements if re.fullmatch("h[1-6]", name)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(below - above <= 1 for above, below in itertools.pairwise(levels))
+    for _, attributes in page().elements:
+        if "scroll" in (attributes.get("class") or "").split():
+            assert attributes["tabindex"] == "0"
+            assert attributes["role"] == "region"
+            assert attributes["aria-label"]
+    names = [name for name, _ in page().elements]
+    assert names.count("details") == names.count("summary") > 0
+    (skip,) = page().all_of("a", "skip")
+    assert skip["href"] == "#content"
+    assert page().all_of("main")[0]["id"] == "content"
+    assert [name for name in names if name in ("header", "main", "footer")] == [
+        "header",
+        "main",
+        "footer",
+    ]
+
+
+def test_every_reason_is_text_and_not_only_a_title() -> None:
+    for box in page().all_of("li", "box"):
+        _, _, reason = (box["title"] or "").partition(": ")
+        assert " ".join(reason.split()) in page().text
 
 
 def test_every_layer_has_a_box_with_its_reason() -> None:
