@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command, tell_written
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
 from llmpq.model_check import checked_shape
@@ -26,6 +27,7 @@ from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.importance import checked_fingerprint, importance_file
+from llmpq.tables import Fitting, new_table, stacked
 from planner.option_rules import Rule
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
@@ -45,6 +47,8 @@ _EXAMPLES = (
     "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
 )
 
+BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
+
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
@@ -61,11 +65,12 @@ def _evaluate(options: argparse.Namespace) -> int:
     if target is not None and not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     results = _measure(options)
-    console().print(_table(results))
+    console().print(_shown(results))
     for note in _notes(results):
         console().print(note, soft_wrap=True, highlight=False)
     if target is not None:
         _write_json(target, results)
+        tell_written(target)
     return EXIT_DONE
 
 
@@ -128,40 +133,35 @@ def _bitwidths(text: str) -> list[int]:
         raise SpecError(f"--bits {text!r} is no bitwidth and no list such as 3,4,4,8") from error
 
 
-def _table(results: Sequence[Perplexity]) -> Table:
+def _shown(results: Sequence[Perplexity]) -> Fitting:
+    """The figures of each subject; where the terminal is narrow, errors below what they are of."""
     first = results[0]
-    table = Table(
-        title=f"perplexity per token, {first.tokens} tokens in {first.windows} windows",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("what")
-    table.add_column("bits")
-    columns = (
-        "perplexity",
-        "± 1 σ",
-        "nats a token",
-        "above the first",
-        "± 1 σ",
-        "KL, nats",
-        "± 1 σ",
-    )
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("computed in")
+    title = f"perplexity per token, {first.tokens} tokens in {first.windows} windows"
+    return Fitting(title, [partial(_table, results, apart) for apart in (True, False)])
+
+
+def _table(results: Sequence[Perplexity], apart: bool) -> Table:
+    """One line for each subject, or two with the standard errors in the second one."""
+    figures = ("perplexity", "nats a token", "above the first", "KL, nats")
+    if apart:
+        heads = ["what", "bits", *figures, "computed in"]
+    else:
+        heads = ["what", "bits", *(figure.replace(" ", "\n") for figure in figures), "in"]
+    table = new_table(heads, (0, 1, 6))
     for result in results:
-        above, above_error = result.above(first)
-        is_first = result is first
+        above, above_error = result.above(results[0])
+        is_first, divergence = result is results[0], result.divergence
+        between = " ± " if apart else "\n± "
+        runs = _runs(result.bitwidths)
         table.add_row(
             result.name,
-            _runs(result.bitwidths),
-            f"{result.perplexity:.3f}",
-            _error(result.standard_error),
+            " ".join(runs) if apart else stacked(runs, BITS_WIDTH),
+            f"{result.perplexity:.3f}{between}{_error(result.standard_error)}",
             f"{result.nll:.5f}",
-            "" if is_first else f"{above:+.3f}",
-            "" if is_first else _error(above_error),
-            "" if result.divergence is None else f"{result.divergence:.5f}",
-            "" if result.divergence is None else _error(result.divergence_error, 5),
+            "" if is_first else f"{above:+.3f}{between}{_error(above_error)}",
+            ""
+            if divergence is None
+            else f"{divergence:.5f}{between}{_error(result.divergence_error, 5)}",
             ", ".join(result.dtypes),
         )
     return table
@@ -171,10 +171,10 @@ def _error(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _runs(bitwidths: Sequence[int]) -> str:
-    """Write runs of equal bits in layer order: `4x7 3x5`."""
+def _runs(bitwidths: Sequence[int]) -> list[str]:
+    """Runs of equal bits in layer order: `4x7` and `3x5`."""
     runs = [(bits, len(list(group))) for bits, group in groupby(bitwidths)]
-    return " ".join(f"{bits}x{count}" for bits, count in runs)
+    return [f"{bits}x{count}" for bits, count in runs]
 
 
 def _notes(results: Sequence[Perplexity]) -> Iterator[str]:

@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command, tell_written
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
 from llmpq.model_check import checked_shape
@@ -29,6 +30,7 @@ from llmpq.quality.options import (
     refuse_without_error,
 )
 from llmpq.quality.text_windows import read_documents
+from llmpq.tables import Fitting, new_table
 from planner.option_rules import Rule
 from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
@@ -133,8 +135,12 @@ def _measure(options: argparse.Namespace) -> int:
         with TaskProgress("measuring perplexity") as progress:
             content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
-    console().print(_table(content))
+    console().print(_shown(content))
     _print_points(content)
+    if importance is not None:
+        tell_written(importance, "weights are rounded by it; the omega file names it")
+    again = command_line("llmpq", "plan", "--model", options.model, "--omega_file", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
 
 
@@ -175,22 +181,21 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
     )
 
 
-def _table(content: OmegaContent) -> Table:
-    """The table of sensitivities by layer and bitwidth, with their sums."""
+def _shown(content: OmegaContent) -> Fitting:
+    """The sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
-    table = Table(
-        title=f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s",
-        title_justify="left",
-        title_style="bold",
-        show_footer=True,
-    )
-    table.add_column("layer", footer="all", justify="right")
-    for bits, total in zip(content.bits, content.matrix.sum(axis=0), strict=True):
-        table.add_column(f"{bits} bit", footer=f"{total:.4g}", justify="right")
+    title = f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s"
+    return Fitting(title, [partial(_table, content)])
+
+
+def _table(content: OmegaContent) -> Table:
+    table = new_table(["layer", *(f"{bits} bit" for bits in content.bits)], ())
     for layer, row in enumerate(content.matrix):
-        table.add_row(str(layer), *(f"{value:.4g}" for value in row))
+        is_last = layer == len(content.matrix) - 1
+        table.add_row(str(layer), *(f"{value:.4g}" for value in row), end_section=is_last)
+    table.add_row("all", *(f"{total:.4g}" for total in content.matrix.sum(axis=0)))
     return table
 
 
@@ -204,13 +209,8 @@ def _print_points(content: OmegaContent) -> None:
         fit = fit_perplexity(points, "this file")
     except SpecError as error:
         note = f"--max_ppl_delta cannot use {error}"
-    table = Table(
-        title=f"perplexity, {content.provenance['perplexity_tokens']} tokens",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit"):
-        table.add_column(name, justify="right")
+    heads = ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit")
+    table = new_table(heads, ())
     for measured, point in zip(content.points, points, strict=True):
         table.add_row(
             f"{sum(measured.bitwidths) / len(measured.bitwidths):.2f}",
@@ -220,7 +220,8 @@ def _print_points(content: OmegaContent) -> None:
             f"{point.error:.3f}",
             "" if fit is None else f"{fit.forecast(point.omega).increase:+.3f}",
         )
-    console().print(table)
+    title = f"perplexity, {content.provenance['perplexity_tokens']} tokens"
+    console().print(Fitting(title, [lambda: table]))
     if note:
         console().print(note, soft_wrap=True, highlight=False)
 

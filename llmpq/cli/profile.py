@@ -8,7 +8,15 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
+from llmpq.cli.common import (
+    EXIT_DONE,
+    Parser,
+    command_line,
+    console,
+    print_notes,
+    run_command,
+    tell_written,
+)
 from llmpq.cli.parser import OptionGroup
 from llmpq.profile.layers import (
     DeviceProfile,
@@ -19,6 +27,7 @@ from llmpq.profile.layers import (
 )
 from llmpq.profile.tables import hop_table, loading_table
 from llmpq.remote.session import ray_session
+from llmpq.tables import Fitting, new_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
@@ -95,6 +104,8 @@ def _profile(options: argparse.Namespace) -> int:
     left = points_left(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
+    again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
 
 
@@ -135,7 +146,13 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
     """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
-    console().print(_error_table(profile, shape, errors))
+    threads = profile.device.threads
+    title = (
+        f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
+        + (f", {threads} threads" if threads else "")
+        + ": error of the fit on points left out of it"
+    )
+    console().print(Fitting(title, [lambda: _error_table(errors)]))
     state = profile.state
     if state.measured:
         console().print(
@@ -147,17 +164,9 @@ def _print(profile: DeviceProfile, shape: ModelShape) -> None:
         console().print(f"{state.too_large} points did not fit into the device's memory")
 
 
-def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[FitError]) -> Table:
-    threads = profile.device.threads
-    table = Table(
-        title=f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
-        + (f", {threads} threads" if threads else "")
-        + ": error of the fit on points left out of it",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+def _error_table(errors: Sequence[FitError]) -> Table:
+    heads = ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most")
+    table = new_table(heads, (1,))
     for each in (*errors, all_together(errors)) if errors else ():
         table.add_row(
             "all" if each.bits is None else str(each.bits),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
 from llmpq.model_check import checked_shape
@@ -83,10 +83,11 @@ def _quantize(options: argparse.Namespace) -> int:
         made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
+    again = command_line("llmpq", "plan", "--model", made.target)
     console().print(
-        f"Wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
+        f"wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
-        f"{seconds:.0f} s",
+        f"{seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,
         soft_wrap=True,
     )
