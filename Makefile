@@ -29,7 +29,7 @@ demo: $(VENV)/.demo
 serve-demo: $(VENV)/.demo
 	mkdir -p $(DEMO)
 	$(BIN)/llmpq plan --model demo --cluster llmpq/demo/cluster.yaml \
-		--s 192 --n 64 --global_bz 8 -o $(DEMO)/serve.json
+		--s 128 --n 96 --global_bz 4 --bits 4 8 16 -o $(DEMO)/serve.json
 	$(BIN)/llmpq serve --plan $(DEMO)/serve.json
 
 test: install
