@@ -26,6 +26,7 @@ from llmpq.cli.options.dist import (
     output_options,
     run_options,
 )
+from llmpq.cli.progress import TaskProgress
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
@@ -36,10 +37,11 @@ from llmpq.quality.job_prompts import prompts_of_input
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
+from llmpq.run.monitoring.log_times import about
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
-from llmpq.run.summary import RunSize
+from llmpq.run.summary import RunSize, planned_s
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
@@ -120,9 +122,13 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
-    chosen = with_calibrated(
-        plan.spec, chosen, lambda folder: prompts_of_input(options.input, folder)
-    )
+    with TaskProgress("calibrating for the plan") as progress:
+        chosen = with_calibrated(
+            plan.spec,
+            chosen,
+            lambda folder: prompts_of_input(options.input, folder),
+            progress.report,
+        )
     identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:
@@ -160,13 +166,17 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
             _say(note)
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
+    planned = planned_s(run.plan, tally.left, tally.max_tokens)
+    if planned is not None:
+        _say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
     _write_all(run, job, progress, fail, seen)
     first = run.rows.first_error
     if fail and first is not None:
         _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
-    job.finish()
+    with TaskProgress("joining the output"):
+        job.finish()
     if run.summary is not None:
         console(stderr=True).print(summary_table(run.summary.plan or run.plan, run.summary))
     errors = run.rows.errors + tally.resumed_errors
@@ -191,6 +201,7 @@ def _check_cluster(plan: Plan, path: str) -> None:
 
 def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
     run.on_state.append(progress.show)
+    run.on_loading.append(progress.show_loading)
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
     tally = job.tally

@@ -48,7 +48,11 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
+    import torch
+
+    from actors.stage.layer_stream import compute_on
     from llmpq.model_check import checked_shape
+    from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.importance import Weighing, weighed
     from llmpq.quality.scoring import evaluate
     from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
@@ -75,22 +79,26 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     for _, plan in plans:
         shape_for_plan(plan, folder)
     weighing = Weighing(folder, reference, settings)
-    subjects = [
-        weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
-        for name, plan in plans
-    ]
-    layers = checked_shape(folder).layers
-    subjects += [
-        weighed(
-            bits_subject(bitwidths, layers, device, settings.dtype, options.rounding),
-            weighing,
-            device,
-        )
-        for bitwidths in map(_bitwidths, options.bits)
-    ]
+    with TaskProgress("finding what weights are rounded by"):
+        subjects = [
+            weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
+            for name, plan in plans
+        ]
+        layers = checked_shape(folder).layers
+        subjects += [
+            weighed(
+                bits_subject(bitwidths, layers, device, settings.dtype, options.rounding),
+                weighing,
+                device,
+            )
+            for bitwidths in map(_bitwidths, options.bits)
+        ]
     Checkpoint(folder).check_files()
     windows = windows_of(read_documents(options.text), folder, settings)
     with TaskProgress("evaluating") as progress:
+        effort = Effort(checked_shape(folder), operations_per_s(compute_on(device, torch.float32)))
+        tokens = int(windows.counts.sum())
+        progress.say_expected(effort.evaluation_s(tokens, [each.layers for each in subjects]))
         return evaluate(folder, windows, subjects, device, progress.report)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -34,6 +35,9 @@ from quant.importance.header import SUFFIX
 from quant.scheme import BITWIDTHS, ROUNDINGS
 from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
 from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
+
+if TYPE_CHECKING:
+    from llmpq.quality.effort import Effort
 
 _RULES = (
     Rule(
@@ -96,7 +100,11 @@ def _measure(options: argparse.Namespace) -> int:
     if options.input:
         calibration += prompts_of_input(options.input, folder)
     held_out = read_documents(options.perplexity)
+    effort = _effort(folder, chosen)
+    tokens = chosen.sequences * _length(chosen, effort)
     with TaskProgress("measuring sensitivity") as progress:
+        if chosen.needs_text:
+            progress.say_expected(effort.indicator_s(tokens, chosen), at_most=True)
         content = measure_omega(
             folder, calibration, chosen, progress.report, importance_file=importance
         )
@@ -114,11 +122,30 @@ def _measure(options: argparse.Namespace) -> int:
             importance,
         )
         with TaskProgress("measuring perplexity") as progress:
+            most = settings.max_tokens
+            if most is not None:
+                progress.say_expected(effort.points_s(most, chosen), at_most=True)
             content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
     console().print(_table(content))
     _print_points(content)
     return EXIT_DONE
+
+
+def _effort(folder: Path, options: IndicatorOptions) -> Effort:
+    """How fast the device at hand works on the model."""
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from planner.model.finding import model_shape
+
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    return Effort(model_shape(str(folder)), operations_per_s(compute))
+
+
+def _length(options: IndicatorOptions, effort: Effort) -> int:
+    return options.sequence_length or min(SEQUENCE_LENGTH, effort.shape.max_positions)
 
 
 def _importance_file(options: argparse.Namespace, target: Path) -> Path:

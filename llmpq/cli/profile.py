@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
+from llmpq.cli.progress import TaskProgress
 from llmpq.cli.verbose import add_verbose
 from llmpq.profile.tables import hop_table, loading_table
+from llmpq.run.monitoring.log_times import about
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
@@ -23,7 +25,8 @@ from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS
 
 if TYPE_CHECKING:
-    from llmpq.profile.layers import DeviceProfile, ProfileOptions
+    from llmpq.profile.layers import DeviceProfile, Profile, ProfileOptions
+    from planner.cluster.device import Device
 
 _RULES = (
     Rule(
@@ -63,13 +66,13 @@ def _profile(options: argparse.Namespace) -> int:
     config = model_config(options.model)
     profile = Profile(target, config, shape, chosen)
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
-    screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
-        done = [profile.measure(device, screen.print) for device in devices]
+        done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
-            loaded = [row for device in devices for row in loads.measure(device, screen.print)]
-            hops = profile_links(target, cluster, screen.print)
+            with TaskProgress("measuring loading and hops") as progress:
+                loaded = [row for device in devices for row in loads.measure(device, progress.say)]
+                hops = profile_links(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops)]
     for each in done:
         _print(each, shape)
@@ -80,6 +83,15 @@ def _profile(options: argparse.Namespace) -> int:
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
     return EXIT_DONE
+
+
+def _measure(profile: Profile, device: Device) -> DeviceProfile:
+    """Measure layer times of a device; says before how long that takes."""
+    name, points = device.accelerator.name, profile.points(device)
+    with TaskProgress(f"{name}: layer times", "points") as progress:
+        if points:
+            progress.say(f"{name}: {points} points to measure, {about(profile.expected_s(device))}")
+        return profile.measure(device, progress.report)
 
 
 def _options(options: argparse.Namespace) -> ProfileOptions:

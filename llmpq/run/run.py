@@ -37,6 +37,7 @@ from quant.common.errors import DeviceLostError
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
     from llmpq.remote.local_ray import GiveUp
+    from llmpq.run.monitoring.loading import LoadingState
 
 UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows")
 """Events that cost the stages no time."""
@@ -46,9 +47,9 @@ class Run:
     """A run of a plan over rows; afterwards `summary` holds the figures.
 
     `source` is the plan's file, for messages; `job` names the run in Ray's metrics. The functions
-    in `on_event` are called with every fault, those in `on_state` with the state about once a
-    second, those in `on_plan` with the plan that takes the place of `plan`: when devices are lost,
-    when another one is faster, and when only long rows are left.
+    in `on_event` are called with every fault, those in `on_loading` and then in `on_state` with the
+    state about once a second, those in `on_plan` with the plan that takes the place of `plan`: when
+    devices are lost, when another one is faster, and when only long rows are left.
     `give_up`: how to end the process where a local Ray that is gone blocks it. `sampling` is that
     of rows without their own; of what a model's generation config asks for beyond it, the
     constructor warns. `rows` holds counts and the first error, once results are asked for.
@@ -76,6 +77,7 @@ class Run:
         self.on_event = [] if on_event is None else [on_event]
         self.on_plan: list[Callable[[PlanSpec], None]] = []
         self.on_state: list[Callable[[RunState], None]] = []
+        self.on_loading: list[Callable[[LoadingState], None]] = []
         self.give_up: GiveUp | None = None
         self.summary: RunSummary | None = None
         self._options, self._job, self._cache = options, job, options.cache
@@ -241,13 +243,17 @@ class Run:
 
         Raises `DeviceLostError` when the group cannot go on.
         """
+        from llmpq.run.monitoring.loading import loaded
         from llmpq.run.monitoring.monitor import monitored
 
         trace = None if self._is_long else self._options.trace_path
         starts_s = time.perf_counter()
         switch: Switch | None = None
         show = [*self.on_state, self._see]
-        with group, monitored(group, self.plan, self._meter, show, trace):
+        with (
+            loaded(group, self.on_loading),
+            monitored(group, self.plan, self._meter, show, trace),
+        ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
             self._pace.begin(self.plan, began_s - starts_s)

@@ -36,6 +36,7 @@ from quant.common.errors import LlmpqError
 if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
+    from llmpq.run.monitoring.loading import LoadingState
     from quant.importance.store import ImportanceStore
 
 LOADING_S = 2.0
@@ -96,6 +97,7 @@ class PipelineEngine:
             except LlmpqError:
                 self.tokenizer.close()
                 raise
+        self.on_loading: list[Callable[[LoadingState], None]] = []
         self._status: EngineStatus = "loading"
         self._created_s = int(time.time())
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
@@ -216,9 +218,11 @@ class PipelineEngine:
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
         from actors.stage_group import StageGroup
+        from llmpq.run.monitoring.loading import loaded
 
         try:
-            with StageGroup(self._plan, self._checkpoint, self._group_options()) as group:
+            group = StageGroup(self._plan, self._checkpoint, self._group_options())
+            with loaded(group, self.on_loading):
                 if self._closing.is_set():
                     return
                 self._live = group.live()
