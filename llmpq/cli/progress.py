@@ -105,7 +105,7 @@ class TaskProgress:
         passed_s = self._times.passed_s
         if not self._total:
             if self._limit_s is None or passed_s > self._limit_s:  # what comes after the search
-                return duration(passed_s)
+                return f"{duration(passed_s)} so far"
             return f"{duration(passed_s)} of at most {duration(self._limit_s)}"
         of_pass = f" of pass {self._passes}" if self._passes > 1 else ""
         parts = f"{self._done} of {self._total} {self._unit}{of_pass}, {duration(passed_s)}"

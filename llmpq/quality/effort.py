@@ -18,7 +18,7 @@ from quant.scheme import FULL_BITS
 MEASURE_S = 0.2
 """Seconds of products by which a machine's speed is measured."""
 
-PASS_SHARE = 0.5
+PASS_SHARE = 0.8
 """Share of that speed that a layer reaches with its attention, norms and loading."""
 
 SOLVING_SHARE = 0.15
