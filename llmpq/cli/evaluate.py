@@ -51,8 +51,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     import torch
 
     from actors.stage.layer_stream import compute_on
+    from llmpq.cli.effort import Effort, operations_per_s
     from llmpq.model_check import checked_shape
-    from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.importance import Weighing, weighed
     from llmpq.quality.scoring import evaluate
     from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
@@ -99,6 +99,7 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         effort = Effort(checked_shape(folder), operations_per_s(compute_on(device, torch.float32)))
         tokens = int(windows.counts.sum())
         progress.say_expected(effort.evaluation_s(tokens, [each.layers for each in subjects]))
+        progress.report(0, layers)
         return evaluate(folder, windows, subjects, device, progress.report)
 
 

@@ -37,7 +37,7 @@ from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
 from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
 
 if TYPE_CHECKING:
-    from llmpq.quality.effort import Effort
+    from llmpq.cli.effort import Effort
 
 _RULES = (
     Rule(
@@ -100,11 +100,12 @@ def _measure(options: argparse.Namespace) -> int:
     if options.input:
         calibration += prompts_of_input(options.input, folder)
     held_out = read_documents(options.perplexity)
-    effort = _effort(folder, chosen)
-    tokens = chosen.sequences * _length(chosen, effort)
     with TaskProgress("measuring sensitivity") as progress:
         if chosen.needs_text:
-            progress.say_expected(effort.indicator_s(tokens, chosen), at_most=True)
+            effort = _effort(folder, chosen)
+            tokens = chosen.sequences * _length(chosen, effort)
+            progress.say_expected(effort.indicator_s(tokens, chosen))
+            progress.report(0, effort.shape.layers)
         content = measure_omega(
             folder, calibration, chosen, progress.report, importance_file=importance
         )
@@ -124,7 +125,7 @@ def _measure(options: argparse.Namespace) -> int:
         with TaskProgress("measuring perplexity") as progress:
             most = settings.max_tokens
             if most is not None:
-                progress.say_expected(effort.points_s(most, chosen), at_most=True)
+                progress.say_expected(_effort(folder, chosen).points_s(most, chosen))
             content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
     console().print(_table(content))
@@ -135,7 +136,7 @@ def _measure(options: argparse.Namespace) -> int:
 def _effort(folder: Path, options: IndicatorOptions) -> Effort:
     """How fast the device at hand works on the model."""
     from actors.stage.layer_stream import compute_on
-    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.cli.effort import Effort, operations_per_s
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
 

@@ -79,11 +79,10 @@ class TaskProgress:
         """Print a line beside the bar."""
         self._screen.print(line, soft_wrap=True, highlight=False)
 
-    def say_expected(self, seconds: float, at_most: bool = False) -> None:
+    def say_expected(self, seconds: float) -> None:
         """Say how long it will take, before it begins, unless that is next to nothing."""
         if seconds >= SHORT_S:
-            most = "at most " if at_most else ""
-            self.say(f"{self._what}: {most}{about(seconds)} on this machine")
+            self.say(f"{self._what}: {about(seconds)} on this machine")
 
     def _run(self) -> None:
         while not self._ended.wait(TICK_S):

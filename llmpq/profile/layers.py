@@ -136,6 +136,7 @@ class Profile:
             rounds=self._options.rounds,
             seed=self._options.seed,
         )
+        report(0, count)
         before = self._rows
         for state in measure_on_cluster(task, device):
             rows = before + tuple(self._new_rows(device, dtype, state))

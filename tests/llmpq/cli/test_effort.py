@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.stage.layer_stream import compute_on
-from llmpq.quality.effort import PASS_SHARE, Effort, operations_per_s
+from llmpq.cli.effort import PASS_SHARE, Effort, operations_per_s
 from llmpq.quality.options import IndicatorOptions
 from planner.model.finding import model_shape
 from quant.loading.emulated_kernels import LayerScheme
