@@ -100,28 +100,37 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         importance_file(plan, settings.importance, cache, shape)
     documents = read_documents(options.text)
 
-    from llmpq.quality.importance import Weighing, weighed  # slow to load, as they need torch
+    import torch  # slow to load: what is refused without it is refused by now
+
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.importance import Weighing, weighed
     from llmpq.quality.scoring import evaluate
     from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
     from quant.checkpoint.reader import Checkpoint
 
     device = device_of(settings.device)
     weighing = Weighing(folder, reference, settings)
-    subjects = [
-        weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
-        for name, plan in plans
-    ]
-    subjects += [
-        weighed(
-            bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
-            weighing,
-            device,
-        )
-        for bitwidths in mixtures
-    ]
+    with TaskProgress("finding what weights are rounded by"):
+        subjects = [
+            weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
+            for name, plan in plans
+        ]
+        subjects += [
+            weighed(
+                bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
+                weighing,
+                device,
+            )
+            for bitwidths in mixtures
+        ]
     Checkpoint(folder).check_files()
     windows = windows_of(documents, folder, settings)
     with TaskProgress("evaluating") as progress:
+        effort = Effort(shape, operations_per_s(compute_on(device, torch.float32)))
+        tokens = int(windows.counts.sum())
+        progress.say_expected(effort.evaluation_s(tokens, [each.layers for each in subjects]))
+        progress.report(0, shape.layers)
         return evaluate(folder, windows, subjects, device, progress.report)
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -43,6 +44,9 @@ from quant.importance.header import SUFFIX
 from quant.scheme import BITWIDTHS, ROUNDINGS
 from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
 from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
+
+if TYPE_CHECKING:
+    from llmpq.quality.effort import Effort
 
 _RULES = (
     Rule(
@@ -116,6 +120,11 @@ def _measure(options: argparse.Namespace) -> int:
 
     Checkpoint(folder).check_files()
     with TaskProgress("measuring sensitivity") as progress:
+        if chosen.needs_text:
+            effort = _effort(folder, chosen)
+            tokens = chosen.sequences * _length(chosen, effort)
+            progress.say_expected(effort.indicator_s(tokens, chosen))
+            progress.report(0, effort.shape.layers)
         content = measure_omega(
             folder, calibration, chosen, progress.report, importance_file=importance
         )
@@ -133,6 +142,9 @@ def _measure(options: argparse.Namespace) -> int:
             importance,
         )
         with TaskProgress("measuring perplexity") as progress:
+            most = settings.max_tokens
+            if most is not None:
+                progress.say_expected(_effort(folder, chosen).points_s(most, chosen))
             content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
     console().print(_shown(content))
@@ -142,6 +154,22 @@ def _measure(options: argparse.Namespace) -> int:
     again = command_line("llmpq", "plan", "--model", options.model, "--omega_file", target)
     tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
+
+
+def _effort(folder: Path, options: IndicatorOptions) -> Effort:
+    """How fast the device at hand works on the model."""
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from planner.model.finding import model_shape
+
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    return Effort(model_shape(str(folder)), operations_per_s(compute))
+
+
+def _length(options: IndicatorOptions, effort: Effort) -> int:
+    return options.sequence_length or min(SEQUENCE_LENGTH, effort.shape.max_positions)
 
 
 def _importance_file(options: argparse.Namespace, target: Path) -> Path:

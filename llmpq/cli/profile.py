@@ -18,6 +18,7 @@ from llmpq.cli.common import (
     tell_written,
 )
 from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
 from llmpq.profile.layers import (
     DeviceProfile,
     Profile,
@@ -27,7 +28,9 @@ from llmpq.profile.layers import (
 )
 from llmpq.profile.tables import hop_table, loading_table
 from llmpq.remote.session import ray_session
+from llmpq.run.monitoring.log_times import about
 from llmpq.tables import Fitting, new_table
+from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
@@ -88,13 +91,13 @@ def _profile(options: argparse.Namespace) -> int:
     from llmpq.profile.loading import LoadProfile
 
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
-    screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
-        done = [profile.measure(device, screen.print) for device in devices]
+        done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
-            loaded = [row for device in devices for row in loads.measure(device, screen.print)]
-            hops = profile_links(target, cluster, screen.print)
+            with TaskProgress("measuring loading and hops") as progress:
+                loaded = [row for device in devices for row in loads.measure(device, progress.say)]
+                hops = profile_links(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops)]
     for each in done:
         _print(each, shape)
@@ -107,6 +110,15 @@ def _profile(options: argparse.Namespace) -> int:
     again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
     tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
+
+
+def _measure(profile: Profile, device: Device) -> DeviceProfile:
+    """Measure layer times of a device; says before how long that takes."""
+    name, points = device.accelerator.name, profile.points(device)
+    with TaskProgress(f"{name}: layer times", "points") as progress:
+        if points:
+            progress.say(f"{name}: {points} points to measure, {about(profile.expected_s(device))}")
+        return profile.measure(device, progress.report)
 
 
 def _options(options: argparse.Namespace) -> ProfileOptions:

@@ -64,6 +64,7 @@ def _quantize(options: argparse.Namespace) -> int:
     import torch  # slow to load: what is refused without it is refused by now
 
     from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
     from llmpq.quality.quantize import Quantization, quantize_checkpoint
     from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
@@ -78,6 +79,9 @@ def _quantize(options: argparse.Namespace) -> int:
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
     with TaskProgress("calibrating") as progress:
+        effort = Effort(model_shape(str(folder)), operations_per_s(compute))
+        progress.say_expected(effort.gptq_s(calibration.token_ids.size, bitwidths))
+        progress.report(0, len(bitwidths))
         token_ids = torch.from_numpy(calibration.token_ids)
         wanted = Quantization(bitwidths, token_ids, compute, settings)
         made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,15 +19,18 @@ from llmpq.cli.common import (
     run_command,
 )
 from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.checks import check_run
+from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
+    from llmpq.run.monitoring.loading import LoadingState
     from llmpq.serve.batches.storage.store import BatchStore
     from llmpq.serve.options import ServeOptions
 
@@ -87,7 +90,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     from llmpq.serve.service import Service
     from llmpq.serve.telemetry.metrics import ServeMetrics
 
-    run_options = with_calibrated(plan, given)
+    with TaskProgress("calibrating for the plan") as progress:
+        run_options = with_calibrated(plan, given, progress=progress.report)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)
@@ -100,6 +104,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         if others:
             engine = ReplicatedEngine((first, *others))
         stack.enter_context(closing(engine))
+        first.on_loading.append(_say_now_and_then())
         engine.start()
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
@@ -109,6 +114,17 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
             soft_wrap=True,
         )
         server.run()
+
+
+def _say_now_and_then() -> Callable[[LoadingState], None]:
+    """A function that says how far the stages are with loading, soon and then once a minute."""
+    times = LogTimes()
+
+    def say(state: LoadingState) -> None:
+        if times.is_due():
+            console(stderr=True).print(f"{state}, {duration(times.passed_s)}", soft_wrap=True)
+
+    return say
 
 
 @contextmanager
