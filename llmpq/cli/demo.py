@@ -96,13 +96,15 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
 
 def _show_what_next(folder: Path) -> None:
     written = ", ".join(str(folder / name) for name in (_CLUSTER, _QUESTIONS, _PLAN, _ANSWERS))
-    cluster, plan = shlex.quote(str(folder / _CLUSTER)), shlex.quote(str(folder / _PLAN))
+    quoted = {name: shlex.quote(str(folder / name)) for name in (_CLUSTER, _QUESTIONS, _PLAN)}
+    page = shlex.quote(str(folder / "plan.html"))
     lines = (
         f"\nWritten: {written}",
         "Go on with:",
-        f"  llmpq plan --model {DEMO} --cluster {cluster} --s 256 --n 128 --report plan.html",
-        f"  llmpq serve --plan {plan}        # chat by OpenAI's HTTP interface",
-        "  llmpq plan --model FOLDER --cluster YOURS.yaml --input YOURS.jsonl -o plan.json",
+        f"  llmpq plan --model {DEMO} --cluster {quoted[_CLUSTER]} --input {quoted[_QUESTIONS]} "
+        f"--n {_NEW_TOKENS} --report {page}    # why each layer has its bits",
+        f"  llmpq serve --plan {quoted[_PLAN]}    # chat by OpenAI's HTTP interface",
+        "  llmpq plan --model MODEL.gguf --cluster YOURS.yaml --input YOURS.jsonl -o plan.json",
     )
     console().print(Text("\n".join(lines)), soft_wrap=True)
 

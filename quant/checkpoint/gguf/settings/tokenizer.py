@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quant.checkpoint.gguf.configuration import END_KEYS
-from quant.checkpoint.gguf.entries import Entries
-from quant.checkpoint.gguf.pre_tokenizers import OF_ARCHITECTURE, PRE_TOKENIZERS, PreTokenizer
+from quant.checkpoint.gguf.settings.configuration import END_KEYS
+from quant.checkpoint.gguf.settings.entries import Entries
+from quant.checkpoint.gguf.settings.pre_tokenizers import (
+    OF_ARCHITECTURE,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+)
 from quant.common.errors import SpecError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer
 
 from quant.checkpoint.demo_model import demo_gguf
-from quant.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
+from quant.checkpoint.gguf.settings.pre_tokenizers import PRE_TOKENIZERS
 from quant.checkpoint.model_reference import resolve
 from tests.actors.models import CONFIGS, save_tiny
 from tests.paths import ROOT
