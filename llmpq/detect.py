@@ -6,15 +6,16 @@ import os
 import platform
 import subprocess
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from llmpq.remote.session import ray_session
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import find_accelerator, reported_accelerator
 from planner.cluster.spec import DEFAULT_INTERNODE_GBIT_PER_S, ClusterSpec
 from quant.common.errors import DeviceError, SpecError
-from quant.common.units import GIB
+from quant.common.units import GIB, MIB
 
-_QUERY = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 
 
 def detect_cluster(address: str | None = None) -> ClusterSpec:
@@ -38,9 +39,9 @@ def _ray_is_joined() -> bool:
 
 def local_node(name: str) -> dict[str, Any]:
     """The entry of this machine in a cluster file: its NVIDIA GPUs, or its CPU without one."""
-    gpus = local_gpu_names()
+    gpus = local_gpus()
     if gpus:
-        return {"name": name, "accelerators": dict(Counter(find_accelerator(g).name for g in gpus))}
+        return {"name": name, "accelerators": dict(_counts(gpus))}
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     threads = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,13 +54,23 @@ def local_node(name: str) -> dict[str, Any]:
     }
 
 
-def local_gpu_names() -> tuple[str, ...]:
-    """Product names that the NVIDIA driver reports; none without a driver."""
+def local_gpus() -> tuple[tuple[str, int], ...]:
+    """Product names and bytes of memory that the NVIDIA driver reports; none without a driver."""
     try:
         answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())
+    lines = (line.rpartition(",") for line in answer.stdout.splitlines() if line.strip())
+    return tuple((name.strip(), _mebibytes(size)) for name, _, size in lines)
+
+
+def _mebibytes(text: str) -> int:
+    """The bytes of a count of MiB; 0 where the driver does not say it."""
+    return int(text) * MIB if text.strip().isdecimal() else 0
+
+
+def _counts(gpus: Iterable[tuple[str, int]]) -> Counter[str]:
+    return Counter(reported_accelerator(name, size).name for name, size in gpus)
 
 
 def _ray_cluster(address: str | None) -> ClusterSpec:
@@ -92,9 +103,9 @@ def _by_driver(resources: dict[str, float]) -> Counter[str]:
     import ray
 
     on_node = next(r for r in resources if r.startswith("node:") and "internal" not in r)
-    task = ray.remote(local_gpu_names).options(num_cpus=0, resources={on_node: 0.001})
-    names: tuple[str, ...] = ray.get(task.remote(), timeout=60)
-    return Counter(find_accelerator(name).name for name in names[: int(resources["GPU"])])
+    task = ray.remote(local_gpus).options(num_cpus=0, resources={on_node: 0.001})
+    gpus: tuple[tuple[str, int], ...] = ray.get(task.remote(), timeout=60)
+    return _counts(gpus[: int(resources["GPU"])])
 
 
 def _by_resource_name(resources: dict[str, float]) -> Counter[str]:

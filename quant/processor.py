@@ -13,6 +13,9 @@ def local_processor(device: torch.device) -> Processor:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(f"{device} is asked for, but torch {torch.__version__} finds no GPU")
+        if torch.version.hip is not None:  # whose capability is no CUDA capability
+            architecture = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+            return Processor(rocm_architecture=architecture)
         return Processor(compute_capability=torch.cuda.get_device_capability(device))
     if device.type != "cpu":
         raise DeviceError(f"device {device} is neither a CPU nor a CUDA GPU; use one of them")

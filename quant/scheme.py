@@ -50,15 +50,20 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class Processor:
-    """The properties of a device that decide on kernels; `compute_capability` is None for a CPU."""
+    """The properties of a device that decide on kernels.
+
+    `compute_capability` is that of an NVIDIA GPU, `rocm_architecture` (`gfx942`) that of an AMD
+    GPU; a CPU has neither.
+    """
 
     compute_capability: tuple[int, int] | None = None
     instruction_sets: frozenset[str] = frozenset({"avx512_bf16", "avx512_vnni"})
+    rocm_architecture: str | None = None
 
     @property
     def is_cpu(self) -> bool:
         """Whether kernels run on the host processor."""
-        return self.compute_capability is None
+        return self.compute_capability is None and self.rocm_architecture is None
 
 
 def group_size(in_features: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.stage.spec import StageSpec
-from planner.cluster.accelerators import find_accelerator
-from quant.common.errors import DeviceError, SpecError
+from quant.common.errors import DeviceError
 
 TOLERATED_SHORTFALL = 0.03  # share by which a GPU may offer less: drivers reserve differently
 
@@ -21,15 +20,13 @@ def local_device(spec: StageSpec) -> torch.device:
             f"device that torch {torch.__version__} can use; install a torch wheel that serves it"
         )
     found = torch.cuda.get_device_properties(0)
-    try:
-        kind = find_accelerator(found.name).name
-    except SpecError:
-        kind = found.name
-    if kind != spec.accelerator:
+    if not spec.accelerator.is_reported_as(found.name):
+        name, is_described = spec.accelerator.name, not spec.accelerator.is_registered
+        same = f"; if it is one, its description needs reported_as: [{found.name}]"
         raise DeviceError(
-            f"stage {spec.index} was planned for {spec.accelerator}, but its process got "
+            f"stage {spec.index} was planned for {name}, but its process got "
             f"{found.name}; start one Ray node for each GPU type, with CUDA_VISIBLE_DEVICES and "
-            f"--resources='{{\"{spec.accelerator}\": COUNT}}'"
+            f"--resources='{{\"{name}\": COUNT}}'{same if is_described else ''}"
         )
     wanted = spec.memory_limit_bytes * (1 - TOLERATED_SHORTFALL)
     if found.total_memory < wanted:

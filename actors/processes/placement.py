@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import Accelerator
 from quant.common.errors import DeviceError
 
 ACCELERATOR_TYPE = "accelerator_type:"
@@ -22,8 +22,8 @@ class Placed(Protocol):
         """The stage's number, for messages."""
 
     @property
-    def accelerator(self) -> str:
-        """The device's kind, as the registry names it."""
+    def kind(self) -> Accelerator:
+        """The device's type."""
 
     @property
     def emulated(self) -> bool:
@@ -77,19 +77,19 @@ def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Place
 
 def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
     resources = _device_resource(stage, offered)
-    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    name, on_host = stage.kind.name, stage.emulated or stage.kind.is_cpu
     if not on_host and not resources:
         raise DeviceError(
-            f"stage {stage.index} needs a {stage.accelerator}, which no node of the Ray cluster "
+            f"stage {stage.index} needs a {name}, which no node of the Ray cluster "
             f"has; {_what_is_offered(offered)}. Start its node with `ray start --address=HEAD` "
-            f"where Ray knows the GPU, else add --resources='{{\"{stage.accelerator}\": 1}}'"
+            f"where Ray knows the GPU, else add --resources='{{\"{name}\": 1}}'"
         )
     num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
     return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
 
 
 def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, float]:
-    accelerator = find_accelerator(stage.accelerator)
+    accelerator = stage.kind
     if stage.custom_resource is not None and not stage.emulated:
         return {stage.custom_resource: 1.0}
     for name in (accelerator.name, *accelerator.aliases):

@@ -16,7 +16,7 @@ from actors.processes.environment import stage_environment
 from actors.processes.placement import place
 from actors.profiling.loading import LoadTask, MeasuredLoad, time_loading
 from actors.profiling.task import ProfileState, ProfileTask, measure
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from quant.common.errors import DeviceError, LlmpqError
 
@@ -26,7 +26,7 @@ class DeviceRequest:
     """A device as placement asks for it."""
 
     index: int
-    accelerator: str
+    kind: Accelerator
     emulated: bool
     threads: int
     custom_resource: str | None
@@ -35,7 +35,7 @@ class DeviceRequest:
     def of(cls, device: Device) -> DeviceRequest:
         """The request of a stage on `device`."""
         return cls(
-            0, device.accelerator.name, device.emulated, device.threads or 1, device.custom_resource
+            0, device.accelerator, device.emulated, device.threads or 1, device.custom_resource
         )
 
 
@@ -46,7 +46,7 @@ def measure_on_cluster(task: ProfileTask, device: Device) -> Iterator[ProfileSta
     """
     remote = _as_stage(_measure_there, device, num_returns="streaming")
     with bare_errors():
-        for reference in get_streamed(remote.remote(task, device.accelerator.name)):
+        for reference in get_streamed(remote.remote(task, device.accelerator)):
             yield get_answer(reference)
 
 
@@ -86,10 +86,12 @@ def bare_errors() -> Iterator[None]:
         raise
 
 
-def _measure_there(task: ProfileTask, accelerator: str) -> Iterator[ProfileState]:
+def _measure_there(task: ProfileTask, accelerator: Accelerator) -> Iterator[ProfileState]:
     """Check the GPU of this process, then measure."""
     if task.device == "cuda":
         name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-        if name == "no GPU" or find_accelerator(name).name != accelerator:
-            raise DeviceError(f"the task was to measure a {accelerator}, but its node has {name}")
+        if name == "no GPU" or not accelerator.is_reported_as(name):
+            raise DeviceError(
+                f"the task was to measure a {accelerator.name}, but its node has {name}"
+            )
     yield from measure(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import Accelerator
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.scheme import ROUNDINGS
 
@@ -17,9 +17,9 @@ class StageSpec:
     `bitwidths`: one per layer of `layers`; `backends`: kernel backend per bitwidth (missing: the
     processor's preferred one); `slots`: most requests at a time; `max_tokens`: tokens of the
     longest request; `kv_tokens`: token slots of the KV cache, for all requests together;
-    `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the
-    registry name of the GPU that the process must find; None where the stage computes on the host's
-    CPU. With `head_on_first` the last stage sends its final hidden states back to the first one.
+    `memory_limit_bytes` (0: none) bounds weights and KV cache together. `accelerator` is the GPU
+    that the process must find; None where the stage computes on the host's CPU. With
+    `head_on_first` the last stage sends its final hidden states back to the first one.
     `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
     """
@@ -35,7 +35,7 @@ class StageSpec:
     backends: Mapping[int, str] = field(default_factory=dict)
     memory_limit_bytes: int = 0
     device_name: str = "CPU"
-    accelerator: str | None = None
+    accelerator: Accelerator | None = None
     head_on_first: bool = False
     rounding: str = ROUNDINGS[0]
     kv_bits: int = 16
@@ -59,7 +59,7 @@ class StageSpec:
 
 def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
     """The specification of `stage` for its actor, whose slots are those of the policy `static`."""
-    on_host = stage.emulated or find_accelerator(stage.accelerator).compute_capability is None
+    on_host = stage.emulated or stage.kind.is_cpu
     return StageSpec(
         index=stage.index,
         stages=len(plan.stages),
@@ -72,7 +72,7 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         backends=dict(stage.backends),
         memory_limit_bytes=stage.memory_limit_bytes,
         device_name=stage.device,
-        accelerator=None if on_host else stage.accelerator,
+        accelerator=None if on_host else stage.kind,
         head_on_first=plan.head_on_first,
         rounding=plan.rounding,
         kv_bits=plan.kv_bits,

@@ -13,7 +13,6 @@ from benchmarks.lengths.on_demand import OnDemandScheduler
 from benchmarks.lengths.rows import IntArray, Rows
 from benchmarks.lengths.virtual_job import CacheCosts, JobRun, run_job
 from benchmarks.orca.pipelines import ModelledPipeline
-from planner.cluster.accelerators import find_accelerator
 from planner.costs.memory import kv_token_bytes
 from planner.model.finding import model_shape
 from planner.workload import HOLES
@@ -37,7 +36,7 @@ class Memory:
     @cached_property
     def costs(self) -> CacheCosts:
         """Those of the stage that takes longest for each."""
-        gpus = [find_accelerator(stage.accelerator) for stage in self.pipeline.plan.stages]
+        gpus = [stage.kind for stage in self.pipeline.plan.stages]
         held = self._token_bytes
         return CacheCosts(
             max(2 * b / gpu.memory_bytes_per_s for b, gpu in zip(held, gpus, strict=True)),

@@ -1,99 +1,65 @@
-"""Code that all commands share: option spelling, error messages and exit codes."""
+"""Code that all commands share: the parser of options, error messages and exit codes."""
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-
-from planner.cluster.spec import ClusterSpec
-from planner.option_rules import Rule, refuse_ignored
-from quant.common.errors import HeadLostError, LlmpqError, SpecError, StageLostError
+from llmpq.cli.parser import EXIT_BAD_INPUT, Parser
+from llmpq.cli.verbose import details, fault_text, is_for_users, told_as_asked
+from quant.common.errors import HeadLostError, LlmpqError, StageLostError
 from quant.common.safe_text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.cluster.spec import ClusterSpec
+
+__all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_DONE",
+    "EXIT_ERROR_ROWS",
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_TERMINATED",
+    "Parser",
+    "command_line",
+    "console",
+    "print_notes",
+    "run_command",
+    "tell_written",
+]
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
 EXIT_ERROR_ROWS = 3
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
-class Parser(argparse.ArgumentParser):
-    """Accepts `--global-bz` and `--global_bz` alike, and never a shortened option."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options
-        )
-
-    def option(self, *names: str, **options: Any) -> None:
-        """Add an option under `names`, each with dashes and with underscores."""
-        spellings: dict[str, None] = {}
-        for name in names:
-            body = name.lstrip("-")
-            dashes = name[: len(name) - len(body)]
-            spellings[dashes + body.replace("_", "-")] = None
-            spellings[dashes + body.replace("-", "_")] = None
-        options.setdefault("dest", names[0].lstrip("-").replace("-", "_"))
-        if options.get("default") is None and "help" in options:
-            options.setdefault("default", argparse.SUPPRESS)
-        self.add_argument(*spellings, **options)
-
-    def parse(self, arguments: Sequence[str] | None, rules: Sequence[Rule]) -> argparse.Namespace:
-        """Parse the options; leave with one line and exit code 2 where `rules` refuse one."""
-        options = self.parse_args(arguments)
-        self.refuse_ignored(options, arguments, rules)
-        return options
-
-    def refuse_ignored(
-        self,
-        options: argparse.Namespace,
-        arguments: Sequence[str] | None,
-        rules: Sequence[Rule],
-    ) -> None:
-        """Check only the options that `arguments` name, not the defaults among their `options`."""
-        unset = argparse.Namespace(**dict.fromkeys(vars(options)))
-        given, _ = self.parse_known_args(arguments, unset)
-        try:
-            refuse_ignored(vars(given), rules, _as_option)
-        except SpecError as error:
-            self.error(str(error))
-
-    def error(self, message: str) -> NoReturn:
-        """Print one line and leave with exit code 2."""
-        self.print_usage(sys.stderr)
-        self.exit(EXIT_BAD_INPUT, f"{self.prog}: error: {printable(message)}\n")
-
-
-def _as_option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-class _SafeConsole(Console):
-    """A console that shows the control characters of names and messages and sends none."""
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        """Render as Rich does, whose own control codes are in segments of their own."""
-        for segment in super().render(renderable, options):
-            if segment.control or segment.text.isprintable():
-                yield segment
-            else:
-                yield Segment(printable(segment.text), segment.style)
-
-
 def console(stderr: bool = False) -> Console:
-    """A console that keeps tables whole where the output is no terminal, and prints no markup."""
-    plain = _SafeConsole(stderr=stderr, markup=False)
-    return plain if plain.is_terminal else _SafeConsole(stderr=stderr, markup=False, width=140)
+    """A console that prints no markup: as wide as COLUMNS says, else as the terminal of this
+    process, else 80 columns.
+    """
+    from llmpq.cli.safe_console import SafeConsole
+
+    return SafeConsole(stderr=stderr, markup=False)
+
+
+def tell_written(path: str | Path, then: str = "", stderr: bool = False) -> None:
+    """Say that `path` was written and what comes next; `stderr`: standard output is data."""
+    line = f"wrote {path}{f'; {then}' if then else ''}"
+    console(stderr).print(line, soft_wrap=True, highlight=False)
+
+
+def command_line(*words: str | Path) -> str:
+    """The words as a command that a shell takes."""
+    return shlex.join(str(word) for word in words)
 
 
 def print_notes(spec: ClusterSpec) -> ClusterSpec:
@@ -115,6 +81,8 @@ def _warnings_of(command: str) -> Iterator[None]:
         lineno: int,
         line: str | None = None,
     ) -> str:
+        if not is_for_users(category, filename):
+            return ""
         if category is not UserWarning:
             return usual(message, category, filename, lineno, line)
         return f"{command}: warning: {printable(str(message))}\n"
@@ -128,19 +96,28 @@ def _warnings_of(command: str) -> Iterator[None]:
 
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run `command` and return its exit code. An error that the user can mend becomes one message
-    and exit code 2; a lost stage or Ray one message and 1. Our warnings are one line each.
+    and exit code 2; a lost stage or Ray, and a fault of ours, one message and 1. Our warnings are
+    one line each. With `--verbose` tracebacks stand beside the messages.
     """
+    with told_as_asked():
+        return _run_told(name, command)
+
+
+def _run_told(name: str, command: Callable[[], int]) -> int:
     try:
         with _warnings_of(name):
             return command()
     except LlmpqError as error:
-        sys.stderr.write(f"{name}: error: {error}\n")
+        sys.stderr.write(f"{name}: error: {error}{details(error)}\n")
         return EXIT_BAD_INPUT
     except (StageLostError, HeadLostError) as error:
-        sys.stderr.write(f"{name}: failed: {printable(str(error))}\n")
+        sys.stderr.write(f"{name}: failed: {printable(str(error))}{details(error)}\n")
         return EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted; what was finished is kept\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        return EXIT_FAILED
+    except Exception as error:  # whatever it is, users get one line
+        sys.stderr.write(f"{name}: {fault_text(error)}\n")
         return EXIT_FAILED

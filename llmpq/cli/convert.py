@@ -1,29 +1,44 @@
-"""`llmpq-convert`: make a safetensors checkpoint of a `.bin` one, since stages read no `.bin`."""
+"""`llmpq convert`: make a safetensors checkpoint of a `.bin` one, since stages read no `.bin`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
+from llmpq.cli.progress import TaskProgress
+
+PROG = "llmpq-convert"
+
+_DESCRIPTION = "Make a safetensors checkpoint of a .bin one, since stages read no .bin."
+_EXAMPLES = ("%(prog)s /models/opt-30b-bin /models/opt-30b",)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog="llmpq-convert", description=__doc__)
-    parser.add_argument("source", type=Path, help="folder with pytorch_model.bin or its index")
-    parser.add_argument("target", type=Path, help="folder to make")
-    options = parser.parse_args(arguments)
-    return run_command("llmpq-convert", lambda: _convert(options.source, options.target))
+    options = convert_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _convert(options.source, options.target))
+
+
+def convert_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    add = parser.group("folders").option
+    add("source", type=Path, metavar="SOURCE", help="folder with pytorch_model.bin or its index")
+    add("target", type=Path, metavar="TARGET", help="folder to make")
+    return parser
 
 
 def _convert(source: Path, target: Path) -> int:
     from quant.checkpoint.convert import convert
 
-    made = convert(source, target)
+    with TaskProgress("converting", "files") as progress:
+        made = convert(source, target, progress.report)
     sentence = (
-        f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
-        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"
+        f"wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
+        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}; plan it: "
+        + command_line("llmpq", "plan", "--model", made.target)
+        + " --cluster cluster.yaml"
     )
     console().print(sentence, markup=False, highlight=False, soft_wrap=True)
     return EXIT_DONE

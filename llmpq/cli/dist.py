@@ -1,4 +1,4 @@
-"""`llmpq-dist`: run a plan over files of prompts on Ray; the same command goes on after a stop."""
+"""`llmpq run`: run a plan over files of prompts on Ray; the same command goes on after a stop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from llmpq.cli.common import (
     run_command,
 )
 from llmpq.cli.options.dist import (
-    DIST_RULES,
+    PROG,
     dist_parser,
     output_options,
     run_options,
 )
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
 from llmpq.jobs.output.options import JournalPlace
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
@@ -42,25 +42,28 @@ from llmpq.run.monitoring.journal import RunRecorder, SessionOf, recorded
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
+from quant.scheme import GPTQ
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
     keep_folder_to_driver(os.environ)
     arguments = sys.argv[1:] if arguments is None else arguments
-    where, command = split_options(arguments)
+    where, command = split_options(arguments, prog)
     if where.follow or where.stop:
-        return run_command("llmpq-dist", lambda: known_job(where))
-    options = dist_parser(__doc__).parse(arguments, DIST_RULES)
-    options.command = shlex.join(["llmpq-dist", *arguments])
+        return run_command(prog, lambda: known_job(where))
+    options = dist_parser(prog).parse(arguments)
+    options.prog = prog
+    options.command = shlex.join([*prog.split(), *arguments])
     if where.address is not None:
-        return run_command("llmpq-dist", lambda: submit(where, command, _check(options)[0].spec))
-    return run_command("llmpq-dist", lambda: _run(options))
+        return run_command(prog, lambda: submit(where, command, _check(options)[0].spec))
+    return run_command(prog, lambda: _run(options))
 
 
 def _check(options: argparse.Namespace) -> tuple[Plan, RunOptions]:
@@ -90,24 +93,24 @@ def _run(options: argparse.Namespace) -> int:
                 return _run_job(options, plan, chosen, source, output, seen)
         except KeyboardInterrupt:
             console(stderr=True).print(
-                f"llmpq-dist: interrupted; what was finished is kept{output.resume_hint()}",
+                f"{options.prog}: interrupted; what was finished is kept{output.resume_hint()}",
                 soft_wrap=True,
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
         except (StageLostError, HeadLostError) as error:
-            _say(_failed(str(error), output))
+            _say(_failed(options.prog, str(error), output))
             return EXIT_FAILED
 
 
-def _failed(why: str, output: Output) -> str:
-    return f"llmpq-dist: failed: {why}; {output.committed_message()}"
+def _failed(prog: str, why: str, output: Output) -> str:
+    return f"{prog}: failed: {why}; {output.committed_message()}"
 
 
-def _end_at_once(output: Output, why: str) -> None:
+def _end_at_once(prog: str, output: Output, why: str) -> None:
     """Commit what is finished and end the process although a call to Ray does not return."""
     with suppress(InputError):
         output.commit()
-    _say(_failed(why, output))
+    _say(_failed(prog, why, output))
     os._exit(EXIT_FAILED)
 
 
@@ -124,6 +127,8 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
+    if plan.spec.rounding == GPTQ:
+        check_ids(source)  # before the minutes that calibrating may take
     chosen = with_calibrated(
         plan.spec, chosen, lambda folder: prompts_of_input(options.input, folder)
     )
@@ -135,8 +140,8 @@ def _run_job(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
-        run.give_up = partial(_end_at_once, output)
+        run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
+        run.give_up = partial(_end_at_once, options.prog, output)
         session = _session_of(output.journal, job.tally, options)
         with recorded(run, session) as recorder:
             return _generate(run, job, job_options.stop_at_error, seen, recorder)
@@ -154,7 +159,7 @@ def _end_done(tally: Tally) -> int:
     """Say that nothing is left to do, and return the exit code."""
     _say(f"all {tally.rows} rows are done")
     if tally.resumed_errors:
-        _say(f"{tally.resumed_errors} rows have errors; --retry-errors runs them again")
+        _say(f"{tally.resumed_errors} rows have errors; --retry_errors runs them again")
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
@@ -191,7 +196,7 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: Run
     if first is not None:
         _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")
     elif errors:
-        _say(f"{errors} rows have errors; --retry-errors runs them again")
+        _say(f"{errors} rows have errors; --retry_errors runs them again")
     return EXIT_ERROR_ROWS if errors else EXIT_DONE
 
 
@@ -203,7 +208,7 @@ def _check_cluster(plan: Plan, path: str) -> None:
     if ClusterSpec.from_yaml(path).fingerprint() != plan.spec.cluster_fingerprint:
         raise PlanMismatchError(
             f"the plan is for cluster {plan.spec.cluster!r}, which differs from {path}; "
-            "plan again with llmpq-algo --cluster"
+            "plan again with llmpq plan --cluster"
         )
 
 

@@ -1,32 +1,42 @@
-"""`llmpq-indicator`: how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2)."""
+"""`llmpq indicator`: how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2)."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.layer_progress import layer_progress
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command, tell_written
+from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
+from llmpq.model_check import checked_shape
+from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import (
     AUTO,
+    DEVICES,
+    DTYPES,
     ERROR,
     METHODS,
     SEQUENCE_LENGTH,
     EvaluationOptions,
     IndicatorOptions,
+    check_lengths,
+    refuse_without_error,
 )
 from llmpq.quality.text_windows import read_documents
+from llmpq.tables import Fitting, new_table
 from planner.option_rules import Rule
 from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.cache.settings import default_folder
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.importance.header import SUFFIX
@@ -64,23 +74,31 @@ _RULES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+PROG = "llmpq-indicator"
+
+_DESCRIPTION = """
+Measure how much each layer of a model loses at each bitwidth (LLM-PQ section 4.2), for llmpq plan
+--omega_file.
+"""
+_EXAMPLES = (
+    "%(prog)s --model /models/opt-30b --calibration text.txt -o omega.json",
+    "%(prog)s --model /models/opt-30b --input prompts.jsonl \\\n"
+    "      --perplexity held_out.txt -o omega.json",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse(arguments, _RULES)
-    return run_command("llmpq-indicator", lambda: _measure(options))
+    options = indicator_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _measure(options))
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from llmpq.model_check import checked_shape
-    from llmpq.quality.job_prompts import prompts_of_input
-    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
-    from quant.checkpoint.model_reference import resolve
-    from quant.checkpoint.reader import Checkpoint
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _indicator_options(options)
+    check_lengths(None, getattr(options, "max_tokens", None))
     if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
@@ -89,14 +107,18 @@ def _measure(options: argparse.Namespace) -> int:
         )
     importance = _importance_file(options, target) if chosen.needs_text else None
     folder = resolve(options.model)
-    checked_shape(folder)
-    Checkpoint(folder).check_files()
-    calibration = read_documents(options.calibration)
-    if options.input:
-        calibration += prompts_of_input(options.input, folder)
+    refuse_without_error(chosen, checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
-    with layer_progress("layers") as report:
-        content = measure_omega(folder, calibration, chosen, report, importance_file=importance)
+    calibration = calibration_documents(options.calibration, options.input, folder)
+
+    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
+    from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch
+
+    Checkpoint(folder).check_files()
+    with TaskProgress("measuring sensitivity") as progress:
+        content = measure_omega(
+            folder, calibration, chosen, progress.report, importance_file=importance
+        )
     if importance is not None:
         named = os.path.relpath(importance.absolute(), target.absolute().parent)
         content = replace(content, provenance={**content.provenance, FILE_ENTRY: named})
@@ -110,11 +132,15 @@ def _measure(options: argparse.Namespace) -> int:
             chosen.dtype,
             importance,
         )
-        with layer_progress("perplexity, layers") as report:
-            content = measure_points(content, folder, held_out, settings, report)
+        with TaskProgress("measuring perplexity") as progress:
+            content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
-    console().print(_table(content))
+    console().print(_shown(content))
     _print_points(content)
+    if importance is not None:
+        tell_written(importance, "weights are rounded by it; the omega file names it")
+    again = command_line("llmpq", "plan", "--model", options.model, "--omega_file", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
 
 
@@ -130,7 +156,8 @@ def _importance_file(options: argparse.Namespace, target: Path) -> Path:
 def _keep(importance: Path) -> None:
     """Keep a copy where plans look for it by its fingerprint when the file has moved."""
     from quant.importance.file import load_importance
-    from quant.importance.store import FOLDER, by_fingerprint, keep_file
+    from quant.importance.header import FOLDER, by_fingerprint
+    from quant.importance.store import keep_file
 
     found = load_importance(importance)
     with suppress(SpecError, InputError):  # no home folder, or one that cannot be written
@@ -154,22 +181,21 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
     )
 
 
-def _table(content: OmegaContent) -> Table:
-    """The table of sensitivities by layer and bitwidth, with their sums."""
+def _shown(content: OmegaContent) -> Fitting:
+    """The sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
-    table = Table(
-        title=f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s",
-        title_justify="left",
-        title_style="bold",
-        show_footer=True,
-    )
-    table.add_column("layer", footer="all", justify="right")
-    for bits, total in zip(content.bits, content.matrix.sum(axis=0), strict=True):
-        table.add_column(f"{bits} bit", footer=f"{total:.4g}", justify="right")
+    title = f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s"
+    return Fitting(title, [partial(_table, content)])
+
+
+def _table(content: OmegaContent) -> Table:
+    table = new_table(["layer", *(f"{bits} bit" for bits in content.bits)], ())
     for layer, row in enumerate(content.matrix):
-        table.add_row(str(layer), *(f"{value:.4g}" for value in row))
+        is_last = layer == len(content.matrix) - 1
+        table.add_row(str(layer), *(f"{value:.4g}" for value in row), end_section=is_last)
+    table.add_row("all", *(f"{total:.4g}" for total in content.matrix.sum(axis=0)))
     return table
 
 
@@ -183,13 +209,8 @@ def _print_points(content: OmegaContent) -> None:
         fit = fit_perplexity(points, "this file")
     except SpecError as error:
         note = f"--max_ppl_delta cannot use {error}"
-    table = Table(
-        title=f"perplexity, {content.provenance['perplexity_tokens']} tokens",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit"):
-        table.add_column(name, justify="right")
+    heads = ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit")
+    table = new_table(heads, ())
     for measured, point in zip(content.points, points, strict=True):
         table.add_row(
             f"{sum(measured.bitwidths) / len(measured.bitwidths):.2f}",
@@ -199,37 +220,25 @@ def _print_points(content: OmegaContent) -> None:
             f"{point.error:.3f}",
             "" if fit is None else f"{fit.forecast(point.omega).increase:+.3f}",
         )
-    console().print(table)
+    title = f"perplexity, {content.provenance['perplexity_tokens']} tokens"
+    console().print(Fitting(title, [lambda: table]))
     if note:
         console().print(note, soft_wrap=True, highlight=False)
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="llmpq-indicator", description=__doc__)
-    add, default = parser.option, IndicatorOptions()
-    _add_files(add)
-    _add_method(add, default)
-    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
-    add("--sequences", type=int, default=default.sequences, help="calibration sequences")
-    add(
-        "--sequence_length",
-        type=int,
-        metavar="TOKENS",
-        help=f"length of each ({SEQUENCE_LENGTH}, or the model's positions where these are fewer)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=default.seed,
-        help="seed of the draw of sequences, and of random",
-    )
-    add("--device", default=AUTO, help="auto, cpu or cuda")
-    add("--dtype", default=AUTO, help="type to compute in: auto, float32, bfloat16 or float16")
-    add("--max_tokens", type=int, metavar="COUNT", help="most tokens of the held-out text to use")
+def indicator_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser, default = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES), IndicatorOptions()
+    parser.usage = "%(prog)s --model MODEL --calibration FILE [FILE ...] -o FILE [options]"
+    _add_texts(parser.group("model and texts"), default)
+    _add_output(parser.group("output"))
+    _add_method(parser.group("method"), default)
+    _add_computing(parser.group("computing"))
     return parser
 
 
-def _add_files(add: Callable[..., object]) -> None:
+def _add_texts(group: OptionGroup, default: IndicatorOptions) -> None:
+    add = group.option
     add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
     add(
         "--calibration",
@@ -245,25 +254,50 @@ def _add_files(add: Callable[..., object]) -> None:
         action="extend",
         default=[],
         metavar="PATH",
-        help="prompts of the job, as for llmpq-dist: calibrated on as the model will see them",
+        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
     )
-    add(
-        "--importance",
-        metavar="FILE",
-        help=f"where to write what weights are rounded by (OUTPUT's name with {SUFFIX})",
-    )
-    add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
     add(
         "--perplexity",
         nargs="+",
         action="extend",
         default=[],
         metavar="FILE",
-        help="held-out text to measure perplexities on too, for llmpq-algo --max_ppl_delta",
+        help="held-out text to measure perplexities on too, for llmpq plan --max_ppl_delta",
+    )
+    add(
+        "--sequences",
+        type=int,
+        metavar="COUNT",
+        default=default.sequences,
+        help="sequences to calibrate on",
+    )
+    add(
+        "--sequence_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"length of each (default: {SEQUENCE_LENGTH}, or the model's positions where these "
+        "are fewer)",
+    )
+    add(
+        "--max_tokens",
+        type=int,
+        metavar="COUNT",
+        help="most tokens of the held-out text to use (default: all)",
     )
 
 
-def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
+def _add_output(group: OptionGroup) -> None:
+    add = group.option
+    add("-o", "--output", dest="output", required=True, metavar="FILE", help="omega JSON to write")
+    add(
+        "--importance",
+        metavar="FILE",
+        help=f"where to write what weights are rounded by (default: OUTPUT's name with {SUFFIX})",
+    )
+
+
+def _add_method(group: OptionGroup, default: IndicatorOptions) -> None:
+    add = group.option
     add(
         "--method",
         choices=METHODS,
@@ -271,17 +305,18 @@ def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
         help="error: of the weights really stored, in nats; variance: LLM-PQ's Proposition 2; "
         "hessian, random: to compare with",
     )
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=default.bits, help="bitwidths")
     add(
         "--rounding",
         choices=tuple(dict.fromkeys((*ROUNDINGS, *FORM_ROUNDINGS))),
-        help=f"how weights are rounded: as in the plan for the method error ({default.rounding}), "
-        f"nearest or stochastic of Theorem 1 for variance ({default.form.rounding})",
+        help=f"as in the plan for the method error (default: {default.rounding}), nearest or "
+        f"stochastic of Theorem 1 for variance (default there: {default.form.rounding})",
     )
     add(
         "--scheme",
         choices=SCHEMES,
         default=default.form.scheme,
-        help="how its scales S_W are formed",
+        help="how the scales S_W of variance are formed",
     )
     add(
         "--scales",
@@ -289,6 +324,19 @@ def _add_method(add: Callable[..., object], default: IndicatorOptions) -> None:
         default=default.form.scales,
         help="one S_W a tensor as in Proposition 2, or one for each group of the quantizer",
     )
+    add(
+        "--seed",
+        type=int,
+        metavar="SEED",
+        default=default.seed,
+        help="of the draw of sequences, and of the method random",
+    )
+
+
+def _add_computing(group: OptionGroup) -> None:
+    add = group.option
+    add("--device", choices=DEVICES, default=AUTO, help="where to compute")
+    add("--dtype", choices=DTYPES, default=AUTO, help="type to compute in")
 
 
 if __name__ == "__main__":

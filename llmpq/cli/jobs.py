@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.parser import OptionGroup
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import DEPTH, JobPlace, find_job, jobs_in
 from llmpq.jobs.overview.text import job_text, list_text, ray_text
@@ -23,31 +24,58 @@ COLUMNS = 80
 WATCH_S = 5.0
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "llmpq jobs") -> int:
+PROG = "llmpq jobs"
+
+_DESCRIPTION = "Tell how jobs are, while they run or later. No job is changed or disturbed."
+_SHOW = "show results.jsonl --html job.html"
+_LIST = "list /shared/outputs"
+_JSON = "print the figures as JSON"
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, listing = _parsers(prog)
-    unset = argparse.Namespace(html=None, watch=None, folders=None, ray=None, depth=None)
-    options = parser.parse_args(arguments, unset)
+    parser = jobs_parser(prog)
+    options = parser.parse(arguments)
     if options.command == "show":
         return run_command(prog, lambda: _show(options))
-    if options.ray is not None and (options.folders or options.depth is not None):
-        listing.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
+    if "ray" in options and ("folders" in options or "depth" in options):
+        parser.error("a Ray cluster has no folders; leave out FOLDER and --depth beside --ray")
     return run_command(prog, lambda: _list(options))
 
 
-def _parsers(prog: str) -> tuple[Parser, Parser]:
-    """The parser of the command, and that of its list."""
-    parser = Parser(prog=prog, description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,list}")
+def jobs_parser(prog: str | None = PROG) -> Parser:
+    """The parser of both commands."""
+    parser = Parser(prog, _DESCRIPTION, (f"%(prog)s {_SHOW}", f"%(prog)s {_LIST}"))
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="show|list", title="commands"
+    )
     show = commands.add_parser(
         "show",
         help="one job: state, speed beside the plan, errors by kind, what was replaced",
-        epilog=f"example: {prog} show results.jsonl --html job.html",
+        description="Show one job: state, speed beside the plan, errors by kind, what was replaced",
+        examples=("%(prog)s" + _SHOW.removeprefix("show"),),
     )
-    show.add_argument("output", metavar="OUTPUT", help="the --output of a llmpq run, done or not")
-    show.option("--html", metavar="FILE", help="write it as a page that needs only a browser")
-    show.option(
+    _add_job(show.group("job"))
+    _add_output(show.group("output"))
+    listing = commands.add_parser(
+        "list",
+        help="the jobs in and below folders, or those of a Ray cluster",
+        description="List the jobs in and below folders, or those of a Ray cluster.",
+        examples=("%(prog)s" + _LIST.removeprefix("list"),),
+    )
+    _add_places(listing.group("where to look"))
+    listing.group("output").option("--json", action="store_true", help=_JSON)
+    return parser
+
+
+def _add_job(group: OptionGroup) -> None:
+    group.option("output", metavar="OUTPUT", help="the --output of a llmpq run, done or not")
+
+
+def _add_output(group: OptionGroup) -> None:
+    add = group.option
+    add("--html", metavar="FILE", help="write it as a page that needs only a browser")
+    add(
         "--watch",
         nargs="?",
         type=_seconds,
@@ -55,35 +83,26 @@ def _parsers(prog: str) -> tuple[Parser, Parser]:
         metavar="SECONDS",
         help="look again so often, until the job no longer runs; the page loads itself again too",
     )
-    show.add_argument("--json", action="store_true", help="print the figures as JSON")
-    listing = commands.add_parser(
-        "list",
-        help="the jobs in and below folders, or those of a Ray cluster",
-        epilog=f"example: {prog} list /shared/outputs",
+    add("--json", action="store_true", help=_JSON)
+
+
+def _add_places(group: OptionGroup) -> None:
+    add = group.option
+    add("folders", metavar="FOLDER", nargs="*", help="where to look (default: here)")
+    add(
+        "--depth",
+        type=_depth,
+        metavar="COUNT",
+        help=f"folders below it to look into (default: {DEPTH})",
     )
-    listing.add_argument(
-        "folders",
-        metavar="FOLDER",
-        nargs="*",
-        default=argparse.SUPPRESS,
-        help="where to look (by default here)",
-    )
-    listing.option(
-        "--depth", type=_depth, metavar="COUNT", help=f"folders below it to look into ({DEPTH})"
-    )
-    listing.option(
-        "--ray", metavar="URL", help="list llmpq's jobs of this cluster: http://HEAD:8265"
-    )
-    listing.add_argument("--json", action="store_true", help="print the figures as JSON")
-    assert isinstance(listing, Parser)
-    return parser, listing
+    add("--ray", metavar="URL", help="list llmpq's jobs of this cluster: http://HEAD:8265")
 
 
 def _show(options: argparse.Namespace) -> int:
     place = find_job(options.output)
-    html = None if options.html is None else Path(options.html)
+    html = Path(options.html) if "html" in options else None
     _check_page(html, place)
-    watch_s: float | None = options.watch
+    watch_s: float | None = getattr(options, "watch", None)
     while True:
         job = overview_of(place)
         runs = job.state == "running"
@@ -117,11 +136,10 @@ def _print(job: JobOverview, as_json: bool) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    if options.ray is not None:
+    if "ray" in options:
         return _list_ray(options)
     found: dict[Path, JobOverview] = {}
-    folders = options.folders or ["."]
-    depth = DEPTH if options.depth is None else options.depth
+    folders, depth = getattr(options, "folders", ["."]), getattr(options, "depth", DEPTH)
     for folder in folders:
         for place in jobs_in(folder, depth):
             key = place.folder.absolute()
@@ -154,7 +172,7 @@ def _list_ray(options: argparse.Namespace) -> int:
         _say(f"the Ray cluster at {options.ray} knows no jobs of llmpq")
     else:
         console().print(ray_text(jobs))
-        _say(f"llmpq run --submit {options.ray} --follow-job ID shows the log of one")
+        _say(f"llmpq run --submit {options.ray} --follow_job ID shows the log of one")
     return EXIT_DONE
 
 

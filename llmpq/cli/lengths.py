@@ -1,21 +1,22 @@
-"""`llmpq-lengths`: train and judge predictors of output lengths, for runs under the policy s3."""
+"""`llmpq lengths`: train and judge predictors of output lengths, for runs under the policy s3."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, console, run_command
-from llmpq.cli.options.lengths import TRAIN_RULES, lengths_parser
+from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
+from llmpq.cli.options.lengths import PROG, lengths_parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
+from llmpq.tables import Fitting, new_table
 from quant.common.errors import InputError
 from quant.common.whole_file import names_a_file, write_whole
 
@@ -24,15 +25,11 @@ if TYPE_CHECKING:
     from llmpq.lengths.training import ServedIds
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser, train, _ = lengths_parser(__doc__)
-    options = parser.parse_args(arguments)
-    if options.command == "train":
-        train.refuse_ignored(options, arguments[1:], TRAIN_RULES)
-        return run_command("llmpq-lengths", lambda: _train(options))
-    return run_command("llmpq-lengths", lambda: _evaluate(options))
+    options = lengths_parser(prog).parse(arguments)
+    command = _train if options.command == "train" else _evaluate
+    return run_command(prog, lambda: command(options))
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -51,7 +48,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     _quiet()
     rows, ids = _rows(options)
-    model, judgement = train(rows, chosen, ids)
+    with TaskProgress(f"training on {len(rows)} rows"):
+        model, judgement = train(rows, chosen, ids)
     save_predictor(target, model, judgement.confusion, options.overwrite)
     console().print(_table(judgement, f"{model.kind}, {model.trained_rows} rows learnt from"))
     console().print(_confusion(judgement, model.buckets))
@@ -62,6 +60,8 @@ def _train(options: argparse.Namespace) -> int:
             soft_wrap=True,
         )
     _write_json(figures, judgement, model.buckets)
+    words = ("--input", "prompts.jsonl", "--policy", "s3", "--predictor", target)
+    tell_written(target, f"plan with it: {command_line('llmpq', 'plan', *words)}")
     return EXIT_DONE
 
 
@@ -83,7 +83,8 @@ def _evaluate(options: argparse.Namespace) -> int:
             "them: --model"
         )
     model = load_predictor(folder)
-    judgement = judge(model, rows)
+    with TaskProgress(f"judging by {len(rows)} rows"):
+        judgement = judge(model, rows)
     console().print(_table(judgement, f"{model.kind} in {folder}"))
     console().print(_confusion(judgement, model.buckets))
     _write_json(figures, judgement, model.buckets)
@@ -116,20 +117,14 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def _table(judgement: Judgement, what: str) -> Table:
+def _table(judgement: Judgement, what: str) -> Fitting:
     found = judgement.predictor
-    table = Table(
-        title=f"{what}; {found.rows} rows held against",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("predictor")
-    for name in ("accuracy", "too short", "buckets off", "calibration error", "ms a prompt"):
-        table.add_column(name, justify="right")
+    heads = ["accuracy", "too\nshort", "buckets\noff", "calibration\nerror", "ms a\nprompt"]
+    table = new_table(["predictor", *heads])
     table.add_row("this one", *_cells(found), f"{judgement.ms_per_prompt:.2f}")
     table.add_row("the most frequent bucket", *_cells(judgement.majority), "")
     table.add_row("the longest answer", *_cells(judgement.longest), "")
-    return table
+    return Fitting(f"{what}; {found.rows} rows held against", [lambda: table])
 
 
 def _cells(found: Agreement) -> tuple[str, ...]:
@@ -142,15 +137,25 @@ def _cells(found: Agreement) -> tuple[str, ...]:
     )
 
 
-def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Table:
-    """Rows by true and by predicted bucket."""
-    table = Table(title="true bucket by predicted one", title_justify="left", title_style="bold")
-    table.add_column("tokens", justify="right")
-    for most in buckets:
-        table.add_column(f"≤ {most}", justify="right")
-    for most, row in zip(buckets, judgement.confusion.tolist(), strict=True):
-        table.add_row(f"≤ {most}", *(str(count) if count else "·" for count in row))
-    return table
+def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Fitting:
+    """Rows by true and by predicted bucket: a matrix, or lists where that is too wide."""
+    rows = list(zip(buckets, judgement.confusion.tolist(), strict=True))
+
+    def matrix() -> Table:
+        table = new_table(["tokens", *map(str, buckets)], ())
+        for most, row in rows:
+            table.add_row(str(most), *(str(count) if count else "·" for count in row))
+        return table
+
+    def lists() -> Table:
+        table = new_table(["tokens", "rows by predicted bucket"], (1,))
+        for most, row in rows:
+            counts = zip(buckets, row, strict=True)
+            table.add_row(str(most), ", ".join(f"{n} by {which}" for which, n in counts if n))
+        return table
+
+    title = "rows by true bucket (first column, up to so many tokens) and by predicted one"
+    return Fitting(title, [matrix, lists])
 
 
 def _json_file(options: argparse.Namespace) -> Path | None:
@@ -169,6 +174,7 @@ def _write_json(path: Path | None, judgement: Judgement, buckets: Sequence[int])
         write_whole(path, json.dumps(values, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {path}: {error}") from error
+    tell_written(path)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,43 @@
-"""`llmpq-profile`: measure times of a decoder layer here or on a cluster, for `llmpq-algo`."""
+"""`llmpq profile`: measure times of a decoder layer here or on a cluster, for `llmpq plan`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
+from llmpq.cli.common import (
+    EXIT_DONE,
+    Parser,
+    command_line,
+    console,
+    print_notes,
+    run_command,
+    tell_written,
+)
+from llmpq.cli.parser import OptionGroup
+from llmpq.profile.layers import (
+    DeviceProfile,
+    Profile,
+    ProfileOptions,
+    devices_to_profile,
+    points_left,
+)
 from llmpq.profile.tables import hop_table, loading_table
+from llmpq.remote.session import ray_session
+from llmpq.tables import Fitting, new_table
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
 from planner.option_rules import Rule
+from planner.options import AUTO
 from planner.profiles.design import DesignSpace
 from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
-from quant.scheme import BITWIDTHS
-
-if TYPE_CHECKING:
-    from llmpq.profile.layers import DeviceProfile, ProfileOptions
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
 
 _RULES = (
     Rule(
@@ -39,18 +54,25 @@ _RULES = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+PROG = "llmpq-profile"
+
+_DESCRIPTION = """
+Measure the times of a model's layers, of loading and of links, here or on a cluster, for llmpq plan
+--profiles. The same command goes on with what is not measured yet.
+"""
+_EXAMPLES = (
+    "%(prog)s --model /models/opt-30b -o times.csv",
+    "%(prog)s --model opt-30b --cluster us.yaml --address auto -o times.csv",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse(arguments, _RULES)
-    return run_command("llmpq-profile", lambda: _profile(options))
+    options = profile_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _profile(options))
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile.layers import Profile, devices_to_profile, points_left
-    from llmpq.profile.links import profile_links
-    from llmpq.profile.loading import LoadProfile
-    from llmpq.remote.session import ray_session
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
@@ -60,7 +82,11 @@ def _profile(options: argparse.Namespace) -> int:
     cluster = _cluster(options)
     devices = devices_to_profile(cluster)
     config = model_config(options.model)
-    profile = Profile(target, config, shape, chosen)
+    profile = Profile(target, config, shape, chosen, cluster.own_accelerators)
+
+    from llmpq.profile.links import profile_links  # slow to load, as they need torch and Ray
+    from llmpq.profile.loading import LoadProfile
+
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
@@ -78,12 +104,12 @@ def _profile(options: argparse.Namespace) -> int:
     left = points_left(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
+    again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
 
 
 def _options(options: argparse.Namespace) -> ProfileOptions:
-    from llmpq.profile.layers import ProfileOptions
-
     names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
     given = {name: getattr(options, name) for name in names if name in options}
     if "batch_sizes" in given:
@@ -120,7 +146,13 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
     """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
-    console().print(_error_table(profile, shape, errors))
+    threads = profile.device.threads
+    title = (
+        f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
+        + (f", {threads} threads" if threads else "")
+        + ": error of the fit on points left out of it"
+    )
+    console().print(Fitting(title, [lambda: _error_table(errors)]))
     state = profile.state
     if state.measured:
         console().print(
@@ -132,17 +164,9 @@ def _print(profile: DeviceProfile, shape: ModelShape) -> None:
         console().print(f"{state.too_large} points did not fit into the device's memory")
 
 
-def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[FitError]) -> Table:
-    threads = profile.device.threads
-    table = Table(
-        title=f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
-        + (f", {threads} threads" if threads else "")
-        + ": error of the fit on points left out of it",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+def _error_table(errors: Sequence[FitError]) -> Table:
+    heads = ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most")
+    table = new_table(heads, (1,))
     for each in (*errors, all_together(errors)) if errors else ():
         table.add_row(
             "all" if each.bits is None else str(each.bits),
@@ -156,43 +180,116 @@ def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[Fit
     return table
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="llmpq-profile", description=__doc__)
-    add, space = parser.option, DesignSpace()
-    add("--model", required=True, help="folder, config.json, built-in name (opt-30b) or hub id")
-    add("-o", "--output", dest="output", required=True, metavar="FILE",
-        help="CSV of layer times to write, with one of loading and one of links beside it; what "
-        "the files have already is not measured again")  # fmt: skip
-    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=BITWIDTHS, help="bitwidths")
+def profile_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
+    _add_subject(parser.group("model and devices"))
+    _add_output(parser.group("output"))
+    _add_points(parser.group("what is measured"))
+    _add_effort(parser.group("effort"))
+    return parser
+
+
+def _add_subject(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="folder, config.json, built-in name (opt-30b) or hub id",
+    )
     add("--cluster", metavar="FILE", help="cluster YAML: one Ray task for each kind of device")
-    add("--address", help="Ray cluster to measure on; without it this machine is measured")
+    add(
+        "--address",
+        metavar="ADDRESS",
+        help="Ray cluster to measure on (default: this machine is measured)",
+    )
     add(
         "--threads",
         type=int,
         metavar="COUNT",
-        help="threads of a CPU (all that this process may use)",
+        help="threads of a CPU (default: all that this process may use)",
     )
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--batch_sizes", nargs="+", type=int, metavar="COUNT",
-        help=f"requests of a micro-batch ({' '.join(map(str, space.batch_sizes))})")  # fmt: skip
-    add("--max_length", type=int, metavar="TOKENS",
-        help=f"longest prompt and context ({space.max_length})")  # fmt: skip
-    add("--prefill_tokens", type=int, metavar="COUNT",
-        help=f"most tokens of a prefill micro-batch ({space.prefill_tokens})")  # fmt: skip
-    add("--decode_tokens", type=int, metavar="COUNT",
-        help=f"most tokens a decode micro-batch attends to ({space.decode_tokens})")  # fmt: skip
-    add("--points", type=int, default=16, help="workloads for each bitwidth and phase")
+
+
+def _add_output(group: OptionGroup) -> None:
+    group.option(
+        "-o",
+        "--output",
+        dest="output",
+        required=True,
+        metavar="FILE",
+        help="CSV of layer times to write, with one of loading and one of links beside it; what "
+        "the files have already is not measured again",
+    )
+
+
+def _add_points(group: OptionGroup) -> None:
+    add, space = group.option, DesignSpace()
+    add("--bits", nargs="+", type=int, choices=BITWIDTHS, default=BITWIDTHS, help="bitwidths")
+    add("--dtype", choices=(AUTO, *DTYPE_BYTES), default=AUTO, help="type to compute in")
+    add(
+        "--batch_sizes",
+        nargs="+",
+        type=int,
+        metavar="COUNT",
+        help=f"requests of a micro-batch (default: {' '.join(map(str, space.batch_sizes))})",
+    )
+    add(
+        "--max_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"longest prompt and context (default: {space.max_length})",
+    )
+    add(
+        "--prefill_tokens",
+        type=int,
+        metavar="COUNT",
+        help=f"most tokens of a prefill micro-batch (default: {space.prefill_tokens})",
+    )
+    add(
+        "--decode_tokens",
+        type=int,
+        metavar="COUNT",
+        help=f"most tokens a decode micro-batch attends to (default: {space.decode_tokens})",
+    )
+    add(
+        "--layers_only",
+        action="store_true",
+        help="measure neither loading nor hops between stages",
+    )
+
+
+def _add_effort(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--points",
+        type=int,
+        metavar="COUNT",
+        default=16,
+        help="workloads for each bitwidth and phase",
+    )
     add(
         "--rounds",
         type=int,
+        metavar="COUNT",
         default=100,
         help="most passes of each workload; long ones, and those whose times agree, take fewer",
     )
-    add("--budget_s", type=float, default=600.0, help="seconds to spend on each device")
-    parser.add_argument("--layers_only", action="store_true",
-        help="measure neither loading nor hops between stages")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of the order, the weights and the inputs")
-    return parser
+    add(
+        "--budget_s",
+        type=float,
+        metavar="SECONDS",
+        default=600.0,
+        help="to spend on each device",
+    )
+    add(
+        "--seed",
+        type=int,
+        metavar="SEED",
+        default=0,
+        help="of the order, the weights and the inputs",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`llmpq-serve`: answer OpenAI's HTTP requests from the stages of a plan."""
+"""`llmpq serve`: answer OpenAI's HTTP requests from the stages of a plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from llmpq.cli.common import (
     console,
     run_command,
 )
-from llmpq.cli.options.serve import NO_BATCHES, serve_parser
+from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
-from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
+from llmpq.run.checks import check_run
+from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 _EXTRA = "serving needs FastAPI, uvicorn and python-multipart: pip install 'llmpq[serve]'"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    options = serve_parser(__doc__).parse(arguments, (CACHE_RULE, PREDICTOR_RULE))
-    return run_command("llmpq-serve", lambda: _serve(options))
+    options = serve_parser(prog).parse(arguments)
+    options.prog = prog
+    return run_command(prog, lambda: _serve(options))
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -71,6 +73,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None) -> None:
     """Serve until a signal ends it."""
+    plan = Plan.load(options.strat_file_name).spec
+    source = str(options.strat_file_name)
+    given = _run_options(options, plan.policy.name)
+    check_run(plan, given, source)
+
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
     from llmpq.serve.engines.pipeline_engine import PipelineEngine
@@ -80,9 +87,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     from llmpq.serve.service import Service
     from llmpq.serve.telemetry.metrics import ServeMetrics
 
-    plan = Plan.load(options.strat_file_name).spec
-    source = str(options.strat_file_name)
-    run_options = with_calibrated(plan, _run_options(options, plan.policy.name))
+    run_options = with_calibrated(plan, given)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)
@@ -99,8 +104,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
         server.on_listening = lambda port: console(stderr=True).print(
-            f"llmpq-serve: {engine.model_name} at http://{serving.host}:{port}/v1; /ready answers "
-            "200 when the model is loaded",
+            f"{options.prog}: {engine.model_name} at http://{serving.host}:{port}/v1; /ready "
+            "answers 200 when the model is loaded",
             soft_wrap=True,
         )
         server.run()

@@ -1,4 +1,4 @@
-"""`llmpq-dist --submit`: the same command as a job of a Ray cluster."""
+"""`llmpq run --submit`: the same command as a job of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from llmpq.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
-    Parser,
     console,
 )
+from llmpq.cli.options.submit import submit_parser
+from llmpq.cli.parser import Parser
+from llmpq.cli.verbose import show_all
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
-from planner.option_rules import Rule
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InputError
 
 MAX_UPLOAD_BYTES = 100 * 2**20
@@ -39,25 +40,6 @@ MAX_COMMAND_BYTES = 120_000
 _NOT_FOUND = (126, 127)
 """A shell's exit codes for a command that it cannot start."""
 
-_RULES = (
-    Rule(
-        ("no_wait", "follow_job", "stop_job"),
-        "it is only for jobs of a Ray cluster; give the cluster's address",
-        without=("submit",),
-    ),
-    Rule(
-        ("follow_job",),
-        "only one job is followed or stopped at a time; give one of them",
-        beside="stop_job",
-    ),
-    *(
-        Rule(
-            ("no_wait",), "no job is started that could be waited for; leave it out", beside=beside
-        )
-        for beside in ("follow_job", "stop_job")
-    ),
-)
-
 _PLAN, _INPUT = "plan.json", "input"
 _IMPORTANCE = "plan.importance.safetensors"
 
@@ -65,49 +47,35 @@ _IMPORTANCE = "plan.importance.safetensors"
 @dataclass(frozen=True)
 class SubmitOptions:
     """Options that say where to run: `address` of the dashboard (None: here), whether to `wait` for
-    the job, and the id of a job to `follow` or to `stop` in place of starting one.
+    the job, and the id of a job to `follow` or to `stop` in place of starting one. `prog` is the
+    command's name in messages.
     """
 
     address: str | None
     wait: bool = True
     follow: str | None = None
     stop: str | None = None
+    prog: str = "llmpq run"
 
 
-def submit_parser() -> Parser:
-    """The parser of the options that say where to run, which `llmpq-dist` shows among its own."""
-    parser = Parser(prog="llmpq-dist", add_help=False)
-    group = parser.add_argument_group("as a job of a Ray cluster")
-    group.add_argument(
-        "--submit",
-        metavar="URL",
-        help="run as a job of this cluster: http://HEAD:8265; --address is not needed",
-    )
-    group.add_argument(
-        "--no-wait",
-        "--no_wait",
-        action="store_true",
-        help="print the job's id and do not wait for its end",
-    )
-    group.add_argument("--follow-job", "--follow_job", metavar="ID", help="show a job's log")
-    group.add_argument(
-        "--stop-job",
-        "--stop_job",
-        metavar="ID",
-        help="stop a job after it has committed what is finished",
-    )
-    return parser
-
-
-def split_options(arguments: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
-    """Split the arguments into where to run, and the command itself."""
-    parser = submit_parser()
+def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, list[str]]:
+    """Split the arguments of the command `prog` into where to run, and the command itself."""
+    parser = submit_parser(prog)
     known, command = parser.parse_known_args(arguments)
-    parser.refuse_ignored(known, arguments, _RULES)
-    options = SubmitOptions(known.submit, not known.no_wait, known.follow_job, known.stop_job)
+    parser.refuse_ignored(known, arguments, parser.rules)
+    options = SubmitOptions(
+        getattr(known, "submit", None),
+        not known.no_wait,
+        getattr(known, "follow_job", None),
+        getattr(known, "stop_job", None),
+        prog,
+    )
+    if "--verbose" in command and (options.follow or options.stop):
+        command.remove("--verbose")
+        show_all()
     if command and (options.follow or options.stop):
         parser.error(
-            f"{command[0]} has no effect beside --follow-job or --stop-job: they start no job; "
+            f"{command[0]} has no effect beside --follow_job or --stop_job: they start no job; "
             "leave it out"
         )
     return options, command
@@ -117,18 +85,19 @@ def known_job(options: SubmitOptions) -> int:
     """Stop or follow an existing job, and return the exit code."""
     jobs = RayJobs(options.address or "")
     if options.follow:
-        return _follow(jobs, options.follow)
+        return _follow(jobs, options.follow, options.prog)
     job_id = options.stop or ""
     end = jobs.stop(job_id)
     if end.status == "STOPPED":
-        _say(f"job {job_id} is stopped; what was finished is kept, the same command goes on")
+        told = f"job {job_id} is stopped; what was finished is kept, the same command goes on"
     else:
-        _say(f"job {job_id} had ended already: {end.status}")
+        told = f"job {job_id} had ended already: {end.status}"
+    _say(options.prog, told)
     return EXIT_DONE
 
 
 def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> int:
-    """Run `command`, the arguments of a valid `llmpq-dist`, as a job, and return the exit code.
+    """Run `command`, the arguments of a valid `llmpq run`, as a job, and return the exit code.
 
     Raises `InputError` for paths that the cluster could not use.
     """
@@ -137,15 +106,16 @@ def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> in
         line = entrypoint(command, plan, folder)
         jobs = RayJobs(options.address or "")
         job_id = jobs.submit(line, folder)
-    again = f"llmpq-dist --submit {jobs.address}"
+    again = f"{options.prog} --submit {jobs.address}"
     _say(
+        options.prog,
         f"submitted as job {job_id}\n"
-        f"  follow it:  {again} --follow-job {job_id}\n"
-        f"  stop it:    {again} --stop-job {job_id}\n"
-        "  resume it:  the same command again"
+        f"  follow it:  {again} --follow_job {job_id}\n"
+        f"  stop it:    {again} --stop_job {job_id}\n"
+        "  resume it:  the same command again",
     )
     if options.wait:
-        return _follow(jobs, job_id)
+        return _follow(jobs, job_id, options.prog)
     sys.stdout.write(job_id + "\n")
     return EXIT_DONE
 
@@ -170,7 +140,8 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
     for option, value in (("model", model), ("importance", importance), *given):
         if value is not None:
             arguments += [f"--{option}", value]
-    # exec: signals and the exit code are those of llmpq-dist, not of a shell around it
+    # exec: signals and the exit code are those of the command, not of a shell around it. Its old
+    # name is one that a cluster with an older llmpq has too.
     line = shlex.join(["exec", "llmpq-dist", *arguments, *rest])
     if len(line.encode()) > MAX_COMMAND_BYTES:
         raise InputError(
@@ -181,7 +152,7 @@ def entrypoint(command: Sequence[str], plan: PlanSpec, folder: Path) -> str:
 
 
 def exit_code(end: JobEnd) -> int:
-    """The exit code that `llmpq-dist` itself would have returned."""
+    """The exit code that `llmpq run` itself would have returned."""
     if end.status == "SUCCEEDED":
         return EXIT_DONE
     if end.status == "STOPPED":
@@ -192,7 +163,7 @@ def exit_code(end: JobEnd) -> int:
 
 def _path_parser() -> Parser:
     """The parser of the options with paths, on this machine or on the cluster."""
-    parser = Parser(prog="llmpq-dist", add_help=False)
+    parser = Parser("llmpq run", add_help=False)
     add = parser.option
     add("--strat_file_name", "--plan", help="travels with the job")
     add("--input", nargs="+", help="travels with the job where it is relative")
@@ -221,7 +192,7 @@ def _check_absolute(option: str, path: str | None) -> None:
     in_home = option == "cache_dir" and path is not None and path.startswith("~")  # expanded there
     if path is not None and not path.startswith("/") and not in_home:
         raise InputError(
-            f"--{option.replace('_', '-')} is {path!r}, which would lie in the job's temporary "
+            f"--{option} is {path!r}, which would lie in the job's temporary "
             "folder; give an absolute path that the cluster's head can write"
         )
 
@@ -263,39 +234,48 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _model(named: str | None, plan: PlanSpec) -> str | None:
-    """The job's `--model`: as given, or for a relative folder of this machine its absolute path;
+    """The job's `--model`: as given, or for a relative path on this machine its absolute one;
     None to take the plan's own.
     """
     reference = named or plan.stand_in or plan.model.source
     path = local_path(reference, "give a folder or a hub id")
-    if path is not None and not path.is_absolute() and path.is_dir():
+    if path is not None and not path.is_absolute() and is_local_model(path):
         return str(path.absolute())
     return named
 
 
-def _follow(jobs: RayJobs, job_id: str) -> int:
+def _follow(jobs: RayJobs, job_id: str, prog: str) -> int:
     try:
         end = jobs.follow(job_id, _write)
     except KeyboardInterrupt:
-        again = f"llmpq-dist --submit {jobs.address}"
+        again = f"{prog} --submit {jobs.address}"
         _say(
-            f"job {job_id} goes on; {again} --follow-job {job_id} shows it again, "
-            f"{again} --stop-job {job_id} stops it"
+            prog,
+            f"job {job_id} goes on; {again} --follow_job {job_id} shows it again, "
+            f"{again} --stop_job {job_id} stops it",
         )
         return EXIT_INTERRUPTED
     code = exit_code(end)
+    told = _ending(end, job_id, code)
+    if told is not None:
+        _say(prog, told)
+    return code
+
+
+def _ending(end: JobEnd, job_id: str, code: int) -> str | None:
+    """What to tell of a job's end, where its log does not say it; `code` is our exit code."""
     if end.status == "STOPPED":
-        _say(f"job {job_id} was stopped; what was finished is kept, the same command goes on")
-    elif end.exit_code in _NOT_FOUND:
-        _say(
+        return f"job {job_id} was stopped; what was finished is kept, the same command goes on"
+    if end.exit_code in _NOT_FOUND:
+        return (
             f"the cluster's head could not start llmpq-dist (exit code {end.exit_code}); install "
             "llmpq on every node, and start Ray with that environment's bin folder in PATH"
         )
-    elif end.exit_code is not None and end.exit_code < 0:
-        _say(f"job {job_id} was killed by signal {-end.exit_code}; the same command goes on")
-    elif end.exit_code is None and code:
-        _say(f"job {job_id} failed: {end.message}; the same command goes on")
-    return code
+    if end.exit_code is not None and end.exit_code < 0:
+        return f"job {job_id} was killed by signal {-end.exit_code}; the same command goes on"
+    if end.exit_code is None and code:
+        return f"job {job_id} failed: {end.message}; the same command goes on"
+    return None
 
 
 def _write(text: str) -> None:
@@ -303,5 +283,5 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _say(text: str) -> None:
-    console(stderr=True).print(f"llmpq-dist: {text}", soft_wrap=True, highlight=False)
+def _say(prog: str, text: str) -> None:
+    console(stderr=True).print(f"{prog}: {text}", soft_wrap=True, highlight=False)

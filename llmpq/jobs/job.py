@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.output.output import Output
 from llmpq.jobs.records.completion_record import InputRecord
@@ -63,6 +64,26 @@ def finished_tally(
     return Tally(found.rows, found.rows, found.errors, 0)
 
 
+def check_ids(source: JobInput) -> None:
+    """Raise `InputError` where an id comes twice: sooner than a `Job` does, whose identity may take
+    long to find.
+    """
+    database = RowDatabase()
+    ids = (Wanted(row.custom_id, "", place, 0) for row, place in source.rows())
+    twice = database.want_all(ids)
+    database.close()
+    if twice is not None:
+        raise _given_twice(source, *twice)
+
+
+def _given_twice(source: JobInput, second: int, first: int) -> InputError:
+    ids = (placed.row.custom_id for placed in source.rows() if placed.place == second)
+    return InputError(
+        f"custom_id {shown_id(next(ids))} of {source.place_name(second)} stands in "
+        f"{source.place_name(first)} already; results could not be told apart"
+    )
+
+
 class Job:
     """The rows of `source` and their results in `output`.
 
@@ -83,6 +104,7 @@ class Job:
         self._identity = identity
         self._database = RowDatabase()
         self._written = self._errors = 0
+        self._columns: set[str] = set()
         options = options or JobOptions()
         self._before = source.identities()
         output.load(identity, self._database, options.retry_errors)
@@ -91,12 +113,8 @@ class Job:
     def _check(self, options: JobOptions) -> Tally:
         twice = self._database.want_all(self._wanted(options))
         if twice is not None:
-            second, first = map(self._source.place_name, twice)
-            custom_id = shown_id(self._custom_ids(twice[0])[twice[0]])
-            raise InputError(
-                f"custom_id {custom_id} of {second} stands in {first} already; "
-                "results could not be told apart"
-            )
+            raise _given_twice(self._source, *twice)
+        self._output.check_columns(self._columns)
         changes = self._output.changes(options.extend)
         if changes:
             names = self._custom_ids(*changes.places)
@@ -110,6 +128,8 @@ class Job:
         most = self._identity.sampling.max_new_tokens or 0
         for row, place in self._source.rows():
             tokens = 0
+            if len(self._columns) <= MOST_COLUMNS:
+                self._columns.update(row.columns)
             if isinstance(row, Row):
                 tokens = row.sampling.get("max_new_tokens") or most
             elif options.stop_at_error:

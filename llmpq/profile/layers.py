@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from actors.profiling.on_cluster import measure_on_cluster
-from actors.profiling.task import ProfileState, ProfileTask
+from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import ModelShape
@@ -17,7 +16,10 @@ from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from actors.profiling.task import ProfileState
 
 Report = Callable[[str], None]
 
@@ -36,10 +38,12 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         """Check ranges; SpecError names the option."""
+        known = ("auto", *DTYPE_BYTES)
         rules = {
             "points": (self.points >= 4, "at least 4, the corners"),
             "rounds": (self.rounds >= 1, "at least 1"),
             "budget_s": (self.budget_s > 0, "more than 0 seconds"),
+            "dtype": (self.dtype in known, f"one of {', '.join(known)}"),
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
@@ -73,10 +77,18 @@ def devices_to_profile(cluster: ClusterSpec) -> tuple[Device, ...]:
 
 
 class Profile:
-    """The CSV at `path` while it grows by rows of the model of `config` and `shape`."""
+    """The CSV at `path` while it grows by rows of the model of `config` and `shape`.
+
+    `own` are the accelerators that the cluster file describes.
+    """
 
     def __init__(
-        self, path: Path, config: Mapping[str, Any], shape: ModelShape, options: ProfileOptions
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        shape: ModelShape,
+        options: ProfileOptions,
+        own: Sequence[Accelerator] = (),
     ) -> None:
         self._path = path
         self._config = config
@@ -84,11 +96,14 @@ class Profile:
         self._options = options
         self._rows: tuple[ProfileRow, ...] = ()
         if path.exists():
-            self._rows = read_profiles(path, torn_end=True)
+            self._rows = read_profiles(path, torn_end=True, own=own)
         write_profiles(path, self._rows)  # a path that cannot be written is found out now
 
     def measure(self, device: Device, report: Report) -> DeviceProfile:
         """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray."""
+        from actors.profiling.on_cluster import measure_on_cluster
+        from actors.profiling.task import ProfileTask
+
         dtype = device.compute_dtype(self._options.dtype)
         todo = self._todo(device, dtype)
         count = sum(map(len, todo.values()))

@@ -54,7 +54,7 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
     A pair that the Ray cluster cannot place is reported and left out. Needs an initialised Ray.
     """
     path = links_path(profile)
-    rows = read_links(path) if path.exists() else ()
+    rows = read_links(path, cluster.own_accelerators) if path.exists() else ()
     wanted = pairs(cluster)
     for pair in wanted:
         if pair.link in {row.link for row in rows}:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from quant.common.errors import SpecError
+from quant.common.near_names import near_names
 from quant.common.units import GIB
 from quant.scheme import Processor
 
@@ -21,6 +21,9 @@ from quant.scheme import Processor
 _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
+_BF16_CAPABILITY = (8, 0)
+_SIZE = re.compile(r"\d+gb")
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -28,8 +31,10 @@ class Accelerator:
 
     `link_bytes_per_s` is the rate to a device of its type on the node (NVLink, where it has that),
     `host_link_bytes_per_s` that to the host's memory and to devices of other types.
-    `compute_capability` and `ray_type` are None for a CPU; `ray_type` also where Ray has no name
-    for the GPU. The rates of the CPU are those of one core.
+    `compute_capability` is that of an NVIDIA GPU, `rocm_architecture` that of an AMD GPU; a CPU has
+    neither. `ray_type` is None where Ray has no name for it. The rates of the CPU are those of one
+    core. `reported_as`: names that drivers have for it beside its own and its aliases, which other
+    types may share. `source`: where the figures are from.
     """
 
     name: str
@@ -45,49 +50,83 @@ class Accelerator:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     host_link_bytes_per_s: float
+    rocm_architecture: str | None = None
+    reported_as: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def is_cpu(self) -> bool:
         """Whether this is the host processor."""
-        return self.compute_capability is None
+        return self.processor.is_cpu
 
     @property
     def processor(self) -> Processor:
         """The properties that decide on kernels (`quant.backends.table`)."""
-        return Processor(compute_capability=self.compute_capability)
+        return Processor(
+            compute_capability=self.compute_capability, rocm_architecture=self.rocm_architecture
+        )
 
     @property
     def default_dtype(self) -> str:
         """The 16-bit type it computes in: `bfloat16`, or `float16` below compute capability 8."""
         return "bfloat16" if self.bf16 else "float16"
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether the registry has it with these figures; a cluster file may describe others."""
+        return _by_full_name_or_alias().get(name_key(self.name)) == self
+
+    def is_reported_as(self, name: str) -> bool:
+        """Whether a driver may call it `name`. Of one that a cluster file describes without saying
+        so, any name may be meant that the registry does not have.
+        """
+        known = (self.name, *self.aliases, *self.reported_as)
+        if name_key(name) in {name_key(each) for each in known}:
+            return True
+        unsaid = not self.reported_as and not self.is_registered
+        return unsaid and name_key(name) not in _by_full_name_or_alias()
+
 
 @cache
 def registry() -> tuple[Accelerator, ...]:
     """Every accelerator that llmpq knows, in the order of `accelerators.toml`."""
     text = files("planner.cluster").joinpath("accelerators.toml").read_text(encoding="utf-8")
-    return tuple(_accelerator(entry) for entry in tomllib.loads(text)["accelerator"])
+    return tuple(accelerator_of(entry) for entry in tomllib.loads(text)["accelerator"])
 
 
-def find_accelerator(name: str) -> Accelerator:
+def find_accelerator(name: str, own: Iterable[Accelerator] = ()) -> Accelerator:
     """Find an accelerator by name, alias or Ray type; case, `_`, `-` and spaces do not matter.
 
-    Raises SpecError for an unknown name, with the nearest known ones.
+    `own` are those that a cluster file describes, which are found by their names. Raises SpecError
+    for an unknown name, with the nearest known ones.
     """
-    known = _by_full_name_or_alias()
-    key = _key(name)
+    key = name_key(name)
+    known = _by_full_name_or_alias() | {name_key(each.name): each for each in own}
     if key in known:
         return known[key]
-    near = [known[match].name for match in get_close_matches(key, known, n=3, cutoff=0.5)]
-    names = list(dict.fromkeys(near)) or [entry.name for entry in registry()]
-    hint = "nearest known" if near else "known"
-    raise SpecError(f"unknown accelerator {name!r}; {hint}: {', '.join(names)}")
+    near = near_names(key, {key: entry.name for key, entry in known.items()})
+    hint = f"nearest known: {', '.join(near)}; " if near else ""
+    raise SpecError(
+        f"unknown accelerator {name!r}; {hint}`llmpq devices` lists all, and a cluster file can "
+        "describe others under accelerators"
+    )
 
 
-def assumption(name: str) -> str | None:
+def reported_accelerator(name: str, memory_bytes: int) -> Accelerator:
+    """The accelerator that a driver calls `name`; of several, the one of the nearest size.
+
+    Raises SpecError as `find_accelerator`.
+    """
+    found = [each for each in registry() if each.is_reported_as(name)] or [find_accelerator(name)]
+    return min(found, key=lambda each: abs(each.nominal_memory_bytes - memory_bytes))
+
+
+def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
     """A note on which accelerator is assumed where `name` fits several; None where it fits one."""
-    meant = find_accelerator(name)
-    others = [each.name for each in _by_short_name().get(_key(name), ()) if each != meant]
+    meant = find_accelerator(name, own)
+    if not meant.is_registered:
+        return None
+    others = [each.name for each in _by_short_name().get(name_key(name), ()) if each != meant]
     if not others:
         return None
     size_gib = meant.nominal_memory_bytes // GIB
@@ -99,13 +138,20 @@ def assumption(name: str) -> str | None:
 
 @cache
 def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
-    """The accelerators whose full names have all parts of a short name, by its key: those of `V100`
-    differ in memory, those of `V100-16GB` in links.
+    """The accelerators that a short name may mean, by its key: those whose full names have all its
+    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and where it has no
+    size those that drivers report alike.
     """
     found = {}
-    for short in {alias for entry in registry() for alias in entry.aliases}:
-        parts = _parts(short)
-        found[_key(short)] = tuple(each for each in registry() if parts <= _parts(each.name))
+    for entry in registry():
+        for short in (*entry.aliases, *entry.reported_as):
+            parts = _parts(short)
+            alike = set() if any(map(_SIZE.fullmatch, parts)) else set(entry.reported_as)
+            found[name_key(short)] = tuple(
+                each
+                for each in registry()
+                if parts <= _parts(each.name) or alike & set(each.reported_as)
+            )
     return found
 
 
@@ -117,32 +163,50 @@ def _parts(name: str) -> set[str]:
 
 @cache
 def _by_full_name_or_alias() -> dict[str, Accelerator]:
-    return {_key(name): entry for entry in registry() for name in (entry.name, *entry.aliases)}
+    """The registry by name; of accelerators that drivers report alike, the first has that name."""
+    reported = {name_key(n): entry for entry in reversed(registry()) for n in entry.reported_as}
+    named = {name_key(n): entry for entry in registry() for n in (entry.name, *entry.aliases)}
+    return reported | named
 
 
-def _key(name: str) -> str:
+def name_key(name: str) -> str:
+    """The letters and digits of a name, by which two spellings of it are equal."""
     key = "".join(character for character in name.lower() if character.isalnum())
     for vendor in ("nvidia", "tesla"):
         key = key.removeprefix(vendor)
     return key
 
 
-def _accelerator(entry: Mapping[str, Any]) -> Accelerator:
+def accelerator_of(entry: Mapping[str, Any]) -> Accelerator:
+    """The accelerator of an entry with the keys that `accelerators.toml` explains."""
     share = _USABLE_SHARE_INLINE_ECC if entry.get("inline_ecc", False) else _USABLE_SHARE
-    capability = entry.get("compute_capability")
+    capability, architecture = _capability(entry), entry.get("rocm_architecture")
     int8_tops = entry.get("int8_tops")
+    newer = architecture is not None or capability is None or capability >= _BF16_CAPABILITY
+    usable_gib = entry.get("usable_memory_gib", entry["memory_gib"] * share)
     return Accelerator(
         name=entry["name"],
-        aliases=tuple(entry["aliases"]),
+        aliases=tuple(entry.get("aliases", ())),
         ray_type=entry.get("ray_type"),
-        compute_capability=None if capability is None else (capability[0], capability[1]),
+        compute_capability=capability,
         nominal_memory_bytes=round(entry["memory_gib"] * GIB),
-        usable_memory_bytes=round(entry.get("usable_gib", entry["memory_gib"] * share) * GIB),
+        usable_memory_bytes=round(usable_gib * GIB),
         fp32_flops=entry["fp32_tflops"] * 1e12,
         fp16_flops=entry["fp16_tflops"] * 1e12,
         int8_ops=None if int8_tops is None else int8_tops * 1e12,
-        bf16=entry.get("bf16", False),
+        bf16=entry.get("bf16", newer),
         memory_bytes_per_s=entry["memory_gbyte_per_s"] * 1e9,
         link_bytes_per_s=entry["link_gbyte_per_s"] * 1e9,
         host_link_bytes_per_s=entry["host_link_gbyte_per_s"] * 1e9,
+        rocm_architecture=architecture,
+        reported_as=tuple(entry.get("reported_as", ())),
+        source=entry.get("source", ""),
     )
+
+
+def _capability(entry: Mapping[str, Any]) -> tuple[int, int] | None:
+    text = entry.get("compute_capability")
+    if text is None:
+        return None
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)

@@ -11,7 +11,13 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from planner.cluster.accelerators import assumption, find_accelerator
+from planner.cluster.accelerators import Accelerator, assumption, find_accelerator
+from planner.cluster.described import (
+    AcceleratorEntry,
+    DescriptionError,
+    Positive,
+    described_accelerator,
+)
 from planner.cluster.safe_yaml import MOST_BYTES, parse_yaml
 from quant.common.errors import SpecError
 from quant.common.units import GIB
@@ -19,11 +25,7 @@ from quant.common.units import GIB
 MAX_DEVICES = 256
 """Most devices of a cluster: eight times as many as the search of device orders is designed for."""
 
-LEAST, MOST = 1e-6, 1e6
-"""Range of sizes in GiB and of rates: from a kilobyte, as tests have it, to a petabyte."""
-
 Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
 
 MOST_TIME_SCALE = 1e3
 """An emulated second then takes a quarter of an hour; more is a typing error."""
@@ -84,9 +86,10 @@ class EmulateEntry(_Strict):
 
 
 class ClusterEntry(_Strict):
-    """The whole cluster file."""
+    """The whole cluster file; `accelerators` are those that the registry does not have."""
 
     name: Annotated[str, Field(min_length=1)]
+    accelerators: Annotated[dict[str, AcceleratorEntry], Field(max_length=MAX_DEVICES)] = {}
     nodes: Annotated[list[NodeEntry], Field(min_length=1)]
     network: NetworkEntry | None = None
     emulate: EmulateEntry | None = None
@@ -115,6 +118,30 @@ class Source:
         return SpecError(f"{self.at(location)}: {problem}")
 
 
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster file that was checked, with the accelerators that it describes itself."""
+
+    entry: ClusterEntry
+    own: tuple[Accelerator, ...]
+    source: Source
+
+    def find(self, name: str) -> Accelerator:
+        """Find an accelerator of the file or of the registry, as `find_accelerator` does."""
+        return find_accelerator(name, self.own)
+
+    def assumptions(self) -> tuple[str, ...]:
+        """Notes on what is assumed where a name fits several accelerators, one for each name."""
+        found: dict[str, str] = {}
+        for index, node in enumerate(self.entry.nodes):
+            for name in node.accelerators:
+                text = assumption(name, self.own)
+                if text is not None and name not in found:
+                    where = self.source.at(["nodes", index, "accelerators", name])
+                    found[name] = text if self.source.document is None else f"{where}: {text}"
+        return tuple(found.values())
+
+
 def read_yaml(path: Path) -> tuple[object, Source]:
     """Read a YAML file; SpecError when it is unreadable or repeats a key."""
     try:
@@ -130,7 +157,7 @@ def read_yaml(path: Path) -> tuple[object, Source]:
     return values, Source(str(path), document)
 
 
-def parse_cluster(values: object, source: Source) -> ClusterEntry:
+def parse_cluster(values: object, source: Source) -> ClusterFile:
     """Check the entries of a cluster file; SpecError names the first that is wrong."""
     if not isinstance(values, Mapping):
         raise SpecError(f"{source.label}: a cluster is a mapping with the keys name and nodes")
@@ -143,27 +170,41 @@ def parse_cluster(values: object, source: Source) -> ClusterEntry:
         raise source.error(
             ["nodes"], f"{devices} devices; plan for at most {MAX_DEVICES}, split the cluster"
         )
-    for index, node in enumerate(entry.nodes):
-        _check_node(node, index, source)
+    file = ClusterFile(entry, _described(entry.accelerators, source), source)
+    for index in range(len(entry.nodes)):
+        _check_node(file, index)
     _check_prices(entry, source)
-    return entry
+    return file
 
 
-def _check_node(node: NodeEntry, index: int, source: Source) -> None:
+def _described(entries: Mapping[str, AcceleratorEntry], source: Source) -> tuple[Accelerator, ...]:
+    """The accelerators that a file describes; each may be like one above it."""
+    found: list[Accelerator] = []
+    for name, entry in entries.items():
+        try:
+            found.append(described_accelerator(name, entry, found))
+        except DescriptionError as error:
+            where = ["accelerators", name] + ([] if error.field is None else [error.field])
+            raise source.error(where, str(error)) from error
+    return tuple(found)
+
+
+def _check_node(file: ClusterFile, index: int) -> None:
     """Check that accelerators are known and named once, and that limits belong to them."""
+    node, source = file.entry.nodes[index], file.source
     here: list[str | int] = ["nodes", index]
-    kinds = [_known(name, [*here, "accelerators", name], source) for name in node.accelerators]
+    kinds = [_known(name, [*here, "accelerators", name], file) for name in node.accelerators]
     for kind in {kind for kind in kinds if kinds.count(kind) > 1}:
         raise source.error([*here, "accelerators"], f"{kind} is listed under two names; use one")
     limits = node.usable_memory_gib if isinstance(node.usable_memory_gib, dict) else {}
     for name in limits:
-        if _known(name, [*here, "usable_memory_gib", name], source) not in kinds:
+        if _known(name, [*here, "usable_memory_gib", name], file) not in kinds:
             raise source.error(
                 [*here, "usable_memory_gib", name], "this node has no such accelerator"
             )
-    _check_limits(node, here, source)
+    _check_limits(node, here, file)
     if "CPU" in kinds:
-        given = node.memory_gib or "CPU" in {find_accelerator(name).name for name in limits}
+        given = node.memory_gib or "CPU" in {file.find(name).name for name in limits}
         if not given and not isinstance(node.usable_memory_gib, float):
             raise source.error(here, "a CPU needs a budget; add memory_gib, the GiB each may use")
         return
@@ -185,7 +226,7 @@ def _check_prices(entry: ClusterEntry, source: Source) -> None:
         )
 
 
-def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> None:
+def _check_limits(node: NodeEntry, here: list[str | int], file: ClusterFile) -> None:
     """Check that no GPU is given more memory than it has."""
     stated = node.usable_memory_gib
     if stated is None:
@@ -193,36 +234,24 @@ def _check_limits(node: NodeEntry, here: list[str | int], source: Source) -> Non
     field = [*here, "usable_memory_gib"]
     names = stated if isinstance(stated, dict) else node.accelerators
     for name in names:
-        accelerator = find_accelerator(name)
+        accelerator = file.find(name)
         limit, location = (
             (stated[name], [*field, name]) if isinstance(stated, dict) else (stated, field)
         )
         has = accelerator.nominal_memory_bytes / GIB
         if not accelerator.is_cpu and limit > has:
-            raise source.error(
+            raise file.source.error(
                 location,
                 f"{limit:g} GiB, but a {accelerator.name} has {has:g}; give at most what it "
                 "offers, or name the GPU that has more",
             )
 
 
-def assumptions(entry: ClusterEntry, source: Source) -> tuple[str, ...]:
-    """Notes on what is assumed where a name fits several accelerators, one for each name."""
-    found: dict[str, str] = {}
-    for index, node in enumerate(entry.nodes):
-        for name in node.accelerators:
-            text = assumption(name)
-            if text is not None and name not in found:
-                where = source.at(["nodes", index, "accelerators", name])
-                found[name] = text if source.document is None else f"{where}: {text}"
-    return tuple(found.values())
-
-
-def _known(name: str, location: Sequence[str | int], source: Source) -> str:
+def _known(name: str, location: Sequence[str | int], file: ClusterFile) -> str:
     try:
-        return find_accelerator(name).name
+        return file.find(name).name
     except SpecError as error:
-        raise source.error(location, str(error)) from error
+        raise file.source.error(location, str(error)) from error
 
 
 def _first_problem(error: ValidationError, source: Source) -> SpecError:
@@ -249,6 +278,7 @@ def _is_pydantic_step(step: str | int) -> bool:
 
 def _keys_at(parent: Sequence[str | int]) -> list[str]:
     tables: dict[str, type[BaseModel]] = {
+        "accelerators": AcceleratorEntry,
         "nodes": NodeEntry,
         "network": NetworkEntry,
         "emulate": EmulateEntry,

@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 
-from planner.cluster.accelerators import Accelerator, find_accelerator
+from planner.cluster.accelerators import Accelerator
+from planner.cluster.described import entry_of
 from planner.cluster.device import Device
-from planner.cluster.file import NodeEntry, Source, assumptions, parse_cluster, read_yaml
+from planner.cluster.file import ClusterFile, NodeEntry, Source, parse_cluster, read_yaml
 from planner.cluster.links import MeasuredLink
 from quant.common.errors import SpecError
 from quant.common.units import GIB
@@ -46,7 +47,8 @@ class ClusterSpec:
     """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
 
     `measured_links`, which are no part of the file, come before what it says. `notes`: what was
-    assumed of names that fit several accelerators.
+    assumed of names that fit several accelerators. `described`: accelerators that the file
+    describes, whether or not a node has them.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ClusterSpec:
     emulate: Emulation | None = None
     measured_links: tuple[MeasuredLink, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
+    described: tuple[Accelerator, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         """Raise SpecError for an empty cluster and for two devices of the same name."""
@@ -148,10 +151,17 @@ class ClusterSpec:
     def _measured_link(self, sender: Device, receiver: Device) -> MeasuredLink | None:
         return next((each for each in self.measured_links if each.joins(sender, receiver)), None)
 
+    @property
+    def own_accelerators(self) -> tuple[Accelerator, ...]:
+        """The accelerators that the registry does not have: those described, then others."""
+        used = (each.accelerator for each in self.devices if not each.accelerator.is_registered)
+        return tuple(dict.fromkeys((*self.described, *used)))
+
     def fingerprint(self) -> str:
         """A digest of what a plan depends on: devices, budgets and links, not the name or prices.
 
-        Host links are part of it where the cluster file states them.
+        Host links are part of it where the cluster file states them, and the figures of
+        accelerators where it describes them.
         """
         devices = [
             [
@@ -169,7 +179,9 @@ class ClusterSpec:
             [link.one, link.other, link.place, link.latency_s, link.bytes_per_s]
             for link in self.measured_links
         ]
-        text = json.dumps([devices, self.internode_bytes_per_s, *([links] if links else [])])
+        own = {each.accelerator for each in self.devices if not each.accelerator.is_registered}
+        figures = [[each.name, _figures(each)] for each in sorted(own, key=lambda each: each.name)]
+        text = json.dumps([devices, self.internode_bytes_per_s, *filter(None, (links, figures))])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
@@ -179,6 +191,7 @@ class ClusterSpec:
         """
         values: dict[str, Any] = {
             "name": self.name,
+            **_described_values(self.own_accelerators),
             "nodes": [
                 _node_values(node, list(devices))
                 for node, devices in groupby(self.devices, key=lambda device: device.node)
@@ -192,6 +205,19 @@ class ClusterSpec:
         return yaml.safe_dump(values, sort_keys=False)
 
 
+def _described_values(accelerators: Sequence[Accelerator]) -> dict[str, Any]:
+    """The section of a cluster file that describes `accelerators`; empty for none."""
+    if not accelerators:
+        return {}
+    return {"accelerators": {each.name: entry_of(each).stated() for each in accelerators}}
+
+
+def _figures(accelerator: Accelerator) -> dict[str, Any]:
+    """The values on which plans depend: not how drivers or Ray call it, nor the source."""
+    values = entry_of(accelerator).stated()
+    return {k: v for k, v in values.items() if k not in ("ray_type", "reported_as", "source")}
+
+
 def _stated_host_link(device: Device) -> list[object]:
     """Part of the digest, empty where the stated rate is that of the registry."""
     rate = device.host_link_bytes_per_s
@@ -199,7 +225,8 @@ def _stated_host_link(device: Device) -> list[object]:
 
 
 def _from_values(values: object, source: Source) -> ClusterSpec:
-    entry = parse_cluster(values, source)
+    file = parse_cluster(values, source)
+    entry = file.entry
     if entry.network is None and len(entry.nodes) > 1:
         raise source.error(
             [], f"{len(entry.nodes)} nodes but no network.internode_gbit_per_s; add it"
@@ -217,17 +244,20 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
         devices=tuple(
             device
             for name, node in zip(names, entry.nodes, strict=True)
-            for device in _node_devices(name, node, emulate)
+            for device in _node_devices(name, node, file, emulate)
         ),
         internode_bytes_per_s=float(round(gbit * 1e9 / 8)),
         emulate=emulate,
-        notes=assumptions(entry, source),
+        notes=file.assumptions(),
+        described=file.own,
     )
 
 
-def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iterator[Device]:
+def _node_devices(
+    name: str, node: NodeEntry, file: ClusterFile, emulate: Emulation | None
+) -> Iterator[Device]:
     """The devices of one node; Ray names only the first GPU type of a node that mixes several."""
-    kinds = [(find_accelerator(kind), count) for kind, count in node.accelerators.items()]
+    kinds = [(file.find(kind), count) for kind, count in node.accelerators.items()]
     mixed = sum(not accelerator.is_cpu for accelerator, _ in kinds) > 1
     host = None if node.host_memory_gib is None else round(node.host_memory_gib * GIB)
     host_link = None if node.host_link_gbyte_per_s is None else _rate(node.host_link_gbyte_per_s)
@@ -243,7 +273,7 @@ def _node_devices(name: str, node: NodeEntry, emulate: Emulation | None) -> Iter
                 accelerator=accelerator,
                 node=name,
                 index=index,
-                memory_bytes=_budget_bytes(node, accelerator),
+                memory_bytes=_budget_bytes(node, accelerator, file),
                 link_bytes_per_s=link,
                 threads=(node.threads or 1) if accelerator.is_cpu else None,
                 custom_resource=accelerator.name if unnamed else None,
@@ -259,10 +289,10 @@ def _rate(gbyte_per_s: float) -> float:
     return float(round(gbyte_per_s * 1e9))
 
 
-def _budget_bytes(node: NodeEntry, accelerator: Accelerator) -> int:
+def _budget_bytes(node: NodeEntry, accelerator: Accelerator, file: ClusterFile) -> int:
     limits = node.usable_memory_gib
     if isinstance(limits, dict):
-        by_type = {find_accelerator(kind).name: limit for kind, limit in limits.items()}
+        by_type = {file.find(kind).name: limit for kind, limit in limits.items()}
         limits = by_type.get(accelerator.name)
     if limits is None and accelerator.is_cpu:
         limits = node.memory_gib

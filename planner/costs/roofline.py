@@ -34,12 +34,17 @@ class Efficiency:
 # 7.0: OPT-30B on a V100: 67 to 79 of 125 TFLOPS, 0.5 of 0.9 TB/s.
 # 6.0: OPT-30B on a P100, which has no tensor cores: 4.5 of 18.7 TFLOPS; 0.05 of 0.55 TB/s in its
 #      one published decode row, a product of 8 rows, which its kernels serve badly: 0.14 here.
+# 6.1: as the P100, whose 4.5 TFLOPS are 0.48 of its float32 rate.
 _GPU_EFFICIENCY = (
     ((8, 0), Efficiency(arithmetic=0.70, bandwidth=0.78)),
     ((7, 5), Efficiency(arithmetic=0.36, bandwidth=0.72)),
     ((7, 0), Efficiency(arithmetic=0.58, bandwidth=0.66)),
+    ((6, 1), Efficiency(arithmetic=0.48, bandwidth=0.25)),
     ((0, 0), Efficiency(arithmetic=0.24, bandwidth=0.25)),
 )
+# AMD's own largest matrix products on an MI300X reach about half of the data sheet's rate (ROCm
+# blog, "Measuring Max-Achievable FLOPs", 2025). The bandwidth is as above: none has run llmpq yet.
+_ROCM_EFFICIENCY = Efficiency(arithmetic=0.45, bandwidth=0.75)
 # Prefill of a 170M LLaMA in bf16 on 2 threads with AVX512-BF16: 357 GFLOPS, of 640 nominal.
 _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 
@@ -144,6 +149,8 @@ class RooflineLatency:
 
 def roofline_efficiency(accelerator: Accelerator) -> Efficiency:
     """The efficiency of this generation of device."""
+    if accelerator.rocm_architecture is not None:
+        return _ROCM_EFFICIENCY
     capability = accelerator.compute_capability
     if capability is None:
         return _CPU_EFFICIENCY
@@ -171,7 +178,9 @@ class _Machine:
         cores = device.threads or 1
         wide = dtype == "float32"
         hosted = device.emulated and not device.stand_in
-        rate = accelerator.fp32_flops if wide else accelerator.fp16_flops
+        # Where float16 is slower than float32 (P40), torch multiplies its matrices in float32.
+        rate = accelerator.fp32_flops
+        rate = rate if wide else max(rate, accelerator.fp16_flops)
         integer = accelerator.int8_ops
         return cls(
             accelerator=accelerator,

@@ -1,11 +1,11 @@
-"""Finding the shape of a model by folder, `config.json`, built-in name or hub id."""
+"""Finding the shape of a model by folder, GGUF file, `config.json`, built-in name or hub id."""
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,22 +17,26 @@ from planner.model.families.family import Family
 from planner.model.families.table import FAMILIES, supported_model_types
 from planner.model.shape import ModelShape
 from planner.model.untied_head import has_own_head
+from quant.checkpoint.gguf.files import model_name
+from quant.checkpoint.gguf.index import gguf_index, settings_place
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
     parse_gptq_config,
     quantization_entries,
     read_gptq_config,
 )
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import local_model
 from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.json_file import read_json_object
+from quant.common.near_names import near_names
 
 __all__ = [
     "ModelShape",
     "builtin_names",
     "model_config",
     "model_shape",
+    "names_of_builtin",
     "shape_at_hand",
     "shape_from_config",
     "supported_model_types",
@@ -41,9 +45,16 @@ __all__ = [
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _REMEDY = "give a name, a folder or a hub id"
 
+_TUNED = ("-instruct", "-chat")
+"""Endings of models that were tuned, whose shapes are those of the models before."""
+
+_TUNED_END = re.compile(r"(-(instruct|chat|base|it|hf|gptq|awq|gguf))+$")
+"""Endings that say little of a shape: without them the nearest one is found."""
+
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """Find the shape of a folder or `config.json`, a built-in name, or a hub id, in this order.
+    """Find the shape of a folder, GGUF file or `config.json`, a built-in name, or a hub id, in this
+    order.
 
     Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
@@ -113,7 +124,7 @@ def _has_experts(config: ConfigFile) -> bool:
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
     """Read the entries of the `config.json` that `model_shape` uses; errors as there."""
     text = str(name_or_path)
-    path = local_path(text, _REMEDY, SpecError)
+    path = local_model(text, _REMEDY, SpecError)
     if path is not None:
         return _read_config(path / CONFIG_FILE if path.is_dir() else path)
     builtin = _builtin_configs().get(text.lower())
@@ -125,9 +136,18 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
+def names_of_builtin(name: str) -> tuple[str, ...]:
+    """Every name of the built-in shape `name`, hub ids first; none where there is no such shape."""
+    entry = _builtin_configs().get(name.lower())
+    if entry is None:
+        return ()
+    stated = [*entry["names"], *_names_of(entry)]
+    return tuple({each.lower(): each for each in reversed(stated)}.values())[::-1]
+
+
 def _local_shape(text: str) -> ModelShape | None:
     """The shape of a local folder or file; None where there is neither."""
-    path = local_path(text, _REMEDY, SpecError)
+    path = local_model(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
     unread = unread_file(path)
@@ -144,9 +164,16 @@ def _folder_shape(folder: Path) -> ModelShape:
             or f"model folder {folder} holds no config.json; "
             "give the folder of a Hugging Face checkpoint"
         )
-    shape = shape_from_config(folder.resolve().name, _read_config(config), str(config))
+    name, place = _folder_name(folder), settings_place(folder, CONFIG_FILE)
+    shape = shape_from_config(name, _read_config(config), place)
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     return replace(shape, stored=shape.stored or read_gptq_config(folder), tied_embeddings=tied)
+
+
+def _folder_name(folder: Path) -> str:
+    """The name of the model in `folder`: the folder's, or that of the GGUF file it describes."""
+    described = gguf_index(folder)
+    return folder.resolve().name if described is None else model_name(described.paths[0])
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -174,14 +201,34 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _nearest(text: str) -> str:
-    wanted = text.rstrip("/").rsplit("/", maxsplit=1)[-1].lower()
-    shorts = {name.rsplit("/", maxsplit=1)[-1]: name for name in _builtin_configs()}
-    near = get_close_matches(wanted, shorts, n=3, cutoff=0.5)
-    return f"nearest built-in: {', '.join(near or builtin_names())}"
+    """The built-in names near to `text`; for one of another owner, the shape of that name first."""
+    wanted = _without_owner(text.rstrip("/").lower())
+    if "/" in text and wanted in _builtin_configs():
+        return f"to plan with the built-in shape of that name, give {wanted}"
+    entries = _builtin_configs().items()
+    names = {name: _short_name(entry["names"]) for name, entry in entries}
+    near = near_names(_TUNED_END.sub("", wanted), names)
+    hint = f"nearest built-in: {', '.join(near)}; " if near else ""
+    return f"{hint}`llmpq models` lists all"
 
 
-def _short_name(names: list[str]) -> str:
+def _short_name(names: Sequence[str]) -> str:
     return next(name for name in names if "/" not in name)
+
+
+def _without_owner(name: str) -> str:
+    return name.rsplit("/", maxsplit=1)[-1]
+
+
+def _names_of(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Every name of a shape: those stated, hub ids without their owner, and the short names with
+    the ending of a tuned model that the entry names (`llama-3-8b-instruct`).
+    """
+    names = [name.lower() for name in entry["names"]]
+    yield from names
+    yield from map(_without_owner, names)
+    tuned = {end for end in _TUNED for name in names if name.removesuffix("-hf").endswith(end)}
+    yield from (f"{name}{end}" for name in names if "/" not in name for end in sorted(tuned))
 
 
 @cache
@@ -192,4 +239,6 @@ def _builtin_entries() -> tuple[dict[str, Any], ...]:
 
 @cache
 def _builtin_configs() -> dict[str, dict[str, Any]]:
-    return {name.lower(): entry for entry in _builtin_entries() for name in entry["names"]}
+    """The built-in shapes by every name; where two have one, the first that is in the table."""
+    entries = reversed(_builtin_entries())
+    return {name: entry for entry in entries for name in _names_of(entry)}

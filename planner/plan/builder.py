@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
-from planner.optimiser.solve_options import DEFAULT_SOLVER
+from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (
@@ -181,6 +182,7 @@ def _stages(
     bits = [costs.options.bits[choice] for choice in bitwidth]
     stages = []
     for j, device in enumerate(devices):
+        accelerator = device.accelerator
         dtype, mine = costs.dtype(device), tuple(bits[bounds[j] : bounds[j + 1]])
         memory = stage_memory(
             costs.shape,
@@ -194,7 +196,7 @@ def _stages(
             StagePlan(
                 index=j,
                 device=device.name,
-                accelerator=device.accelerator.name,
+                accelerator=accelerator.name,
                 node=device.node,
                 emulated=device.emulated,
                 threads=device.threads or 1,
@@ -216,6 +218,7 @@ def _stages(
                 decode_comm_s=float(problem.decode_comm_s[j]),
                 provenance=_provenance(costs, device, devices[(j + 1) % len(devices)]),
                 modelled=modelled[j],
+                described=None if accelerator.is_registered else entry_of(accelerator),
             )
         )
     return tuple(stages)

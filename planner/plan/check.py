@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.memory import (
@@ -23,7 +23,8 @@ from planner.costs.memory import (
 )
 from planner.model.finding import ModelShape
 from planner.optimiser.assignment import stage_times
-from planner.optimiser.problem import BATCH_OBJECTIVES, JOB_OBJECTIVE, AssignmentProblem, Objective
+from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
+from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO
 from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import PlanOrigin
@@ -88,7 +89,7 @@ def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
     for stage in plan.stages:
         field = f"stages.{stage.index}"
         try:
-            accelerator = find_accelerator(stage.accelerator)
+            accelerator = stage.kind
             device = _device(plan, stage)
             device.compute_dtype(stage.dtype)
         except SpecError as error:
@@ -110,7 +111,7 @@ def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
 
 def _device(plan: PlanSpec, stage: StagePlan) -> Device:
     """The stage's device, as far as memory and kernels depend on it."""
-    accelerator = find_accelerator(stage.accelerator)
+    accelerator = stage.kind
     number = stage.device.rpartition(":")[2]
     return Device(
         accelerator=accelerator,
@@ -283,6 +284,7 @@ def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) ->
     """Fields of a stage that follow from the origin: its device, compute type and bitwidths."""
     device = next(each for each in cluster.devices if each.name == stage.device)
     field, why = f"stages.{stage.index}", "origin.cluster and its options"
+    kind = device.accelerator
     planned = stage.memory_limit_bytes + stage.memory_margin_bytes
     yield Derived(f"{field}.memory_limit_bytes", planned, device.memory_bytes, why)
     for name, computed in (
@@ -290,6 +292,7 @@ def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) ->
         ("threads", device.threads or 1),
         ("custom_resource", device.custom_resource),
         ("dtype", device.compute_dtype(origin.options.dtype)),
+        ("described", None if kind.is_registered else entry_of(kind)),
     ):
         yield Derived(f"{field}.{name}", getattr(stage, name), computed, why)
     allowed = tuple(bits for bits in stage.bitwidths if bits in origin.options.bits)

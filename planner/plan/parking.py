@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cluster.accelerators import find_accelerator
 from planner.cluster.device import Device
 from planner.costs.preemption import (
     FloatArray,
@@ -69,7 +68,7 @@ def host_copies(plan: PlanSpec) -> list[HostCopies]:
         HostCopies(
             stage.memory.kv_cache / plan.workload.kv_tokens,
             (2 if plan.kv_bits == FULL_BITS else 4) * len(stage.layers),
-            devices.get(stage.device, find_accelerator(stage.accelerator)).host_link_bytes_per_s,
+            devices.get(stage.device, stage.kind).host_link_bytes_per_s,
         )
         for stage in plan.stages
     ]
@@ -103,7 +102,7 @@ def _rooms(plan: PlanSpec, copies: Sequence[HostCopies]) -> list[int]:
     rooms = []
     for stage, own in stages:
         host = devices[stage.device].host_memory_bytes if stage.device in devices else None
-        if find_accelerator(stage.accelerator).is_cpu:
+        if stage.kind.is_cpu:
             left, per_token = stage.memory_limit_bytes - stage.memory_bytes, own
         elif host is not None:
             left, per_token = round(HOST_SHARE * host), on_node[stage.node]

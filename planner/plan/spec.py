@@ -13,6 +13,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from planner.cluster.accelerators import Accelerator, find_accelerator
+from planner.cluster.described import AcceleratorEntry, DescriptionError, described_accelerator
 from planner.cluster.file import TimeScale
 from planner.micro_batches import MicroBatches
 from planner.plan.field_types import (
@@ -64,7 +66,8 @@ class StagePlan:
     one full micro-batch, transfers of its hidden states to the next stage (from the last: token ids
     back). `memory_limit_bytes` is what the plan may fill: the device's memory without
     `memory_margin_bytes`, which stay free. `modelled` has the seconds of any micro-batch, to which
-    an emulated device is held.
+    an emulated device is held. `described` are the figures of an accelerator that the registry does
+    not have, as the cluster file stated them.
     """
 
     index: int
@@ -88,6 +91,18 @@ class StagePlan:
     provenance: str
     modelled: ModelledTimes | None = None
     memory_margin_bytes: Bytes = 0
+    described: AcceleratorEntry | None = None
+
+    @property
+    def kind(self) -> Accelerator:
+        """The type of the device; SpecError for one that neither the registry nor the plan has."""
+        if self.described is None:
+            return find_accelerator(self.accelerator)
+        try:
+            return described_accelerator(self.accelerator, self.described)
+        except DescriptionError as error:
+            where = "described" if error.field is None else f"described.{error.field}"
+            raise SpecError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -9,9 +9,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from scipy.optimize import nnls
 
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.links import MeasuredLink, Place, Way
 from planner.profiles.csv_table import read_table, table_beside, write_table
 from quant.common.errors import SpecError
@@ -20,14 +19,15 @@ WAYS: tuple[Way, ...] = ("gloo", "ray")
 """The transports between stages; runs prefer the first."""
 
 
-def _known(name: str) -> str:
+def _full_name(name: str) -> str:
+    """The registry's name for it; of an accelerator that a cluster file describes, the same."""
     try:
         return find_accelerator(name).name
-    except SpecError as error:
-        raise ValueError(str(error)) from error
+    except SpecError:
+        return name
 
 
-_Accelerator = Annotated[str, AfterValidator(_known)]
+_Accelerator = Annotated[str, AfterValidator(_full_name)]
 _Positive = Annotated[float, Field(gt=0, lt=1e6)]
 _Count = Annotated[int, Field(ge=1, le=2**53)]
 
@@ -62,9 +62,18 @@ def links_path(profile: str | Path) -> Path:
     return table_beside(profile, "links")
 
 
-def read_links(path: Path) -> tuple[LinkRow, ...]:
-    """Read every row; SpecError names file and line of the first bad one."""
-    return read_table(path, LinkRow)
+def read_links(path: Path, own: Iterable[Accelerator] = ()) -> tuple[LinkRow, ...]:
+    """Read every row; SpecError names file and line of the first bad one. `own` are the
+    accelerators of the cluster file, which rows may name too.
+    """
+    rows = read_table(path, LinkRow)
+    for index, row in enumerate(rows):
+        for end, name in (("sender", row.sender), ("receiver", row.receiver)):
+            try:
+                find_accelerator(name, own)
+            except SpecError as error:
+                raise SpecError(f"{path}:{index + 2}: {end} is {name!r}: {error}") from error
+    return rows
 
 
 def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
@@ -72,10 +81,10 @@ def write_links(path: Path, rows: Iterable[LinkRow]) -> None:
     write_table(path, LinkRow, rows)
 
 
-def links_beside(profile: str | Path) -> tuple[MeasuredLink, ...]:
+def links_beside(profile: str | Path, own: Iterable[Accelerator] = ()) -> tuple[MeasuredLink, ...]:
     """Fit the links that were measured with a profile; none where there is no file of them."""
     path = links_path(profile)
-    return fit_links(read_links(path), path.name) if path.exists() else ()
+    return fit_links(read_links(path, own), path.name) if path.exists() else ()
 
 
 def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, ...]:
@@ -97,6 +106,8 @@ def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, 
 
 def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
     """Fit the seconds of a hop without bytes, and those of a byte."""
+    from scipy.optimize import nnls  # slow to import, and few plans need it
+
     seconds = np.array([row.seconds for row in rows])
     payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
     unit = float(payload.max())  # so that both columns are of one magnitude

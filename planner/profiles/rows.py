@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from planner.cluster.accelerators import find_accelerator
+from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.device import Device
 from planner.model.finding import ModelShape
 from planner.phases import Phase
@@ -96,16 +96,19 @@ class ProfileRow:
         return device.accelerator.default_dtype if device.emulated and dtype != "float32" else dtype
 
 
-def read_profiles(path: str | Path, torn_end: bool = False) -> tuple[ProfileRow, ...]:
+def read_profiles(
+    path: str | Path, torn_end: bool = False, own: Iterable[Accelerator] = ()
+) -> tuple[ProfileRow, ...]:
     """Read every row of a profile; SpecError names file and line of the first bad one.
 
-    With `torn_end` a last row that was cut off while it was written is left out.
+    With `torn_end` a last row that was cut off while it was written is left out. `own` are the
+    accelerators of the cluster file, which rows may name too.
     """
     path = Path(path)
     lines = read_lines(path, lambda found: _check_columns(found, path), "profile")
-    rows = [_row(line, path.name) for line in lines[:-1]]
+    rows = [_row(line, path.name, own) for line in lines[:-1]]
     try:
-        rows += [_row(line, path.name) for line in lines[-1:]]
+        rows += [_row(line, path.name, own) for line in lines[-1:]]
     except SpecError:
         if not torn_end:
             raise
@@ -153,11 +156,11 @@ def _check_columns(found: Sequence[str], path: Path) -> None:
         raise SpecError(f"{path}:1: profile has unknown columns {', '.join(unknown)}")
 
 
-def _row(line: Line, source: str) -> ProfileRow:
+def _row(line: Line, source: str, own: Iterable[Accelerator]) -> ProfileRow:
     """Read the row in `line` of the file `source`; SpecError names the field that is wrong."""
     fields = _Fields(line.fields(), line.place)
     return ProfileRow(
-        device=fields.device(),
+        device=fields.device(own),
         model=fields.text("model") or "",
         layer=fields.layer(),
         intermediate_size=fields.integer("h2"),
@@ -198,9 +201,9 @@ class _Fields:
             )
         return int(text)
 
-    def device(self) -> str:
+    def device(self, own: Iterable[Accelerator]) -> str:
         try:
-            return find_accelerator(self.text("device") or "").name
+            return find_accelerator(self.text("device") or "", own).name
         except SpecError as error:
             raise self.error(f"names an {error}") from error
 

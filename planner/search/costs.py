@@ -56,7 +56,9 @@ def cost_model(
     """The cost model of given sensitivities; SpecError for requests beyond the model's context."""
     check_length(shape, workload)
     if options.profiles is not None:
-        cluster = replace(cluster, measured_links=links_beside(options.profiles))
+        cluster = replace(
+            cluster, measured_links=links_beside(options.profiles, cluster.own_accelerators)
+        )
     latency = RememberedLatency(SlowedLatency(latency_model_of(cluster, shape, options)))
     theta = options.theta or 0.0
     return CostModel(cluster, shape, workload, options, latency, sensitivity, theta)
@@ -71,7 +73,7 @@ def latency_model_of(cluster: ClusterSpec, shape: ModelShape, options: PlanOptio
     kv_bits = kv_bits_of(options)
     if options.profiles is None:
         return RooflineLatency(shape, kv_bits)
-    rows = read_profiles(options.profiles)
+    rows = read_profiles(options.profiles, own=cluster.own_accelerators)
     if options.strict_profiles:
         kinds = {device.time_kind: device for device in reversed(cluster.devices)}
         typed = [(each, each.compute_dtype(options.dtype)) for each in reversed(kinds.values())]

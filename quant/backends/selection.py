@@ -77,6 +77,8 @@ def _named(rules: list[KernelRule], bits: int, backend: str) -> KernelRule:
 
 
 def _describe(processor: Processor) -> str:
+    if processor.rocm_architecture is not None:
+        return f"an AMD GPU ({processor.rocm_architecture})"
     if processor.compute_capability is None:
         return f"a CPU with {', '.join(sorted(processor.instruction_sets)) or 'no AVX-512'}"
     return "a GPU of compute capability {}.{}".format(*processor.compute_capability)

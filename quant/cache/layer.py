@@ -79,6 +79,7 @@ def layer_key(
         "dtype": str(form.dtype),
         "device": form.device.type,
         "capability": form.processor.compute_capability,
+        "rocm_architecture": form.processor.rocm_architecture,
         "instructions": sorted(form.processor.instruction_sets),
         "cpu": [torch.backends.cpu.get_cpu_capability(), _cpu_flags()],
         "code": _code_fingerprint(),

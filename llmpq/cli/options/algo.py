@@ -1,19 +1,26 @@
-"""The options of `llmpq-algo`, and the rules about those that change nothing beside others."""
+"""The options of `llmpq plan`, and the rules about those that change nothing beside others."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from typing import Any
 
-from llmpq.cli.common import Parser
-from llmpq.workload.batch import DEFAULT_WORKLOAD
-from llmpq.workload.input_job import LONG_ROWS, SEPARATE
+from llmpq.cli.parser import OptionGroup, Parser
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
+from planner.optimiser.names import BATCH_OBJECTIVES, METHOD_NAMES, SOLVER_NAMES
 from planner.option_rules import Rule
-from planner.options import FRONT_RULES, PLAN_RULES, PROFILE_USES, QUALITIES, PlanOptions
+from planner.options import (
+    AUTO,
+    FRONT_RULES,
+    HEADS,
+    JOB_GAP,
+    KV_CHOICES,
+    PLAN_RULES,
+    PROFILE_USES,
+    QUALITIES,
+    PlanOptions,
+)
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
-from planner.search.job.in_flight import JOB_GAP
-from quant.scheme import BITWIDTHS, PLAN_ROUNDINGS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES, PLAN_ROUNDINGS
 
 PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
 
@@ -49,10 +56,10 @@ _WORKLOAD_RULES = (
 """Options of what is planned for that others make useless."""
 
 ALGO_RULES = (
-    Rule(("model_size",), "give the size of the family of --model-name", without=("model_name",)),
+    Rule(("model_size",), "give the size of the family of --model_name", without=("model_name",)),
     Rule(
         ("method",),
-        "--shaq-efficient is --method transfer; give one of them",
+        "--shaq_efficient is --method transfer; give one of them",
         beside="shaq_efficient",
         honoured=("transfer",),
     ),
@@ -73,34 +80,170 @@ ALGO_RULES = (
 )
 
 
-def algo_parser(description: str | None) -> Parser:
+PROG = "llmpq-algo"
+
+_DESCRIPTION = """
+Decide how many prompts are in flight, the bits and the device of every layer, the order of the
+devices, and the micro-batch sizes. Needs no GPU and no weights.
+"""
+_EXAMPLES = (
+    "%(prog)s --model opt-30b --cluster cluster.yaml --prompts 3000 -o plan.json",
+    "%(prog)s --model /models/opt-30b --cluster cluster.yaml \\\n"
+    "      --input prompts.jsonl --report plan.html -o plan.json",
+    "%(prog)s --model opt-30b --device_names T4 V100-32GB --device_numbers 3 1 \\\n"
+    "      --global_bz 32 --s 512 --n 100",
+)
+
+
+def algo_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog="llmpq-algo", description=description)
-    add = parser.option
-    add("--model", help="folder, config.json, built-in name (opt-30b) or hub id")
-    add("--model-name", help="family, as in the paper: opt, bloom")
-    add("--model_size", help="size, as in the paper: 30b")
-    add("--cluster", help="cluster YAML; without one the GPUs of this machine or of Ray are used")
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, ALGO_RULES)
+    parser.usage = "%(prog)s --model MODEL [--cluster FILE] [--input PATH ...] [-o FILE] [options]"
+    _add_model(parser.group("what to plan"))
+    _add_workload(parser.group("prompts"))
+    _add_cluster(parser.group("cluster"))
+    _add_goals(parser.group("speed against quality"))
+    _add_output(parser.group("output"))
+    _add_bits(parser.group("bits and types"))
+    _add_times(parser.group("measured times"))
+    _add_schedule(parser.group("schedule"))
+    _add_search(parser.group("search"))
+    return parser
+
+
+def _add_model(group: OptionGroup) -> None:
+    add = group.option
+    add("--model", metavar="MODEL", help="folder, config.json, built-in name (opt-30b) or hub id")
+    add("--model_name", metavar="NAME", help="family, as in the paper: opt, bloom")
+    add("--model_size", metavar="SIZE", help="size, as in the paper: 30b")
+
+
+def _add_workload(group: OptionGroup) -> None:
+    default, add = DEFAULT_WORKLOAD, group.option
+    add(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
+        "folders, globs; with --global_bz they only give lengths",
+    )
+    add(
+        "--prompts",
+        type=int,
+        metavar="COUNT",
+        help="plan a job of so many prompts of --s tokens",
+    )
+    batch, tokens = default["global_batch"], default["prompt_length"]
+    add(
+        "--s",
+        "--prompt_length",
+        dest="prompt_length",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens of every prompt (default: {tokens}, or those of --input)",
+    )
+    add(
+        "--n",
+        "--new_tokens",
+        dest="new_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens to generate; of --input for rows without max_new_tokens "
+        f"(default: {default['new_tokens']})",
+    )
+    add(
+        "--global_bz",
+        "--global_batch",
+        dest="global_batch",
+        type=int,
+        metavar="COUNT",
+        help=f"plan one batch of so many prompts, as in the paper (default: {batch})",
+    )
+    add(
+        "--in_flight",
+        type=_auto_or_number,
+        metavar="COUNT",
+        help="prompts of a job that are in flight at once: auto, or a number (default: auto)",
+    )
+    add(
+        "--lengths",
+        metavar="FILE",
+        help="measured lengths: CSV prompt_tokens,output_tokens, or the output of llmpq run, also "
+        "of a job that is not done",
+    )
+    add(
+        "--long_rows",
+        choices=LONG_ROWS,
+        help="rows that are much longer than the others get a plan of their own, or are an error "
+        f"(default: {SEPARATE})",
+    )
+
+
+def _add_cluster(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--cluster",
+        metavar="FILE",
+        help="cluster YAML; without one the GPUs of this machine or of Ray are used",
+    )
     add("--device_names", nargs="+", metavar="NAME", help="device types: T4 V100")
     add("--device_numbers", nargs="+", type=int, metavar="COUNT", help="how many of each: 3 1")
-    add("--address", help="Ray cluster to detect devices on")
+    add("--address", metavar="ADDRESS", help="Ray cluster to detect devices on")
     add("--write_cluster", metavar="FILE", help="write the cluster that was used, as YAML")
-    _add_workload(add)
-    _add_planning(add)
-    _add_goals(add)
-    _add_profile_use(parser)
+    add(
+        "--memory_margin",
+        type=float,
+        metavar="SHARE",
+        help="share of each GPU's memory that is left free "
+        f"(default: {PlanOptions().memory_margin:g})",
+    )
+    add(
+        "--keep_all_devices",
+        action="store_const",
+        const=True,
+        help="do not try to leave out devices that do not help",
+    )
+
+
+def _add_goals(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--quality",
+        choices=QUALITIES,
+        help="high: the least loss of quality at nine tenths of the speed; balanced; fast: the "
+        "most tokens per second (default: balanced)",
+    )
+    add(
+        "--theta",
+        type=float,
+        metavar="SECONDS",
+        help="what a unit of sensitivity is worth, in place of --quality",
+    )
+    add(
+        "--max_omega",
+        type=float,
+        metavar="SUM",
+        help="largest allowed sum of sensitivities; theta is found",
+    )
+    add(
+        "--max_ppl_delta",
+        type=float,
+        metavar="X",
+        help="largest allowed increase of perplexity over 16 bit, by the points that llmpq "
+        "indicator --perplexity put into the omega file; theta is found",
+    )
+    add(
+        "--max_latency_s",
+        type=float,
+        metavar="SECONDS",
+        help="largest allowed predicted seconds of the batch or the job; theta is found",
+    )
+
+
+def _add_output(group: OptionGroup) -> None:
+    add = group.option
     add("-o", "--output", dest="output", metavar="FILE", help="write the plan as JSON")
-    parser.add_argument(
-        "--shaq-efficient",
-        "--shaq_efficient",
-        action="store_true",
-        help="bitwidth transfer (LLM-PQ Alg. 2) instead of the optimum",
-    )
     add("--report", metavar="FILE", help="write the plan and its reasons as an HTML page")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--compare", action="store_true", help="print the paper's baselines beside the plan"
-    )
     add(
         "--trace",
         metavar="FILE",
@@ -115,92 +258,51 @@ def algo_parser(description: str | None) -> Parser:
         help="show the front of latency against quality (with --report in the page); FILE also "
         "takes it, as .svg or .json",
     )
-    return parser
+    add("--compare", action="store_true", help="print the paper's baselines beside the plan")
+    add("--json", action="store_true", help="print the plan as JSON")
 
 
-def _add_workload(add: Any) -> None:
-    default = DEFAULT_WORKLOAD
+def _add_bits(group: OptionGroup) -> None:
+    add = group.option
     add(
-        "--input",
+        "--bits",
         nargs="+",
-        metavar="PATH",
-        help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
-        "folders, globs; with --global_bz they only give lengths",
+        type=int,
+        choices=BITWIDTHS,
+        help="bitwidths to choose from (default: all)",
     )
-    add("--prompts", type=int, metavar="COUNT", help="plan a job of so many prompts of --s tokens")
     add(
-        "--in_flight",
+        "--kv_bits",
         type=_auto_or_number,
-        metavar="COUNT",
-        help="prompts of a job that are in flight at once: auto, or a number (auto)",
+        choices=KV_CHOICES,
+        help="bits of keys and values; auto: 16 if that fits, else 8 (default: 16)",
     )
-    add("--long_rows", choices=LONG_ROWS,
-        help="rows that are much longer than the others get a plan of their own, or are an error "
-        f"({SEPARATE})")  # fmt: skip
-    add("--lengths", metavar="FILE",
-        help="measured lengths: CSV prompt_tokens,output_tokens, or the output of llmpq-dist, also "
-        "of a job that is not done")  # fmt: skip
-    batch, tokens = default["global_batch"], default["prompt_length"]
-    add("--global_bz", "--global_batch", dest="global_batch", type=int, metavar="COUNT",
-        help=f"plan one batch of so many prompts, as in the paper ({batch})")  # fmt: skip
-    add("--s", "--prompt_length", dest="prompt_length", type=int, metavar="TOKENS",
-        help=f"tokens of every prompt ({tokens}, or those of --input)")  # fmt: skip
-    add("--n", "--new_tokens", dest="new_tokens", type=int, metavar="TOKENS",
-        help="tokens to generate; of --input for rows without max_new_tokens "
-        f"({default['new_tokens']})")  # fmt: skip
-
-
-def _add_profile_use(parser: Parser) -> None:
-    """Add the three spellings, of which one can be given."""
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--profile-use", "--profile_use", choices=PROFILE_USES, default=argparse.SUPPRESS,
-        help="fit the latency model on the profiles (fit), or take their times as measured where "
-        "the workload was measured")  # fmt: skip
-    add("--fit", dest="profile_use", action="store_const", const="fit",
-        default=argparse.SUPPRESS, help="--profile-use fit")  # fmt: skip
-    add("--use-profiler-prediction", "--use_profiler_prediction", dest="profile_use",
-        action="store_const", const="measured", default=argparse.SUPPRESS,
-        help="--profile-use measured")  # fmt: skip
-
-
-def _auto_or_number(text: str) -> int | str:
-    """A number where `text` is one; `PlanOptions` checks the rest."""
-    return int(text) if text.isdigit() else text
-
-
-def _add_planning(add: Any) -> None:
-    default = PlanOptions()
-    add(
-        "--theta",
-        type=float,
-        help="seconds that a unit of sensitivity is worth, in place of --quality",
-    )
-    add(
-        "--quality",
-        choices=QUALITIES,
-        help="high: the least loss of quality at nine tenths of the speed; balanced; fast: the "
-        "most tokens per second (balanced)",
-    )
-    add("--bits", nargs="+", type=int, choices=BITWIDTHS, help="bitwidths to choose from (all)")
-    add("--omega_file", metavar="FILE", help="JSON of sensitivities, made by llmpq-indicator")
-    add("--importance", metavar="FILE",
-        help="what weights are rounded by, made by llmpq-indicator (that of --omega_file; else "
-        "measured when the model is loaded)")  # fmt: skip
-    add("--dtype", help="auto, float32, bfloat16 or float16 (auto)")
-    _add_search(add, default)
-    add("--profiles", metavar="FILE",
-        help="CSV of measured layer times, with measured links and loading beside it")  # fmt: skip
+    add("--dtype", choices=(AUTO, *DTYPE_BYTES), help="type to compute in (default: auto)")
     add(
         "--rounding",
-        help=f"how weights are rounded: {', '.join(PLAN_ROUNDINGS)} ({PLAN_ROUNDINGS[0]})",
+        choices=PLAN_ROUNDINGS,
+        help=f"how weights are rounded (default: {PLAN_ROUNDINGS[0]})",
     )
-    add("--kv_bits", type=_auto_or_number, metavar="BITS",
-        help="bits of keys and values: 16, 8, or auto: 16 if that fits, else 8 (16)")  # fmt: skip
     add(
-        "--memory_margin",
-        type=float,
-        metavar="SHARE",
-        help=f"share of each GPU's memory that is left free ({default.memory_margin:g})",
+        "--omega_file",
+        metavar="FILE",
+        help="JSON of sensitivities, made by llmpq indicator",
+    )
+    add(
+        "--importance",
+        metavar="FILE",
+        help="what weights are rounded by, made by llmpq indicator (default: that of "
+        "--omega_file, else it is measured when the model is loaded)",
+    )
+
+
+def _add_times(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--profiles",
+        metavar="FILE",
+        help="CSV of measured layer times of llmpq profile, with measured links and loading "
+        "beside it",
     )
     add(
         "--strict_profiles",
@@ -208,67 +310,114 @@ def _add_planning(add: Any) -> None:
         const=True,
         help="refuse to plan where a layer's time does not come from the profiles",
     )
+    _add_profile_use(group.one_of())
 
 
-def _add_search(add: Any, default: PlanOptions) -> None:
-    """Add how plans are ranked and looked for."""
-    add("--group", type=int, help="decide this many layers together (1)")
-    add("--objective", help="pipeline, or paper for LLM-PQ's eq. 4 (pipeline)")
-    add("--method", help="how to solve, or uniform or pipeedge: baselines of the paper (auto)")
-    add("--solver", help="highs, gurobi or cbc (highs)")
+def _add_profile_use(group: OptionGroup) -> None:
+    """Add the three spellings, of which one can be given."""
+    add = group.option
     add(
-        "--ilp_time_limit",
-        type=float,
-        metavar="S",
-        help=f"seconds per ILP ({default.ilp_time_limit:g})",
+        "--profile_use",
+        choices=PROFILE_USES,
+        help="fit the latency model on the profiles, or take their times as measured where the "
+        "workload was measured (default: fit)",
     )
+    add(
+        "--fit",
+        dest="profile_use",
+        action="store_const",
+        const="fit",
+        help="--profile_use fit, as in the paper",
+    )
+    add(
+        "--use_profiler_prediction",
+        dest="profile_use",
+        action="store_const",
+        const="measured",
+        help="--profile_use measured, as in the paper",
+    )
+
+
+def _add_schedule(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--policy",
+        choices=POLICY_NAMES,
+        help="scheduling to plan for: micro-batches of one phase (static), or at every iteration "
+        "anew first come, first served (orca) or by predicted lengths (s3) (default: static)",
+    )
+    add(
+        "--predictor",
+        metavar="FOLDER",
+        help="predictor of output lengths by which requests of s3 reserve memory: a folder of "
+        "llmpq lengths train, oracle, or longest: all of what they may get (default: longest)",
+    )
+    add(
+        "--max_batch_size",
+        type=int,
+        metavar="COUNT",
+        help="most requests in a micro-batch of orca or s3 (default: best by simulation)",
+    )
+    add(
+        "--prefill_chunk_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of a prompt that a micro-batch of orca and s3 takes at most, 0 is all "
+        f"(default: {PREFILL_CHUNK_TOKENS})",
+    )
+    add(
+        "--prefill_micro_batch",
+        type=int,
+        metavar="COUNT",
+        help="fix the prefill micro-batch size",
+    )
+    add("--decode_micro_batch", type=int, metavar="COUNT", help="fix the decode micro-batch size")
+
+
+def _add_search(group: OptionGroup) -> None:
+    """Add how plans are ranked and looked for."""
+    default, add = PlanOptions(), group.option
+    add(
+        "--method",
+        choices=METHOD_NAMES,
+        help="how to solve; uniform and pipeedge are baselines of the paper (default: auto)",
+    )
+    add(
+        "--shaq_efficient",
+        action="store_true",
+        help="bitwidth transfer (LLM-PQ Alg. 2): --method transfer, as in the paper",
+    )
+    add("--solver", choices=SOLVER_NAMES, help="of integer programmes (default: highs)")
+    add(
+        "--objective",
+        choices=BATCH_OBJECTIVES,
+        help="what ranks plans; paper is LLM-PQ's eq. 4 (default: pipeline)",
+    )
+    add("--group", type=int, metavar="LAYERS", help="decide so many layers together (default: 1)")
+    add("--head", choices=HEADS, help="stage of the LM head (default: auto)")
+    add("--all_orders", action="store_const", const=True, help="try every distinct device order")
     add(
         "--search_time_limit",
         type=float,
-        metavar="S",
-        help="seconds for the searches over device orders and micro-batch sizes, after which the "
-        f"best plan so far is taken and its gap stated ({default.search_time_limit:g})",
+        metavar="SECONDS",
+        help="for the searches over device orders and micro-batch sizes, after which the best "
+        f"plan so far is taken and its gap stated (default: {default.search_time_limit:g})",
+    )
+    add(
+        "--ilp_time_limit",
+        type=float,
+        metavar="SECONDS",
+        help=f"for each integer programme (default: {default.ilp_time_limit:g})",
     )
     add(
         "--relative_gap",
         type=float,
-        help=f"accepted distance from the optimum ({default.relative_gap:g}; of a job at least "
-        f"{JOB_GAP:g})",
+        metavar="SHARE",
+        help=f"accepted distance from the optimum (default: {default.relative_gap:g}; of a job at "
+        f"least {JOB_GAP:g})",
     )
-    add("--all_orders", action="store_const", const=True, help="try every distinct device order")
-    add("--head", help="stage of the LM head: auto, first or last (auto)")
-    add(
-        "--keep_all_devices",
-        action="store_const",
-        const=True,
-        help="do not try to leave out devices that do not help",
-    )
-    add("--policy", choices=POLICY_NAMES,
-        help="scheduling to plan for: micro-batches of one phase, or at every iteration anew first "
-        "come, first served (orca) or by predicted lengths (s3) (static)")  # fmt: skip
-    add("--predictor", metavar="FOLDER",
-        help="predictor of output lengths by which requests of s3 reserve memory: a folder of "
-        "llmpq-lengths train, oracle, or longest: all of what they may get (longest)")  # fmt: skip
-    add("--max_batch_size", type=int,
-        help="most requests in a micro-batch of orca or s3 (best by simulation)")  # fmt: skip
-    add("--prefill_chunk_tokens", type=int,
-        help="tokens of a prompt that a micro-batch of orca and s3 takes at most, 0 is all "
-        f"({PREFILL_CHUNK_TOKENS})")  # fmt: skip
-    add("--prefill_micro_batch", type=int, help="fix the prefill micro-batch size")
-    add("--decode_micro_batch", type=int, help="fix the decode micro-batch size")
 
 
-def _add_goals(add: Any) -> None:
-    add("--max_omega", type=float, help="largest allowed sum of sensitivities; theta is found")
-    add(
-        "--max_ppl_delta",
-        type=float,
-        metavar="X",
-        help="largest allowed increase of perplexity over 16 bit, by the points that "
-        "llmpq-indicator --perplexity put into the omega file; theta is found",
-    )
-    add(
-        "--max_latency_s",
-        type=float,
-        help="largest allowed predicted seconds of the batch or the job; theta is found",
-    )
+def _auto_or_number(text: str) -> int | str:
+    """A number where `text` is one; `PlanOptions` checks the rest."""
+    return int(text) if text.isdigit() else text

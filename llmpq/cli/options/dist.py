@@ -1,4 +1,4 @@
-"""The options of `llmpq-dist`: those of its own, and those of every run under their names."""
+"""The options of `llmpq run`: those of its own, and those of every run under their names."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from actors.messages import TRANSPORTS
-from llmpq.cli.common import Parser
-from llmpq.cli.submit import submit_parser
+from llmpq.cli.options.stages import add_cache, add_transport
+from llmpq.cli.options.submit import add_submitting
+from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, REPLANS, SAMPLING_OPTIONS, RunOptions
@@ -39,25 +39,45 @@ DIST_RULES = (
 )
 
 
-def dist_parser(description: str | None) -> Parser:
+PROG = "llmpq-dist"
+
+_DESCRIPTION = """
+Generate for every row of the input on the stages of a plan. After any stop the same command goes
+on: what is done is skipped, and every id comes out once.
+"""
+_EXAMPLES = (
+    "%(prog)s --plan plan.json --input prompts.jsonl --output results.jsonl",
+    "%(prog)s --plan plan.json --input 'day-*.jsonl.zst' --output answers/ \\\n"
+    "      --temperature 0.7 --max_new_tokens 200 --address auto",
+    "%(prog)s --submit http://HEAD:8265 --plan plan.json --input prompts.jsonl \\\n"
+    "      --output /shared/results.jsonl",
+)
+
+
+def dist_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog="llmpq-dist", description=description, parents=[submit_parser()])
-    add = parser.option
-    add("--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo")
-    _add_files(parser)
-    _add_stages(parser)
-    _add_recovery(parser)
-    _add_drift(parser)
-    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
-    parser.add_argument(
-        "--show-plan", "--show_plan", action="store_true", help="print the plan first"
-    )
-    _add_sampling(parser)
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, DIST_RULES)
+    _add_files(parser.group("plan and files"))
+    _add_progress(parser.group("what is done already"))
+    _add_sampling(parser.group("sampling", "for rows that do not say"))
+    _add_stages(parser.group("cluster and weights"))
+    add_submitting(parser.group("as a job of a Ray cluster"))
+    _add_watching(parser.group("watching the run"))
+    _add_schedule(parser.group("schedule"))
+    _add_recovery(parser.group("recovery"))
     return parser
 
 
-def _add_files(parser: Parser) -> None:
-    add = parser.option
+def _add_files(group: OptionGroup) -> None:
+    add = group.option
+    add(
+        "--plan",
+        "--strat_file_name",
+        dest="strat_file_name",
+        required=True,
+        metavar="FILE",
+        help="plan of llmpq plan",
+    )
     add(
         "--input",
         required=True,
@@ -68,120 +88,164 @@ def _add_files(parser: Parser) -> None:
     add(
         "--output",
         required=True,
+        metavar="PATH",
         help="results: .jsonl, .csv (also .gz, .zst), .parquet or a folder/",
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
+    add("--show_plan", action="store_true", help="print the plan first")
+
+
+def _add_progress(group: OptionGroup) -> None:
+    """Add what is done about earlier runs, about errors, and when results are committed."""
+    add = group.option
+    how = group.one_of()
+    how.option(
         "--resume", action="store_true", help="go on; refused where there is nothing to go on with"
     )
-    how.add_argument("--overwrite", action="store_true", help="start anew, replace the output")
-    parser.add_argument(
-        "--extend", action="store_true", help="also take rows that the job did not have"
-    )
-    parser.add_argument(
-        "--retry-errors", "--retry_errors", action="store_true", help="run error rows again"
-    )
-    parser.add_argument(
-        "--on-error",
+    how.option("--overwrite", action="store_true", help="start anew, replace the output")
+    add("--extend", action="store_true", help="also take rows that the job did not have")
+    add("--retry_errors", action="store_true", help="run error rows again")
+    add(
         "--on_error",
         choices=("continue", "fail"),
         default="continue",
         help="whether the other rows run on after one has failed",
     )
-    add("--shard_rows", type=int, default=SHARD_ROWS, help="results that are committed together")
+    add(
+        "--shard_rows",
+        type=int,
+        metavar="COUNT",
+        default=SHARD_ROWS,
+        help="results that are committed together",
+    )
     add(
         "--shard_seconds",
         type=float,
+        metavar="SECONDS",
         default=SHARD_S,
-        help="seconds after which results are committed at the latest",
+        help="time after which results are committed at the latest",
     )
 
 
-def _add_stages(parser: Parser) -> None:
-    add = parser.option
-    add("--model", help="folder or hub id of the weights (the plan's own)")
-    add("--cluster", help="cluster YAML that the plan must have been made for")
-    add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
+def _add_stages(group: OptionGroup) -> None:
+    add = group.option
     add(
-        "--cache_dir",
-        metavar="DIR",
-        help="folder of packed layers for the next start (the user's cache)",
+        "--address",
+        metavar="ADDRESS",
+        help="Ray cluster to join, auto for the one on this machine (default: a local one)",
     )
     add(
-        "--cache_limit_gib",
-        type=float,
-        help="most GiB in that folder (100, at most half the free space)",
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id of the weights (default: the plan's own)",
     )
-    parser.add_argument(
-        "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
-    )
+    add("--cluster", metavar="FILE", help="cluster YAML that the plan must have been made for")
     add(
         "--importance",
         metavar="FILE",
-        help="file of llmpq-indicator that weights are rounded by (the plan's)",
+        help="file of llmpq indicator that weights are rounded by (default: the plan's)",
     )
-    parser.add_argument(
-        "--transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="links between stages: gloo, Ray's objects, or gloo where it connects (auto)",
+    add_cache(group)
+    add_transport(group)
+
+
+def _add_watching(group: OptionGroup) -> None:
+    default, add = RunOptions(), group.option
+    add("--trace", metavar="FILE", help="write every micro-batch's times for Perfetto, as JSON")
+    add(
+        "--drift",
+        type=float,
+        metavar="SHARE",
+        default=default.drift,
+        help="by which tokens/s and lengths may differ from the plan before the run says so",
     )
+    add(
+        "--replan",
+        choices=REPLANS,
+        default=default.replan,
+        help="when they differ by more: plan again and switch if that saves time, or only say so",
+    )
+
+
+def _add_schedule(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--policy",
         choices=POLICY_NAMES,
-        help="scheduling: the plan's micro-batches, first come, first served at every iteration, "
-        "or by expected lengths (the plan's)",
+        help="scheduling: in the plan's micro-batches (static), or at every iteration anew first "
+        "come, first served (orca) or by expected lengths (s3) (default: the plan's)",
     )
     add(
         "--predictor",
         metavar="FOLDER",
-        help="what s3 expects of lengths: a folder of llmpq-lengths, longest, or trace:FILE with "
-        "predictions by custom_id (longest)",
+        help="what s3 expects of lengths: a folder of llmpq lengths, longest, or trace:FILE with "
+        "predictions by custom_id (default: longest)",
     )
     add(
         "--save_predictor",
         metavar="FOLDER",
-        help="write what the predictor has learnt from this job (nothing)",
+        help="write what the predictor has learnt from this job (default: nothing)",
     )
     add(
         "--max_batch_size",
         type=int,
-        help="most requests in a micro-batch of orca or s3 (the plan's, or its decode micro-batch)",
+        metavar="COUNT",
+        help="most requests in a micro-batch of orca or s3 (default: the plan's, or its decode "
+        "micro-batch)",
     )
     add(
         "--prefill_chunk_tokens",
         type=int,
-        help="tokens of a prompt that a micro-batch of orca or s3 takes at most, 0 is all (the "
-        f"plan's, or {PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
+        metavar="TOKENS",
+        help="tokens of a prompt that a micro-batch of orca or s3 takes at most, 0 is all "
+        f"(default: the plan's, or {PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
     )
 
 
-def _add_sampling(parser: Parser) -> None:
-    add = parser.option
+def _add_sampling(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--generation_config",
         choices=GENERATION_CONFIGS,
         default="model",
-        help="where unset sampling options come from: generation_config.json, or none (greedy)",
+        help="where unset options come from: the model's generation_config.json, or none: greedy",
     )
-    add("--temperature", type=float, help="0 is greedy (0)")
-    add("--top_k", type=int, help="keep the most probable tokens, 0 is off (0)")
-    add("--top_p", type=float, help="keep the tokens that make up this probability (1)")
-    add("--min_p", type=float, help="keep tokens with this share of the most probable's (0)")
+    add(
+        "--max_new_tokens",
+        type=int,
+        metavar="TOKENS",
+        help="to generate, at most the plan's (default: the plan's)",
+    )
+    add("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    add("--top_k", type=int, metavar="K", help="keep the K most probable, 0 is off (default: 0)")
+    add(
+        "--top_p",
+        type=float,
+        metavar="P",
+        help="keep the tokens that make up this probability (default: 1)",
+    )
+    add(
+        "--min_p",
+        type=float,
+        metavar="P",
+        help="keep tokens with this share of the most probable's (default: 0)",
+    )
     add(
         "--repetition_penalty",
         type=float,
-        help="penalty on tokens of prompt and answer, 1 is off (1)",
+        metavar="X",
+        help="penalty on tokens of prompt and answer, 1 is off (default: 1)",
     )
     add(
         "--presence_penalty",
         type=float,
-        help="penalty on tokens that are in the answer, -2 to 2 (0)",
+        metavar="X",
+        help="penalty on tokens that are in the answer, -2 to 2 (default: 0)",
     )
     add(
         "--frequency_penalty",
         type=float,
-        help="penalty on each use of a token in the answer, -2 to 2 (0)",
+        metavar="X",
+        help="penalty on each use of a token in the answer, -2 to 2 (default: 0)",
     )
     add(
         "--logit_bias",
@@ -189,8 +253,7 @@ def _add_sampling(parser: Parser) -> None:
         metavar="ID=BIAS",
         help="added to the logits of token ID, -100 to 100",
     )
-    add("--seed", type=int, help="seed of the random draws (0)")
-    add("--max_new_tokens", type=int, help="tokens to generate, at most the plan's (the plan's)")
+    add("--seed", type=int, metavar="SEED", help="of the random draws (default: 0)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end a generation")
     add(
         "--ignore_eos",
@@ -200,50 +263,41 @@ def _add_sampling(parser: Parser) -> None:
     )
 
 
-def _add_recovery(parser: Parser) -> None:
-    default = RunOptions()
-    parser.add_argument(
-        "--on-device-loss",
+def _add_recovery(group: OptionGroup) -> None:
+    default, add = RunOptions(), group.option
+    add(
         "--on_device_loss",
         choices=("replan", "wait", "fail"),
         default=default.on_device_loss,
         help="when a device is gone: plan for what is left, wait for it, or end",
     )
-    add = parser.option
-    add("--retries", type=int, default=default.retries, help="faults that make a row a suspect")
+    add(
+        "--retries",
+        type=int,
+        metavar="COUNT",
+        default=default.retries,
+        help="faults that make a row a suspect",
+    )
     add(
         "--hang_s",
         type=float,
+        metavar="SECONDS",
         default=default.hang_s,
-        help="seconds without progress before a restart",
+        help="without progress before a stage is started again",
     )
     add(
         "--replace_s",
         type=float,
+        metavar="SECONDS",
         default=default.replace_s,
-        help="seconds to wait for a lost device",
+        help="to wait for a lost device",
     )
     add(
         "--row_s",
         type=float,
+        metavar="SECONDS",
         default=default.row_s,
-        help="seconds that chat template and tokenizer may take for one row",
-    )
-
-
-def _add_drift(parser: Parser) -> None:
-    default = RunOptions()
-    parser.option(
-        "--drift",
-        type=float,
-        default=default.drift,
-        help="share by which tokens/s and lengths may differ from the plan before the run says so",
-    )
-    parser.add_argument(
-        "--replan",
-        choices=REPLANS,
-        default=default.replan,
-        help="when they differ by more: plan again and switch if that saves time, or only say so",
+        help="that chat template and tokenizer may take for one row",
     )
 
 
@@ -260,7 +314,7 @@ def output_options(options: argparse.Namespace) -> OutputOptions:
     rows, seconds = options.shard_rows, options.shard_seconds
     if rows < 1 or not 0 < seconds < float("inf"):
         raise SpecError(
-            f"--shard-rows is {rows}, --shard-seconds {seconds:g}; give 1 or more rows and more "
+            f"--shard_rows is {rows}, --shard_seconds {seconds:g}; give 1 or more rows and more "
             "than 0 seconds"
         )
     return OutputOptions(options.overwrite, options.resume, rows, seconds)

@@ -1,102 +1,152 @@
-"""The options of `llmpq-serve`."""
+"""The options of `llmpq serve`."""
 
 from __future__ import annotations
 
-from actors.messages import TRANSPORTS
-from llmpq.cli.common import Parser
+from llmpq.cli.options.stages import add_cache, add_transport
+from llmpq.cli.parser import OptionGroup, Parser
+from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE
 from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, TOKEN_POLICIES
+
+PROG = "llmpq-serve"
 
 NO_BATCHES = "none"
 """Value of `--batch_dir` for a server without files and batches."""
 
+_DESCRIPTION = (
+    "Answer OpenAI's HTTP requests from the stages of a plan: pip install 'llmpq[serve]'."
+)
+_EXAMPLES = (
+    "%(prog)s --plan plan.json",
+    "%(prog)s --plan plan.json --host 0.0.0.0 --api_key_file key.txt \\\n"
+    "      --replicas auto --address auto",
+)
 
-def serve_parser(description: str | None) -> Parser:
+
+def serve_parser(prog: str | None = PROG) -> Parser:
     """The parser of all options of the command."""
-    parser = Parser(prog="llmpq-serve", description=description)
-    parser.option(
-        "--strat_file_name", "--plan", required=True, metavar="FILE", help="plan of llmpq-algo"
-    )
-    _add_serving(parser)
-    _add_batches(parser)
-    _add_stages(parser)
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, (CACHE_RULE, PREDICTOR_RULE))
+    _add_serving(parser.group("plan and clients"))
+    _add_load(parser.group("load"))
+    _add_batches(parser.group("files and batches"))
+    _add_stages(parser.group("cluster and weights"))
+    _add_schedule(parser.group("schedule"))
     return parser
 
 
-def _add_serving(parser: Parser) -> None:
-    """Where the server listens, for whom, and how much it takes on."""
-    add = parser.option
-    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1, this machine alone)")
-    add("--port", type=int, default=8000, help="port to listen on, 0 for a free one (8000)")
+def _add_serving(group: OptionGroup) -> None:
+    """Add what is served, where the server listens, and for whom."""
+    add = group.option
+    add(
+        "--plan",
+        "--strat_file_name",
+        dest="strat_file_name",
+        required=True,
+        metavar="FILE",
+        help="plan of llmpq plan",
+    )
+    add(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="to listen on, by itself for this machine alone",
+    )
+    add("--port", type=int, metavar="PORT", default=8000, help="to listen on, 0 for a free one")
     add(
         "--api_key_file",
         metavar="FILE",
-        help="file with the key that clients must send (else LLMPQ_API_KEY of the environment)",
+        help="file with the key that clients must send (default: LLMPQ_API_KEY of the environment)",
     )
     add(
         "--served_model_name",
         nargs="+",
         metavar="NAME",
-        help="names by which clients call the model (the plan's)",
+        help="names by which clients call the model (default: the plan's)",
     )
+
+
+def _add_load(group: OptionGroup) -> None:
+    """Add how much the server takes on."""
+    add = group.option
     add(
         "--replicas",
         default="1",
         metavar="N",
-        help="copies of the plan to serve from, auto for as many as have free devices (1)",
+        help="copies of the plan to serve from, auto for as many as have free devices",
     )
-    add("--queue_limit", type=int, default=256, help="answers that may wait for a slot (256)")
+    add(
+        "--queue_limit",
+        type=int,
+        metavar="COUNT",
+        default=256,
+        help="answers that may wait for a slot",
+    )
     add(
         "--drain_s",
         type=float,
+        metavar="SECONDS",
         default=60.0,
-        help="seconds that running answers get to finish after SIGTERM (60)",
+        help="that running answers get to finish after SIGTERM",
     )
 
 
-def _add_batches(parser: Parser) -> None:
-    """Files and batches."""
-    add = parser.option
+def _add_batches(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--batch_dir",
         metavar="DIR",
-        help="folder of /v1/files and /v1/batches, none to serve without (PLAN.batches)",
+        help="folder of /v1/files and /v1/batches, none to serve without (default: PLAN.batches)",
     )
     add(
         "--file_limit_mib",
         type=float,
+        metavar="MIB",
         default=200.0,
-        help="most MiB of a file for a batch (200)",
+        help="most MiB of a file for a batch",
     )
     add(
         "--batch_dir_limit_gib",
         type=float,
+        metavar="GIB",
         default=10.0,
-        help="most GiB of all files, beyond which none is taken (10)",
+        help="most GiB of all files, beyond which none is taken",
     )
 
 
-def _add_stages(parser: Parser) -> None:
-    """Weights, cache and links of the stages, and what runs on them at once."""
-    add = parser.option
-    add("--model", help="folder or hub id of the weights (the plan's own)")
-    add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
-    add("--cache_dir", metavar="DIR", help="folder of packed layers for the next start")
-    add("--cache_limit_gib", type=float, help="most GiB in that folder")
-    parser.add_argument(
-        "--no-cache", "--no_cache", action="store_true", help="quantize anew, keep nothing"
+def _add_stages(group: OptionGroup) -> None:
+    """Add where stages run, their weights, cache and links."""
+    add = group.option
+    add(
+        "--address",
+        metavar="ADDRESS",
+        help="Ray cluster to join, auto for the one on this machine (default: a local one)",
     )
-    add("--importance", metavar="FILE", help="what weights are rounded by (the plan's)")
-    add("--transport", choices=TRANSPORTS, default="auto", help="links between stages (auto)")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id of the weights (default: the plan's own)",
+    )
+    add(
+        "--importance",
+        metavar="FILE",
+        help="what weights are rounded by (default: the plan's)",
+    )
+    add_cache(group)
+    add_transport(group)
+
+
+def _add_schedule(group: OptionGroup) -> None:
+    """Add what runs on the stages at once."""
+    add = group.option
     add(
         "--policy",
         choices=sorted(TOKEN_POLICIES),
-        help="scheduling: first come, first served, or by expected lengths (the plan's, or orca)",
+        help="first come, first served, or by expected lengths (default: the plan's, or orca)",
     )
     add(
         "--predictor",
         metavar="FOLDER",
-        help="what s3 expects of lengths: a folder of llmpq-lengths, longest, or trace:FILE "
-        "(longest)",
+        help="what s3 expects of lengths: a folder of llmpq lengths, longest, or trace:FILE "
+        "(default: longest)",
     )
     add(
         "--save_predictor",
@@ -106,11 +156,13 @@ def _add_stages(parser: Parser) -> None:
     add(
         "--max_batch_size",
         type=int,
-        help="most requests in a micro-batch (the plan's, or its decode micro-batch)",
+        metavar="COUNT",
+        help="most requests in a micro-batch (default: the plan's, or its decode micro-batch)",
     )
     add(
         "--prefill_chunk_tokens",
         type=int,
-        help="tokens of a prompt that a micro-batch takes at most, 0 is all (the plan's, or "
-        f"{PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
+        metavar="TOKENS",
+        help="tokens of a prompt that a micro-batch takes at most, 0 is all (default: the plan's, "
+        f"or {PREFILL_CHUNK_TOKENS}, on CPUs {CPU_PREFILL_CHUNK_TOKENS})",
     )

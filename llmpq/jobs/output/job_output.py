@@ -9,12 +9,14 @@ lines of one id the database counts one, so that joining again gives the same ro
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
+from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.output.earlier_results import EarlierResults
 from llmpq.jobs.output.job_folder import LOCK, JobFolder
@@ -222,6 +224,15 @@ class JobOutput:
         if known is None or known == digest:
             return None
         return iter(()) if self._manifest.complete else RowList(self.folder, known).blocks()
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Raise `InputError` where a table would have too many own columns of rows."""
+        is_table = not self._in_folder and output_format(self.path).rows != "jsonl"
+        if is_table and len(names) > MOST_COLUMNS:
+            raise InputError(
+                f"output {self.path} would be a table of more than {MOST_COLUMNS} own columns of "
+                "the input's rows; name an output that ends in .jsonl, or have fewer columns"
+            )
 
     def results_without_row(self) -> Iterator[str]:
         """Ids of results whose rows are not in the database."""

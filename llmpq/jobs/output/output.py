@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -45,6 +45,9 @@ class Output(Protocol):
 
         With `extend`, only rows that a result stands in the way of count.
         """
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Raise `InputError` where results with these own columns of rows cannot be written."""
 
     def results_without_row(self) -> Iterator[str]:
         """Ids of results whose rows are not in the database."""

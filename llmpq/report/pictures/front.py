@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.report.formatting import number, seconds
+from llmpq.report.formatting import duration, number
 from llmpq.report.pictures.axes import Axis
+from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
 from planner.explanation.explain import Explanation
@@ -15,8 +17,12 @@ from planner.plan.spec import PlanSpec
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from quant.common.errors import SpecError
 
-WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 74, 24, 22, 56
+WIDTH, HEIGHT = 560, 340
+LEFT, RIGHT, TOP, BOTTOM = 84, 28, 44, 62
+SAME_S = 1e-2
+"""Share of the seconds by which two searches may differ that end at the same sensitivity: there the
+picture has one plan.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,19 @@ class PlanPoint:
         """The figures of the plan in words."""
         bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
         return (
-            f"theta {number(self.theta)}: {seconds(self.latency_s)}, "
+            f"theta {number(self.theta)}: {duration(self.latency_s)}, "
             f"sensitivity {number(self.sensitivity)}{bits}"
         )
+
+
+@dataclass(frozen=True)
+class EndLabel:
+    """Words beside a spot, at the pixels where they begin, or end where `anchor` is "end"."""
+
+    text: str
+    x: float
+    y: float
+    anchor: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,26 @@ class Chart:
         x, y = self.latency, self.sensitivity
         return [(x.at(point.latency_s), y.at(point.sensitivity), point) for point in self.points]
 
+    @property
+    def labels(self) -> Sequence[EndLabel]:
+        """Names of the plan that the page is about and of the two ends, where they have room."""
+        spots = self.spots
+        names: dict[int, list[str]] = {}
+        for index, (_, _, point) in enumerate(spots):
+            if point == self.present:
+                names[index] = ["this plan"]
+        for index, name in ((0, "fastest"), (len(spots) - 1, "best quality")):
+            names.setdefault(index, []).append(name)
+        placed: list[EndLabel] = []
+        for index, words in names.items():
+            left, top, _ = spots[index]
+            is_right = left > self.width / 2
+            x, anchor = (left - 14, "end") if is_right else (left + 14, "start")
+            label = EndLabel(", ".join(words), x, top - 10, anchor)
+            if all(abs(label.y - other.y) > 18 or abs(label.x - other.x) > 130 for other in placed):
+                placed.append(label)
+        return placed
+
 
 @dataclass(frozen=True)
 class Front:
@@ -81,8 +117,15 @@ def front_of(
     plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
 ) -> Front | None:
     """The given front, else what other thetas gave, with `plan`; None where neither is known."""
-    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
-    others = [PlanPoint(each.theta, each.latency_s, each.omega) for each in front]
+    bits = plan_choice(plan).mean_bits
+    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity, bits)
+    others = [
+        PlanPoint(each.theta, each.latency_s, each.omega, each.bits)
+        for each in front
+        if not _is_planned(plan, each)
+    ]
+    if front and not others:
+        return Front(present, [present], [present.theta])
     if not others and explanation is not None:
         others = [
             PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
@@ -94,6 +137,15 @@ def front_of(
     return Front(present, _undominated([present, *others]), thetas)
 
 
+def _is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
+    """Whether a point of a front is `plan`, which another search with another theta found again, a
+    little faster or slower by its gap.
+    """
+    latency_s, sensitivity = plan.predicted.latency_s, plan.solver.sensitivity
+    same = math.isclose(point.omega, sensitivity, rel_tol=1e-6, abs_tol=1e-12)
+    return same and math.isclose(point.latency_s, latency_s, rel_tol=SAME_S)
+
+
 def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     """Points that no other one beats in both, fastest first; the first given one of equals."""
     kept: list[PlanPoint] = []
@@ -103,15 +155,38 @@ def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     return kept
 
 
-def write_front(path: str | Path, points: Sequence[FrontPoint]) -> None:
-    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all.
+def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """The points of a given front that the page of `plan` has, with the plan's own figures."""
+    found = front_of(plan, None, front)
+    if found is None:
+        return []
+    p = plan.predicted
+    own = FrontPoint(
+        theta=plan.solver.theta,
+        latency_s=p.latency_s,
+        objective_latency_s=p.objective_latency_s,
+        tokens_per_s=p.tokens_per_s,
+        in_flight=plan.workload.global_batch,
+        omega=plan.solver.sensitivity,
+        bits=plan_choice(plan).mean_bits,
+    )
+    given = {(each.theta, each.latency_s): each for each in front}
+    return [
+        own if point == found.present else given[point.theta, point.latency_s]
+        for point in found.points
+    ]
+
+
+def write_front(path: str | Path, points: Sequence[FrontPoint], whole: str = "batch") -> None:
+    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all; `whole`:
+    what the seconds are of, a batch or a job.
 
     Raises SpecError for any other ending, and where it cannot be written.
     """
     target = Path(path)
     if target.suffix == ".svg":
         plans = [PlanPoint(each.theta, each.latency_s, each.omega, each.bits) for each in points]
-        text = render("front.svg.j2", chart=Chart(plans))
+        text = render("front.svg.j2", chart=Chart(plans), whole=whole, alone=True)
     elif target.suffix == ".json":
         text = front_json(points)
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import dist
-from llmpq.cli.options.dist import DIST_RULES, dist_parser, run_options
+from llmpq.cli.options.dist import dist_parser, run_options
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 
@@ -24,7 +24,7 @@ from quant.common.errors import SpecError
 )
 def test_command_line(options: list[str], settings: CacheSettings) -> None:
     files = ["--plan", "plan.json", "--input", "in.jsonl", "--output", "out.jsonl"]
-    chosen = run_options(dist_parser("").parse([*files, *options], DIST_RULES))
+    chosen = run_options(dist_parser().parse([*files, *options]))
     assert chosen.cache == settings
     assert chosen.transport == ("ray" if "ray" in options else "auto")
 

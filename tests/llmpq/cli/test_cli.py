@@ -15,6 +15,7 @@ from llmpq import Cluster, Plan, Workload
 from llmpq.cli import algo, convert, dist
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, reference, save_tiny
+from tests.llmpq.commands import exit_code
 from tests.llmpq.conftest import NEW_TOKENS
 
 SMALL = ["--global_bz", "4", "--s", "64", "--n", "16"]
@@ -63,7 +64,8 @@ def test_the_papers_spelling_plans(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {b for stage in plan.stages for b in stage.bitwidths} <= {4, 8}
     assert all(stage.memory_bytes <= stage.memory_limit_bytes for stage in plan.stages)
     for stage in plan.stages:
-        assert stage.device in printed
+        assert all(f"{part} " in printed for part in stage.device.replace("/", "/ ").split())
+    assert f"wrote {target}; run it: llmpq run --plan {target} --input prompts.jsonl" in printed
 
 
 def test_json_on_stdout_is_the_plan_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +91,7 @@ def test_comparison_front_trace_and_report(
     assert picture.read_text().startswith("<svg")
     capsys.readouterr()
     assert algo.main([*arguments, "--pareto", str(front)]) == 0
-    assert "s a batch" in capsys.readouterr().out
+    assert "time a batch" in capsys.readouterr().out
     assert len(json.loads(front.read_text())) >= 1
     report = tmp_path / "report.html"
     assert algo.main([*arguments, "--pareto", "--report", str(report)]) == 0
@@ -143,7 +145,7 @@ def test_bad_planning_input_exits_2_with_one_message(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = REFUSED_PLANS[name]
-    assert algo.main(["--model", "opt-1.3b", *arguments]) == 2
+    assert exit_code(algo.main, ["--model", "opt-1.3b", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

@@ -6,42 +6,44 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llmpq.cli import algo, dist, evaluate, indicator, profile, submit
+from llmpq.cli import algo, dist, evaluate, indicator, profile
 from llmpq.cli.common import Parser
-from llmpq.cli.options.algo import ALGO_RULES, algo_parser
-from llmpq.cli.options.dist import DIST_RULES, dist_parser
+from llmpq.cli.options.algo import algo_parser
+from llmpq.cli.options.dist import dist_parser
+from llmpq.cli.options.submit import submit_parser
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.llmpq.commands import exit_code
 
 Main = Callable[[Sequence[str]], int]
-PLAN = ["--model", "opt-125m", "--device-names", "T4", "--device-numbers", "1"]
+PLAN = ["--model", "opt-125m", "--device_names", "T4", "--device_numbers", "1"]
 RUN = ["--plan", "p.json", "--input", "a.jsonl", "--output", "r.jsonl"]
 SUBMIT = ["--submit", "http://127.0.0.1:1"]
 MEASURE = ["--model", "m", "--calibration", "t.txt", "-o", "o.json"]
 RANDOM = ["--model", "m", "-o", "o.json", "--method", "random"]
 TIMES = ["--model", "opt-125m", "-o", "times.csv"]
 REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
-    (algo.main, [*PLAN, "--shaq-efficient", "--method", "auto"], ("--method", "--shaq-efficient")),
-    (algo.main, [*PLAN, "--model-size", "13b"], ("--model-size", "--model-name")),
+    (algo.main, [*PLAN, "--shaq_efficient", "--method", "auto"], ("--method", "--shaq_efficient")),
+    (algo.main, [*PLAN, "--model_size", "13b"], ("--model_size", "--model_name")),
     (
         algo.main,
         ["--model", "m", "--cluster", "c.yaml", "--address", "a"],
         ("--address", "--cluster"),
     ),
-    (algo.main, [*PLAN, "--address", "auto"], ("--address", "--device-names")),
+    (algo.main, [*PLAN, "--address", "auto"], ("--address", "--device_names")),
     (algo.main, [*PLAN, "--pareto", "-o", "p.json"], ("--output", "--pareto", "--report")),
     (algo.main, [*PLAN, "--pareto", "--trace", "t.json"], ("--trace", "--pareto")),
     (algo.main, [*PLAN, "--pareto", "--compare"], ("--compare", "--pareto")),
     (algo.main, [*PLAN, "--pareto", "--theta", "2"], ("--theta", "--pareto", "report")),
-    (algo.main, [*PLAN, "--pareto", "--max_omega", "2"], ("--max-omega", "--pareto")),
+    (algo.main, [*PLAN, "--pareto", "--max_omega", "2"], ("--max_omega", "--pareto")),
     (algo.main, [*PLAN, "--pareto", "--method", "uniform"], ("--pareto", "--method uniform")),
     (algo.main, [*PLAN, "--json", "--compare"], ("--compare", "--json")),
-    (algo.main, [*PLAN, "--theta", "1", "--max_omega", "2"], ("--theta", "--max-omega")),
-    (algo.main, [*PLAN, "--theta", "1", "--max_latency_s", "2"], ("--theta", "--max-latency-s")),
-    (algo.main, [*PLAN, "--theta", "1", "--max_ppl_delta", "2"], ("--theta", "--max-ppl-delta")),
+    (algo.main, [*PLAN, "--theta", "1", "--max_omega", "2"], ("--theta", "--max_omega")),
+    (algo.main, [*PLAN, "--theta", "1", "--max_latency_s", "2"], ("--theta", "--max_latency_s")),
+    (algo.main, [*PLAN, "--theta", "1", "--max_ppl_delta", "2"], ("--theta", "--max_ppl_delta")),
     (
         algo.main,
         [*PLAN, "--method", "transfer", "--solver", "cbc"],
@@ -53,29 +55,29 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
     (
         algo.main,
         [*PLAN, "--method", "pipeedge", "--all_orders"],
-        ("--all-orders", "--method pipeedge"),
+        ("--all_orders", "--method pipeedge"),
     ),
     (
         algo.main,
         [*PLAN, "--method", "pipeedge", "--ilp_time_limit", "9"],
-        ("--ilp-time-limit", "--method pipeedge"),
+        ("--ilp_time_limit", "--method pipeedge"),
     ),
     (
         algo.main,
         [*PLAN, "--method", "pipeedge", "--decode_micro_batch", "4"],
-        ("--decode-micro-batch", "--method pipeedge"),
+        ("--decode_micro_batch", "--method pipeedge"),
     ),
     (algo.main, [*PLAN, "--prompts", "9", "--input", "a"], ("--prompts", "--input")),
-    (algo.main, [*PLAN, "--prompts", "9", "--global_bz", "4"], ("--prompts", "--global-batch")),
+    (algo.main, [*PLAN, "--prompts", "9", "--global_bz", "4"], ("--prompts", "--global_batch")),
     (
         algo.main,
         [*PLAN, "--input", "a", "--in_flight", "8", "--global_bz", "4"],
-        ("--in-flight", "--global-batch"),
+        ("--in_flight", "--global_batch"),
     ),
     (
         algo.main,
         [*PLAN, "--input", "a", "--lengths", "l.csv", "--global_bz", "4"],
-        ("--lengths", "--global-batch"),
+        ("--lengths", "--global_batch"),
     ),
     (
         algo.main,
@@ -91,39 +93,39 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
     (
         algo.main,
         [*PLAN, "--input", "a", "--policy", "s3", "--predictor", "p", "--global_bz", "4"],
-        ("--predictor", "--global-batch"),
+        ("--predictor", "--global_batch"),
     ),
     (
         algo.main,
         [*PLAN, "--input", "a", "--long_rows", "error", "--global_bz", "4"],
-        ("--long-rows", "--global-batch"),
+        ("--long_rows", "--global_batch"),
     ),
-    (algo.main, [*PLAN, "--in_flight", "auto"], ("--in-flight", "--input", "--prompts")),
+    (algo.main, [*PLAN, "--in_flight", "auto"], ("--in_flight", "--input", "--prompts")),
     (algo.main, [*PLAN, "--lengths", "l.csv"], ("--lengths", "--input", "--prompts")),
-    (algo.main, [*PLAN, "--prompts", "9", "--long_rows", "error"], ("--long-rows", "--input")),
+    (algo.main, [*PLAN, "--prompts", "9", "--long_rows", "error"], ("--long_rows", "--input")),
     (
         algo.main,
         [*PLAN, "--prompts", "9", "--lengths", "l.csv", "--s", "64"],
-        ("--prompt-length", "--lengths"),
+        ("--prompt_length", "--lengths"),
     ),
     (algo.main, [*PLAN, "--prompts", "9", "--quality", "fast", "--theta", "1"], ("quality",)),
-    (algo.main, [*PLAN, "--quality", "fast", "--max_omega", "1"], ("--quality", "--max-omega")),
+    (algo.main, [*PLAN, "--quality", "fast", "--max_omega", "1"], ("--quality", "--max_omega")),
     (algo.main, [*PLAN, "--use_profiler_prediction"], ("--use_profiler_prediction", "--profiles")),
     (
         algo.main,
         [*PLAN, "--profiles", "p.csv", "--fit", "--use_profiler_prediction"],
-        ("--fit", "--use-profiler-prediction"),
+        ("--fit", "--use_profiler_prediction"),
     ),
-    (dist.main, [*RUN, "--overwrite", "--retry-errors"], ("--overwrite", "--retry-errors")),
+    (dist.main, [*RUN, "--overwrite", "--retry_errors"], ("--overwrite", "--retry_errors")),
     (dist.main, [*RUN, "--overwrite", "--extend"], ("--extend", "--overwrite")),
-    (dist.main, [*RUN, "--no-cache", "--cache_dir", "d"], ("--no-cache", "--cache-dir")),
-    (dist.main, [*RUN, "--no-cache", "--cache_limit_gib", "1"], ("--cache-limit-gib",)),
+    (dist.main, [*RUN, "--no_cache", "--cache_dir", "d"], ("--no_cache", "--cache_dir")),
+    (dist.main, [*RUN, "--no_cache", "--cache_limit_gib", "1"], ("--cache_limit_gib",)),
     (dist.main, [*RUN, *SUBMIT, "--address", "10.0.0.1:6379"], ("--address", "--submit")),
-    (dist.main, [*RUN, "--no-wait"], ("--no-wait", "--submit")),
-    (dist.main, ["--stop-job", "x"], ("--stop-job", "--submit")),
-    (dist.main, [*SUBMIT, "--stop-job", "x", "--follow-job", "y"], ("--stop-job", "--follow-job")),
-    (dist.main, [*SUBMIT, "--follow-job", "x", "--no-wait"], ("--no-wait", "--follow-job")),
-    (dist.main, [*SUBMIT, "--stop-job", "x", *RUN], ("--plan", "--stop-job")),
+    (dist.main, [*RUN, "--no_wait"], ("--no_wait", "--submit")),
+    (dist.main, ["--stop_job", "x"], ("--stop_job", "--submit")),
+    (dist.main, [*SUBMIT, "--stop_job", "x", "--follow_job", "y"], ("--stop_job", "--follow_job")),
+    (dist.main, [*SUBMIT, "--follow_job", "x", "--no_wait"], ("--no_wait", "--follow_job")),
+    (dist.main, [*SUBMIT, "--stop_job", "x", *RUN], ("--plan", "--stop_job")),
     (
         evaluate.main,
         ["--plan", "p", "--text", "t", "--rounding", "nearest"],
@@ -134,7 +136,7 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
         [*MEASURE, "--method", "hessian", "--scales", "group"],
         ("--scales", "hessian"),
     ),
-    (indicator.main, [*MEASURE, "--max_tokens", "9"], ("--max-tokens", "--perplexity")),
+    (indicator.main, [*MEASURE, "--max_tokens", "9"], ("--max_tokens", "--perplexity")),
     (indicator.main, [*RANDOM, "--calibration", "t"], ("--calibration", "--method random")),
     (indicator.main, [*RANDOM, "--device", "cpu"], ("--device", "--perplexity", "random")),
     (profile.main, [*TIMES, "--cluster", "c.yaml", "--threads", "2"], ("--threads", "--cluster")),
@@ -146,10 +148,7 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
 def test_what_would_be_ignored_is_an_error(
     main: Main, arguments: list[str], named: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(arguments)
-    except SystemExit as left:
-        code = int(left.code or 0)
+    code = exit_code(main, arguments)
     message = capsys.readouterr().err.splitlines()[-1]
     assert code == 2
     assert "error" in message
@@ -157,55 +156,52 @@ def test_what_would_be_ignored_is_an_error(
         assert name in message
 
 
-ACCEPTED: list[tuple[Parser, Sequence[Rule], list[str]]] = [
-    (algo_parser(None), ALGO_RULES, [*PLAN, "--shaq-efficient", "--method", "transfer"]),
+ACCEPTED: list[tuple[Parser, list[str]]] = [
+    (algo_parser(), [*PLAN, "--shaq_efficient", "--method", "transfer"]),
     (
-        algo_parser(None),
-        ALGO_RULES,
+        algo_parser(),
         [*PLAN, "--method", "uniform", "--head", "last", "--theta", "2"],
     ),
-    (algo_parser(None), ALGO_RULES, [*PLAN, "--method", "ilp", "--solver", "cbc", "--group", "2"]),
+    (algo_parser(), [*PLAN, "--method", "ilp", "--solver", "cbc", "--group", "2"]),
     (
-        algo_parser(None),
-        ALGO_RULES,
+        algo_parser(),
         [*PLAN, "--pareto", "--report", "r", "--theta", "2", "-o", "p"],
     ),
-    (algo_parser(None), ALGO_RULES, [*PLAN, "--profiles", "p.csv", "--fit"]),
+    (algo_parser(), [*PLAN, "--profiles", "p.csv", "--fit"]),
     (
-        algo_parser(None),
-        ALGO_RULES,
+        algo_parser(),
         [*PLAN, "--input", "a", "--lengths", "l", "--s", "9", "--long_rows", "error"],
     ),
-    (algo_parser(None), ALGO_RULES, [*PLAN, "--prompts", "9", "--in_flight", "4", "--n", "8"]),
-    (dist_parser(None), DIST_RULES, [*RUN, *SUBMIT, "--address", "auto", "--no-wait"]),
-    (dist_parser(None), DIST_RULES, [*RUN, "--resume", "--retry-errors", "--extend"]),
-    (evaluate._parser(), evaluate._RULES, ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
-    (indicator._parser(), indicator._RULES, [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
+    (algo_parser(), [*PLAN, "--prompts", "9", "--in_flight", "4", "--n", "8"]),
+    (dist_parser(), [*RUN, *SUBMIT, "--address", "auto", "--no_wait"]),
+    (dist_parser(), [*RUN, "--resume", "--retry_errors", "--extend"]),
+    (evaluate.evaluate_parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),
+    (indicator.indicator_parser(), [*RANDOM, "--perplexity", "t", "--device", "cpu"]),
 ]
 
 
-@pytest.mark.parametrize(("parser", "rules", "arguments"), ACCEPTED)
-def test_what_has_an_effect_is_accepted(
-    parser: Parser, rules: Sequence[Rule], arguments: list[str]
-) -> None:
-    assert vars(parser.parse(arguments, rules)) == vars(parser.parse_args(arguments))
+@pytest.mark.parametrize(("parser", "arguments"), ACCEPTED)
+def test_what_has_an_effect_is_accepted(parser: Parser, arguments: list[str]) -> None:
+    assert vars(parser.parse(arguments)) == vars(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize(
-    ("parser", "rules"),
+    "parser",
     [
-        *((module._parser(), module._RULES) for module in (evaluate, indicator, profile)),
-        (algo_parser(None), ALGO_RULES),
-        (dist_parser(None), DIST_RULES),
-        (submit.submit_parser(), submit._RULES),
+        evaluate.evaluate_parser(),
+        indicator.indicator_parser(),
+        profile.profile_parser(),
+        algo_parser(),
+        dist_parser(),
+        submit_parser("llmpq run"),
     ],
 )
-def test_rules_name_options_that_exist(parser: Parser, rules: Sequence[Rule]) -> None:
+def test_rules_name_options_that_exist(parser: Parser) -> None:
     usage = parser.format_help()
-    for rule in rules:
+    for rule in parser.rules:
         beside = () if rule.beside is None else (rule.beside,)
         for name in (*rule.options, *beside, *rule.without):
-            assert f"--{name.replace('_', '-')}" in usage
+            assert f"--{name}" in usage
 
 
 def test_python_callers_are_told_the_same() -> None:

@@ -89,7 +89,7 @@ def test_killed_at_once_and_resumed(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
 
-    monkeypatch.setattr("llmpq.run.run.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     assert dist.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (tmp_path / "in.jsonl").open("a") as file:
@@ -119,7 +119,9 @@ def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: 
 
     assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
     rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
+    rows = [row | {"topic": len(row["prompt"])} for row in rows]
     made = one_stage.run_dataset(ray.data.from_items(rows)).take_all()
     assert sorted(len(row["token_ids"]) for row in made) == [2, len(expected)]
     assert expected in [list(row["token_ids"]) for row in made]
+    assert sorted(row["topic"] for row in made) == [1, 3]
     assert all(row["custom_id"].startswith("p-") and row["error"] is None for row in made)

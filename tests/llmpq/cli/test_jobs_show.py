@@ -213,7 +213,7 @@ def test_jobs_of_a_ray_cluster(
     told = capsys.readouterr()
     assert "FAILED (3)" in told.out
     assert "raysubmit_1" in told.out
-    assert "--follow-job ID" in told.err
+    assert "--follow_job ID" in told.err
     assert jobs.main(["list", "--ray", "http://head:8265", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[1]["status"] == "RUNNING"
     known.clear()

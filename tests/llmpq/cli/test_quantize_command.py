@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from llmpq.cli import quantize as command
 from tests.actors.models import VOCABULARY, save_tiny
+from tests.llmpq.commands import exit_code
 
 CONFIG = LlamaConfig(
     vocab_size=VOCABULARY,
@@ -46,7 +47,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no such device": (
         ["--bits", "4", "--calibration", "text.jsonl", "--device", "tpu"],
-        "device 'tpu' is not one of",
+        "--device: unknown value 'tpu'; choose from auto, cpu, cuda",
     ),
 }
 
@@ -64,8 +65,8 @@ def test_wrong_commands(
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     shared = ["--model", str(tmp_path / "model"), "-o", str(tmp_path / "made")]
-    assert command.main([*shared, "--sequence_length", "30", *arguments]) == 2
-    error = capsys.readouterr().err
+    assert exit_code(command.main, [*shared, "--sequence_length", "30", *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("llmpq-quantize: error: ")
     assert message in error
     assert not (tmp_path / "made").exists()

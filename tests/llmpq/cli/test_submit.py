@@ -52,7 +52,7 @@ def test_the_job_has_the_options_of_the_command(plan: Plan, here: Path, tmp_path
     paths = ["--output", "/shared/out.jsonl", "--trace", "/shared/t.json", "--cluster", "c.yaml"]
     command = ["--strat-file-name", "plan.json", "--input", "a.jsonl", "more", *options, *paths]
     arguments = sent(plan, tmp_path / "job", *command, "--address", "ray://here:1", "--resume")
-    given, got = dist_parser(None).parse_args(command), dist_parser(None).parse_args(arguments)
+    given, got = dist_parser().parse_args(command), dist_parser().parse_args(arguments)
     changed = {"strat_file_name", "input", "address", "cluster", "resume", "model"}
     for name in (set(vars(given)) | set(vars(got))) - changed:
         assert getattr(got, name) == getattr(given, name), name
@@ -66,7 +66,7 @@ def test_relative_inputs_travel_and_keep_their_names(
 ) -> None:
     command = ["--plan", "plan.json", "--output", "/o.jsonl", "--input"]
     before = JobInput.find(["more/b.jsonl", "a.jsonl"])
-    got = dist_parser(None).parse_args(
+    got = dist_parser().parse_args(
         sent(plan, tmp_path / "job", *command, "more/b.jsonl", "a.jsonl")
     )
     before_rows = [(p.place, p.row) for p in before.rows()]
@@ -75,9 +75,7 @@ def test_relative_inputs_travel_and_keep_their_names(
     assert after.names == before.names == ("more/b.jsonl", "a.jsonl")
     assert [(p.place, p.row) for p in after.rows()] == before_rows
     monkeypatch.chdir(here)
-    got = dist_parser(None).parse_args(
-        sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x")
-    )
+    got = dist_parser().parse_args(sent(plan, tmp_path / "j2", *command, "/far/*.parquet", "~/x"))
     assert got.input == ["/far/*.parquet", "~/x"]
     assert not (tmp_path / "j2" / "input").exists()
 
@@ -98,7 +96,7 @@ def test_the_model_of_here_gets_its_absolute_path(plan: Plan, here: Path, tmp_pa
     ("arguments", "problem"),
     [
         (["--input", "a.jsonl", "--output", "out.jsonl"], "--output is 'out.jsonl'"),
-        (["--input", "a.jsonl", "--output", "/o", "--cache-dir", "c"], "--cache-dir is 'c'"),
+        (["--input", "a.jsonl", "--output", "/o", "--cache-dir", "c"], "--cache_dir is 'c'"),
         (["--input", "a.jsonl", "--output", "/o", "--trace", "t"], "--trace is 't'"),
         (["--input", "none.jsonl", "--output", "/o"], "cannot read input none.jsonl"),
         (["--input", "/a", "--output", "/o" * 70_000], "a shell takes"),
@@ -135,7 +133,7 @@ def test_exit_codes_are_those_of_the_command() -> None:
 )
 def test_options_that_do_not_go_together(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        split_options(arguments)
+        split_options(arguments, "llmpq run")
     assert left.value.code == 2
 
 
@@ -146,7 +144,7 @@ def test_what_is_wrong_here_is_not_submitted(
     for more, problem in (
         (["none.json"], "none.json"),
         (["plan.json", "--top_p", "3"], "top_p"),
-        (["plan.json", "--shard-rows", "0"], "--shard-rows is 0"),
+        (["plan.json", "--shard-rows", "0"], "--shard_rows is 0"),
         (["plan.json"], "no Ray dashboard answers"),
     ):
         assert dist.main([*command, *more]) == 2

@@ -282,5 +282,5 @@ def test_the_command_needs_neither_torch_nor_ray_for_a_finished_job(
     )
     assert done.stdout.strip() == "[3, 0] set()", done.stderr
     assert "all 7 rows are done" in done.stderr
-    assert "2 rows have errors; --retry-errors runs them again" in done.stderr
+    assert "2 rows have errors; --retry_errors runs them again" in done.stderr
     assert "all 3 rows are done" in done.stderr

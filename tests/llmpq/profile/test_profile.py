@@ -15,6 +15,7 @@ from planner.profiles.links import links_beside, links_path
 from planner.profiles.loading import loading_path, read_loading
 from planner.profiles.rows import read_profiles
 from tests.actors.profiling.test_layers import TINY
+from tests.llmpq.commands import exit_code
 
 CPU_CLUSTER = """
 name: one-cpu
@@ -138,7 +139,7 @@ def test_a_ray_task_measures_the_cpu_of_a_cluster(model: str, tmp_path: Path) ->
         (["--budget_s", "-1"], "budget_s is -1"),
         (["--batch_sizes", "0"], "batch_sizes are [0]"),
         (["--max_length", "0"], "max_length is 0"),
-        (["--dtype", "int8"], "compute type 'int8'"),
+        (["--dtype", "int8"], "--dtype: unknown value 'int8'"),
         (["--threads", "0"], "threads"),
         (["--model", "no-such-model"], "unknown model 'no-such-model'"),
         (["-o", "no/such/folder/p.csv"], "cannot write"),
@@ -158,7 +159,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     Path("played.yaml").write_text(EMULATED)
     Path("other.csv").write_text("a,b\n1,2\n")
-    assert profile.main(["--model", model, "-o", "p.csv", *SMALL, *options]) == 2
+    assert exit_code(profile.main, ["--model", model, "-o", "p.csv", *SMALL, *options]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert "Traceback" not in told

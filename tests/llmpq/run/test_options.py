@@ -17,13 +17,13 @@ NAMES = [field.name for field in dataclasses.fields(RunOptions) if field.name !=
 
 
 def of_command(*arguments: str) -> RunOptions:
-    return run_options(dist_parser("").parse([*COMMAND, *arguments], ()))
+    return run_options(dist_parser().parse([*COMMAND, *arguments], ()))
 
 
 def test_every_option_has_its_name_on_the_command_line() -> None:
-    shown = dist_parser("").format_help()
+    shown = dist_parser().format_help()
     for name in (*NAMES, *(field.name for field in dataclasses.fields(Sampling))):
-        assert f"--{name}" in shown or f"--{name.replace('_', '-')}" in shown, name
+        assert f"--{name}" in shown, name
 
 
 def test_python_and_the_command_line_have_the_same_defaults() -> None:

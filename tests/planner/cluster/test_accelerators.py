@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from ray._private.accelerators.amd_gpu import amd_product_dict
 from ray._private.accelerators.nvidia_gpu import NvidiaGPUAcceleratorManager
-from ray.util.accelerators import accelerators as ray_types
 
-from planner.cluster.accelerators import assumption, find_accelerator, registry
+from planner.cluster.accelerators import (
+    Accelerator,
+    assumption,
+    find_accelerator,
+    registry,
+    reported_accelerator,
+)
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.search.search import find_plan
+from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
@@ -38,7 +49,21 @@ REPORTED = {
     "NVIDIA GeForce RTX 4090": "RTX4090-24GB",
     "NVIDIA L4": "L4-24GB",
     "NVIDIA L40S": "L40S-48GB",
+    "NVIDIA GeForce RTX 2080 Ti": "RTX2080Ti-11GB",
+    "NVIDIA GeForce RTX 3060": "RTX3060-12GB",
+    "NVIDIA GeForce RTX 4060 Ti": "RTX4060Ti-8GB",
+    "NVIDIA GeForce RTX 5090": "RTX5090-32GB",
+    "NVIDIA RTX A6000": "RTX-A6000-48GB",
+    "NVIDIA A30": "A30-24GB",
+    "Tesla P40": "P40-24GB",
+    "NVIDIA H100 NVL": "H100-NVL-94GB",
 }
+# What torch calls these, and the product names that Ray finds by the PCI identifier.
+REPORTED_AMD = {
+    "AMD Instinct MI250": ("MI250-64GB", "0x740c"),
+    "AMD Instinct MI300X": ("MI300X-192GB", "0x74a1"),
+}
+SAME_NAME = {"RTX4060Ti-16GB": "RTX4060Ti-8GB"}
 
 
 @pytest.mark.parametrize(("reported", "name"), REPORTED.items())
@@ -50,15 +75,36 @@ def test_reported_names_are_found_and_ray_agrees(reported: str, name: str) -> No
         assert accelerator.ray_type == detected
 
 
+@pytest.mark.parametrize(("reported", "found"), REPORTED_AMD.items())
+def test_names_of_amd_are_found_and_ray_agrees(reported: str, found: tuple[str, str]) -> None:
+    accelerator = find_accelerator(reported)
+    assert accelerator.name == found[0]
+    assert accelerator.ray_type == amd_product_dict[found[1]]
+    assert accelerator.is_reported_as(reported)
+
+
 def test_every_gpu_has_a_reported_name() -> None:
-    assert set(REPORTED.values()) == {entry.name for entry in registry() if not entry.is_cpu}
+    named = {*REPORTED.values(), *(name for name, _ in REPORTED_AMD.values()), *SAME_NAME}
+    assert named == {entry.name for entry in registry() if not entry.is_cpu}
 
 
-def test_ray_types_are_rays_and_every_name_is_unique() -> None:
-    known = {value for key, value in vars(ray_types).items() if key.isupper()}
+def test_gpus_that_are_reported_alike_are_told_apart_by_their_memory() -> None:
+    for other, first in SAME_NAME.items():
+        name = next(name for name, found in REPORTED.items() if found == first)
+        both = [find_accelerator(each) for each in (first, other)]
+        for accelerator in both:
+            assert accelerator.is_reported_as(name)
+            found = reported_accelerator(name, accelerator.usable_memory_bytes)
+            assert found == accelerator
+        assert f"name it: {other}" in (assumption(name) or "")
+        assert f"name it: {other}" in (assumption(first.partition("-")[0]) or "")
+        assert assumption(first) is None
+    assert reported_accelerator("Tesla T4", 0).name == "T4-16GB"
+
+
+def test_every_name_is_unique() -> None:
     names: list[str] = []
     for entry in registry():
-        assert entry.ray_type is None or entry.ray_type in known
         names += [entry.name, *entry.aliases]
         assert all(find_accelerator(name) == entry for name in (entry.name, *entry.aliases))
     assert len(names) == len(set(names))
@@ -70,6 +116,9 @@ def test_ray_types_are_rays_and_every_name_is_unique() -> None:
 
 def test_capability_decides_bf16_and_kernels() -> None:
     for entry in registry():
+        assert entry.is_cpu or (entry.compute_capability is None) != (
+            entry.rocm_architecture is None
+        )
         newer = entry.compute_capability is None or entry.compute_capability >= (8, 0)
         assert entry.bf16 == newer
         assert entry.default_dtype == ("bfloat16" if newer else "float16")
@@ -84,24 +133,104 @@ def test_measured_sizes_and_one_way_links() -> None:
 
 
 def test_host_links_are_pci_express_of_their_generation() -> None:
-    """3.0 up to Turing, 4.0 with Ampere and Ada, 5.0 with Hopper; NVLink is never slower."""
-    generation = {6: 3, 7: 3, 8: 4, 9: 5}
+    """3.0 up to Turing, 4.0 with Ampere, Ada and CDNA 2, 5.0 with Hopper, Blackwell and CDNA 3; the
+    RTX 4060 Ti has half of the lanes. NVLink is never slower.
+    """
+    generation = {6: 3, 7: 3, 8: 4, 9: 5, 12: 5}
     for entry in registry():
-        if entry.compute_capability is None:
+        if entry.is_cpu:
             assert entry.host_link_bytes_per_s == entry.link_bytes_per_s
             continue
-        expected = {3: 16e9, 4: 32e9, 5: 64e9}[generation[entry.compute_capability[0]]]
+        of_amd = {"gfx90a": 4, "gfx942": 5}
+        major, architecture = (entry.compute_capability or (0,))[0], entry.rocm_architecture
+        expected = {3: 16e9, 4: 32e9, 5: 64e9}[
+            generation[major] if architecture is None else of_amd[architecture]
+        ]
+        expected /= 2 if "4060" in entry.name else 1
         assert entry.host_link_bytes_per_s == expected
         assert entry.link_bytes_per_s >= expected
-        if "SXM" not in entry.name and entry.name != "A40-48GB":  # its figure is NVLink's bridge
+        own_links = "SXM" in entry.name or architecture is not None
+        if not own_links and entry.name != "A40-48GB":  # its figure is NVLink's bridge
             assert entry.link_bytes_per_s == expected
 
 
 def test_unknown_name_gives_the_nearest() -> None:
     with pytest.raises(SpecError, match=r"unknown accelerator 'A1000'; nearest known: A100"):
         find_accelerator("A1000")
-    with pytest.raises(SpecError, match=r"known: P100-PCIE-12GB"):
+    with pytest.raises(SpecError, match=r"unknown accelerator 'zzzz'; `llmpq devices` lists all"):
         find_accelerator("zzzz")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("T5", ["T4-16GB", "RTX5090-32GB"]),
+        ("RTX3080", ["RTX3060-12GB", "RTX3090-24GB"]),
+        ("MI200", ["MI250-64GB", "MI300X-192GB"]),
+        ("v100-32", ["V100-SXM2-32GB"]),
+    ],
+)
+def test_an_unknown_name_gives_several_near_ones(wrong: str, near: list[str]) -> None:
+    with pytest.raises(SpecError, match="nearest known: ") as caught:
+        find_accelerator(wrong)
+    named = str(caught.value).partition("nearest known: ")[2].partition(";")[0].split(", ")
+    assert 2 <= len(named) <= 3
+    assert len(set(named)) == len(named)
+    assert set(near) <= set(named)
+
+
+def _ratio_of_int8(entry: Accelerator) -> float | None:
+    return None if entry.int8_ops is None else entry.int8_ops / entry.fp16_flops
+
+
+def test_every_entry_is_plausible() -> None:
+    """Datasheets hold some ratios: a figure that is off by a power of ten, or with sparsity, or of
+    the wrong column does not keep them.
+    """
+    for entry in registry():
+        assert entry.source, entry.name
+        if entry.is_cpu:
+            continue
+        gib = entry.nominal_memory_bytes / GIB
+        assert f"-{gib:g}GB" in entry.name
+        assert 0.9 * gib <= entry.usable_memory_bytes / GIB <= gib
+        assert 280e9 <= entry.memory_bytes_per_s <= 5.4e12, entry.name
+        assert 8e12 <= entry.fp32_flops <= 170e12, entry.name
+        # Reading the whole memory takes 10 to 90 ms.
+        assert 0.01 <= entry.nominal_memory_bytes / entry.memory_bytes_per_s <= 0.09, entry.name
+        if entry.name == "P40-24GB":
+            assert entry.fp32_flops / entry.fp16_flops == pytest.approx(64, rel=0.01)
+            continue
+        assert 1.9 <= entry.fp16_flops / entry.fp32_flops <= 16.1, entry.name
+        # GeForce GPUs sum 16-bit products in float32 at half of the rate.
+        slowed = entry.name.startswith("RTX") and "A6000" not in entry.name
+        allowed = {None, 4.0} if slowed else {None, 1.0, 2.0}
+        ratio = _ratio_of_int8(entry)
+        assert ratio is None or any(
+            ratio == pytest.approx(each, rel=0.03) for each in allowed if each
+        ), entry.name
+
+
+def test_a_small_model_is_planned_on_every_entry() -> None:
+    """With the kernels that the tables have for it, and times that are marked as estimated."""
+    shape, workload = model_shape("opt-125m"), Workload(4, 64, 16)
+    for entry in registry():
+        node: dict[str, object] = {"accelerators": {entry.name: 1}}
+        if entry.is_cpu:
+            node["memory_gib"] = 4
+        cluster = ClusterSpec.from_dict({"name": "one", "nodes": [node]})
+        for bits in (16, 8, 4, 3):
+            options = PlanOptions(theta=0.0, bits=(bits,))
+            plan = find_plan(cluster, shape, shape.name, workload, options)
+            (stage,) = plan.stages
+            assert "estimated" in stage.provenance
+            assert stage.dtype == entry.default_dtype
+            kernel = stage.backends[bits]
+            if entry.rocm_architecture is not None:
+                assert kernel in ("plain", f"torch_{bits}bit")
+            elif not entry.is_cpu:
+                assert kernel == "plain" if bits == 16 else kernel.startswith(("bnb", "cuda"))
+            assert 1 < plan.predicted.tokens_per_s < 1e6
 
 
 @pytest.mark.parametrize(
