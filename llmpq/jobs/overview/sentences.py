@@ -118,8 +118,10 @@ def _beside_the_plan(job: JobOverview) -> Iterator[Fact]:
 
 
 def beside(measured: float, planned: float) -> str:
-    """A measured speed beside a predicted one, as "5 % slower"."""
+    """A measured speed beside a predicted one, as "5 % slower" or "3.1 times as fast"."""
     change = measured / planned - 1
+    if not -0.5 < change < 1:
+        return f"{measured / planned:.2g} times as fast"
     if abs(change) < _SAME:
         return "as predicted"
     return f"{percent(abs(change))} {'faster' if change > 0 else 'slower'}"

@@ -155,10 +155,10 @@ def test_options_that_make_no_sense(arguments: list[str]) -> None:
     assert left.value.code == 2
 
 
-def test_neither_torch_nor_ray_is_loaded(folder: Path) -> None:
+def test_neither_torch_nor_ray_nor_the_planner_is_loaded(folder: Path) -> None:
     text = (
         "import sys; from llmpq.cli import jobs; code = jobs.main(sys.argv[1:]); "
-        "sys.exit(code or bool({'torch', 'ray', 'transformers'} & set(sys.modules)) * 9)"
+        "sys.exit(code or bool({'torch', 'ray', 'planner.search'} & set(sys.modules)) * 9)"
     )
     page = str(folder / "page.html")
     command = [sys.executable, "-c", text, "show", str(folder / "done.jsonl"), "--html", page]

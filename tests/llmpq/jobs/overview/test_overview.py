@@ -17,7 +17,14 @@ from llmpq.jobs.output.options import OutputOptions
 from llmpq.jobs.overview.liveness import BEAT_WITHIN_S, is_locked
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job, jobs_in
-from llmpq.jobs.overview.sentences import facts, lasted, rows_words, state_words, why_stopped
+from llmpq.jobs.overview.sentences import (
+    beside,
+    facts,
+    lasted,
+    rows_words,
+    state_words,
+    why_stopped,
+)
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     IDENTITY,
@@ -289,3 +296,11 @@ def test_jobs_below_a_folder(tmp_path: Path, source: Path) -> None:
 )
 def test_how_long_things_lasted(seconds: float, words: str) -> None:
     assert lasted(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [(40.1, "as predicted"), (30, "25 % slower"), (50, "25 % faster"), (124, "3.1 times as fast")],
+)
+def test_measured_beside_predicted(measured: float, words: str) -> None:
+    assert beside(measured, 40).replace("\N{NO-BREAK SPACE}", " ") == words
