@@ -137,3 +137,20 @@ def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> N
         linears = shape.layers * shape.layer_linear_parameters
         saved = (sizes["16"] - sizes["4"]) / linears
         assert 1.3 < saved < 1.5
+
+
+def test_the_driver_is_asked_for_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(
+        "#!/bin/sh\necho 'NVIDIA GeForce RTX 4060 Ti, 8188'\necho 'Tesla T4, [N/A]'\n"
+        "echo 'NVIDIA H100 NVL, 95830'\n"
+    )
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = json.loads(shown(capsys, "devices", "--here", "--json"))
+    assert [each["name"] for each in found] == ["RTX4060Ti-8GB", "T4-16GB", "H100-NVL-94GB"]
+    driver.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 3080, 10240'\n")
+    assert devices.main(["--here"]) == 2
+    assert "a cluster file can describe others" in capsys.readouterr().err
