@@ -6,12 +6,12 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from quant.common.errors import SpecError
+from quant.common.near_names import near_names
 from quant.common.units import GIB
 from quant.scheme import Processor
 
@@ -22,9 +22,7 @@ _USABLE_SHARE = 0.985
 _USABLE_SHARE_INLINE_ECC = 0.9125
 
 _BF16_CAPABILITY = (8, 0)
-
-NEAR_NAMES = 3
-"""Most names that a message offers for one that is unknown."""
+_SIZE = re.compile(r"\d+gb")
 
 
 @dataclass(frozen=True)
@@ -123,33 +121,6 @@ def reported_accelerator(name: str, memory_bytes: int) -> Accelerator:
     return min(found, key=lambda each: abs(each.nominal_memory_bytes - memory_bytes))
 
 
-def near_names(wanted: str, names: Mapping[str, str]) -> tuple[str, ...]:
-    """The values of `names` whose keys are nearest to `wanted`, nearest first; none where no key is
-    near.
-    """
-    best: dict[str, float] = {}
-    for key, name in names.items():
-        best[name] = max(best.get(name, 0.0), _likeness(wanted, key))
-    if max(best.values(), default=0.0) < _NEAR:
-        return ()
-    others = (name for name, likeness in best.items() if likeness >= _NOT_FAR)
-    return tuple(sorted(others, key=lambda name: -best[name])[:NEAR_NAMES])
-
-
-# One name must be as near as `t4` is to `t5`; the next ones may share less.
-_NEAR, _NOT_FAR = 0.5, 0.3
-_SHARE_OF_FORM = 0.15
-
-
-def _likeness(one: str, other: str) -> float:
-    """The share of letters and digits in common, and for a part of it of their pattern: wrong
-    digits are more likely than others.
-    """
-    patterns = [re.sub(r"\d", "0", text) for text in (one, other)]
-    same, alike = (SequenceMatcher(None, *pair).ratio() for pair in ((one, other), patterns))
-    return (1 - _SHARE_OF_FORM) * same + _SHARE_OF_FORM * alike
-
-
 def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
     """A note on which accelerator is assumed where `name` fits several; None where it fits one."""
     meant = find_accelerator(name, own)
@@ -168,17 +139,19 @@ def assumption(name: str, own: Iterable[Accelerator] = ()) -> str | None:
 @cache
 def _by_short_name() -> dict[str, tuple[Accelerator, ...]]:
     """The accelerators that a short name may mean, by its key: those whose full names have all its
-    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and those that drivers
-    report by it.
+    parts (those of `V100` differ in memory, those of `V100-16GB` in links), and where it has no
+    size those that drivers report alike.
     """
     found = {}
-    for short in {each for entry in registry() for each in (*entry.aliases, *entry.reported_as)}:
-        parts, key = _parts(short), name_key(short)
-        found[key] = tuple(
-            each
-            for each in registry()
-            if parts <= _parts(each.name) or key in map(name_key, each.reported_as)
-        )
+    for entry in registry():
+        for short in (*entry.aliases, *entry.reported_as):
+            parts = _parts(short)
+            alike = set() if any(map(_SIZE.fullmatch, parts)) else set(entry.reported_as)
+            found[name_key(short)] = tuple(
+                each
+                for each in registry()
+                if parts <= _parts(each.name) or alike & set(each.reported_as)
+            )
     return found
 
 

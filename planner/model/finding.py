@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -29,12 +29,14 @@ from quant.checkpoint.model_reference import local_model
 from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.json_file import read_json_object
+from quant.common.near_names import near_names
 
 __all__ = [
     "ModelShape",
     "builtin_names",
     "model_config",
     "model_shape",
+    "names_of_builtin",
     "shape_at_hand",
     "shape_from_config",
     "supported_model_types",
@@ -42,6 +44,12 @@ __all__ = [
 
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _REMEDY = "give a name, a folder or a hub id"
+
+_TUNED = ("-instruct", "-chat")
+"""Endings of models that were tuned, whose shapes are those of the models before."""
+
+_TUNED_END = re.compile(r"(-(instruct|chat|base|it|hf|gptq|awq|gguf))+$")
+"""Endings that say little of a shape: without them the nearest one is found."""
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
@@ -128,6 +136,15 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(_short_name(entry["names"]) for entry in _builtin_entries())
 
 
+def names_of_builtin(name: str) -> tuple[str, ...]:
+    """Every name of the built-in shape `name`, hub ids first; none where there is no such shape."""
+    entry = _builtin_configs().get(name.lower())
+    if entry is None:
+        return ()
+    stated = [*entry["names"], *_names_of(entry)]
+    return tuple({each.lower(): each for each in reversed(stated)}.values())[::-1]
+
+
 def _local_shape(text: str) -> ModelShape | None:
     """The shape of a local folder or file; None where there is neither."""
     path = local_model(text, _REMEDY, SpecError)
@@ -184,14 +201,34 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _nearest(text: str) -> str:
-    wanted = text.rstrip("/").rsplit("/", maxsplit=1)[-1].lower()
-    shorts = {name.rsplit("/", maxsplit=1)[-1]: name for name in _builtin_configs()}
-    near = get_close_matches(wanted, shorts, n=3, cutoff=0.5)
-    return f"nearest built-in: {', '.join(near or builtin_names())}"
+    """The built-in names near to `text`; for one of another owner, the shape of that name first."""
+    wanted = _without_owner(text.rstrip("/").lower())
+    if "/" in text and wanted in _builtin_configs():
+        return f"to plan with the built-in shape of that name, give {wanted}"
+    entries = _builtin_configs().items()
+    names = {name: _short_name(entry["names"]) for name, entry in entries}
+    near = near_names(_TUNED_END.sub("", wanted), names)
+    hint = f"nearest built-in: {', '.join(near)}; " if near else ""
+    return f"{hint}`llmpq models` lists all"
 
 
-def _short_name(names: list[str]) -> str:
+def _short_name(names: Sequence[str]) -> str:
     return next(name for name in names if "/" not in name)
+
+
+def _without_owner(name: str) -> str:
+    return name.rsplit("/", maxsplit=1)[-1]
+
+
+def _names_of(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Every name of a shape: those stated, hub ids without their owner, and the short names with
+    the ending of a tuned model that the entry names (`llama-3-8b-instruct`).
+    """
+    names = [name.lower() for name in entry["names"]]
+    yield from names
+    yield from map(_without_owner, names)
+    tuned = {end for end in _TUNED for name in names if name.removesuffix("-hf").endswith(end)}
+    yield from (f"{name}{end}" for name in names if "/" not in name for end in sorted(tuned))
 
 
 @cache
@@ -202,4 +239,6 @@ def _builtin_entries() -> tuple[dict[str, Any], ...]:
 
 @cache
 def _builtin_configs() -> dict[str, dict[str, Any]]:
-    return {name.lower(): entry for entry in _builtin_entries() for name in entry["names"]}
+    """The built-in shapes by every name; where two have one, the first that is in the table."""
+    entries = reversed(_builtin_entries())
+    return {name: entry for entry in entries for name in _names_of(entry)}

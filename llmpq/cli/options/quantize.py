@@ -6,16 +6,12 @@ import argparse
 
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES
+from quant.gptq.options import DAMPING
 from quant.scheme import BITWIDTHS
 
 SEQUENCES = 128
 SEQUENCE_LENGTH = 2048
 """Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
-
-DAMPING = 0.01
-"""The share of Frantar et al., section 3.3. `quant.gptq.rounding.DAMPING` is equal, but needs
-torch.
-"""
 
 
 PROG = "llmpq-quantize"
@@ -68,7 +64,16 @@ def _add_calibration(group: OptionGroup) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
+        help="plain text, or .jsonl with prompt or text (a string or token ids); folders, globs; "
+        "- for stdin",
+    )
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
     )
     add(
         "--sequences",

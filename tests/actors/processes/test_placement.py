@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from actors.processes.placement import CRUMB, place
+from planner.cluster.described import AcceleratorEntry
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -82,3 +83,14 @@ def test_cpu_stages_reserve_their_threads(stages: tuple[StagePlan, ...]) -> None
     assert place([host], {"CPU": 4.0})[0].bundle == {"CPU": 2.0}
     with pytest.raises(DeviceError, match="needs 2 of Ray resource 'CPU'"):
         place([host], {"CPU": 1.0})
+
+
+def test_a_described_accelerator_is_placed_by_a_resource_of_its_name(
+    stages: tuple[StagePlan, ...],
+) -> None:
+    figures = AcceleratorEntry(like="T4", memory_gib=20, ray_type=None)
+    mine = replace(stages[0], accelerator="My-Card", described=figures, custom_resource=None)
+    assert place([mine], {"GPU": 1.0, "My-Card": 1.0})[0].bundle == {"GPU": 1.0, "My-Card": 1.0}
+    assert place([mine], {"GPU": 1.0, "accelerator_type:T4": 1.0})[0].num_gpus == 1.0
+    with pytest.raises(DeviceError, match=r"needs a My-Card.*--resources='\{\"My-Card\": 1\}'"):
+        place([mine], {"GPU": 1.0})

@@ -13,7 +13,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.model.finding import builtin_names, model_shape, supported_model_types
+from planner.model.finding import (
+    builtin_names,
+    model_shape,
+    names_of_builtin,
+    supported_model_types,
+)
 from quant.common.errors import SpecError
 
 TINY: dict[str, dict[str, Any]] = {
@@ -192,6 +197,58 @@ def test_refused_configs(values: dict[str, Any], message: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(SpecError, match=message):
         model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("qwen2.5-14b-instruct", "qwen2.5-14b"),
+        ("Qwen/Qwen2.5-14B-Instruct", "qwen2.5-14b"),
+        ("llama-3-8b-instruct", "llama-3-8b"),
+        ("meta-llama-3-8b-instruct", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("llama-2-7b-chat-hf", "llama-2-7b"),
+        ("llama-2-7b-chat", "llama-2-7b"),
+        ("mistral-7b-instruct-v0.2", "mistral-7b-v0.2"),
+        ("opt-30b", "facebook/opt-30b"),
+    ],
+)
+def test_tuned_models_and_hub_names_have_the_shape_that_they_are_listed_with(
+    name: str, same: str
+) -> None:
+    shape = model_shape(name)
+    assert shape.name == name
+    assert replace(shape, name="") == replace(model_shape(same), name="")
+    assert name.lower() in {each.lower() for each in names_of_builtin(same)}
+
+
+def test_no_two_shapes_share_a_name() -> None:
+    names = [each.lower() for short in builtin_names() for each in names_of_builtin(short)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("opt-30", r"opt-30b, opt-\d+m, opt"),
+        ("opt-30b-instruct", "opt-30b, "),
+        ("qwen2.5-14", "qwen2.5-14b, qwen2.5-1.5b"),
+        ("llama3-8", "llama-3-8b, "),
+    ],
+)
+def test_several_near_names_are_given_for_one_that_is_not_known(name: str, near: str) -> None:
+    """No other shape is taken, though one be near."""
+    message = f"unknown model '{name}'; nearest built-in: {near}.*`llmpq models` lists all"
+    with pytest.raises(SpecError, match=message):
+        model_shape(name)
+
+
+def test_a_model_of_another_owner_is_not_taken_for_the_builtin_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SpecError, match=r"shape of that name, give qwen2\.5-14b-instruct"):
+        model_shape("nobody/Qwen2.5-14B-Instruct")
 
 
 def test_refused_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,197 @@
+"""`llmpq devices`: the accelerators that are built in, one of them in full, or those found here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.lists import facts_table, plain_table, print_json, print_table, with_notes
+from planner.cluster.accelerators import Accelerator, assumption, find_accelerator, registry
+from planner.cluster.described import entry_of
+from quant.backends.selection import backend_name
+from quant.common.units import GIB
+from quant.scheme import BITWIDTHS
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PROG = "llmpq devices"
+
+_DESCRIPTION = (
+    "List the accelerators that plans can be made for, with the figures of their data sheets, or "
+    "show one in full: its names, its kernels and the source of its figures."
+)
+_EXAMPLES = ("%(prog)s", "%(prog)s T4", "%(prog)s --here", "%(prog)s --cluster lab.yaml --json")
+
+_HEADS = ("accelerator", "GiB", "GB/s", "fp16", "int8", "capability", "kernels")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+_NOTES = (
+    "Figures are those of data sheets, so times that follow from them are marked `estimated` in "
+    "plans until `llmpq profile` has measured them. fp16 TFLOP/s and int8 TOP/s are dense.",
+    "`llmpq devices NAME` shows one in full. A cluster file can describe others under "
+    "`accelerators` (docs/clusters.md).",
+)
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
+    """Entry point; returns the exit code."""
+    options = devices_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _show(options))
+
+
+def devices_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    shown = parser.group("what is shown")
+    one = shown.one_of().option
+    one("name", nargs="?", metavar="NAME", help="an accelerator, by name, alias or driver's name")
+    one("--here", action="store_true", help="only those that this machine has")
+    add = shown.option
+    add("--cluster", metavar="FILE", help="a cluster file; what it describes is listed too")
+    add("--json", action="store_true", help="as JSON, with the keys of cluster files")
+    return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    own = _described(getattr(options, "cluster", None))
+    name = getattr(options, "name", None)
+    if name is not None:
+        note = assumption(name, own)
+        if note is not None:
+            console(stderr=True).print(f"note: {note}", soft_wrap=True)
+        chosen = find_accelerator(name, own)
+        if options.json:
+            print_json(_as_json(chosen))
+        else:
+            print_table(facts_table(_facts(chosen)))
+        return EXIT_DONE
+    kinds = _kinds_here() if options.here else (*own, *registry())
+    if options.json:
+        print_json([_as_json(each) for each in kinds])
+    else:
+        print_table(_overview(kinds))
+    return EXIT_DONE
+
+
+def _described(path: str | None) -> tuple[Accelerator, ...]:
+    """The accelerators that a cluster file describes."""
+    from planner.cluster.spec import ClusterSpec
+
+    return () if path is None else ClusterSpec.from_yaml(path).described
+
+
+def _kinds_here() -> tuple[Accelerator, ...]:
+    """The types of this machine's devices; the processor's where no driver reports a GPU."""
+    from llmpq.detect import local_node
+
+    names: Iterable[str] = local_node("here")["accelerators"]
+    return tuple(find_accelerator(name) for name in names)
+
+
+def kernels_of(accelerator: Accelerator) -> dict[int, str]:
+    """The kernel that multiplies with weights of each bitwidth, in the type it computes in."""
+    processor, dtype = accelerator.processor, accelerator.default_dtype
+    return {bits: backend_name(processor, bits, dtype) for bits in reversed(BITWIDTHS)}
+
+
+def _as_json(accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "name": accelerator.name,
+        "aliases": list(accelerator.aliases),
+        **(entry_of(accelerator).stated() if not accelerator.is_cpu else _rates(accelerator)),
+        "compute_type": accelerator.default_dtype,
+        "kernels": {str(bits): name for bits, name in kernels_of(accelerator).items()},
+    }
+
+
+def _rates(accelerator: Accelerator) -> dict[str, Any]:
+    """The figures of one core; its memory is what a cluster file gives it."""
+    return {
+        "memory_gbyte_per_s": accelerator.memory_bytes_per_s / 1e9,
+        "fp32_tflops": accelerator.fp32_flops / 1e12,
+        "fp16_tflops": accelerator.fp16_flops / 1e12,
+        "int8_tops": None if accelerator.int8_ops is None else accelerator.int8_ops / 1e12,
+        "source": accelerator.source,
+    }
+
+
+def _overview(kinds: Sequence[Accelerator]) -> RenderableType:
+    """A row for each accelerator, and below the kernels that the letters stand for."""
+    sets = list(dict.fromkeys(tuple(kernels_of(each).items()) for each in kinds))
+    letters = dict(zip(sets, _LETTERS, strict=False))
+    table = plain_table(_HEADS, left=("accelerator", "kernels"), gap=2)
+    for each in kinds:
+        table.add_row(*_cells(each), letters[tuple(kernels_of(each).items())])
+    legend = (f"  {letter}: {_kernel_names(names)}" for names, letter in letters.items())
+    return with_notes(table, "\n".join(["kernels by bits", *legend]), *_NOTES)
+
+
+def _kernel_names(kernels: Iterable[tuple[int, str]]) -> str:
+    return ", ".join(f"{bits} {name}" for bits, name in kernels)
+
+
+def _cells(accelerator: Accelerator) -> tuple[str, ...]:
+    memory, int8 = accelerator.nominal_memory_bytes / GIB, accelerator.int8_ops
+    return (
+        accelerator.name,
+        "a core" if accelerator.is_cpu else f"{memory:g}",
+        f"{accelerator.memory_bytes_per_s / 1e9:.0f}",
+        f"{accelerator.fp16_flops / 1e12:.4g}",
+        "-" if int8 is None else f"{int8 / 1e12:.4g}",
+        _capability(accelerator),
+    )
+
+
+def _capability(accelerator: Accelerator) -> str:
+    if accelerator.compute_capability is not None:
+        return "{}.{}".format(*accelerator.compute_capability)
+    return accelerator.rocm_architecture or "-"
+
+
+def _facts(each: Accelerator) -> Iterable[tuple[str, str]]:
+    per_core = " a core" if each.is_cpu else ""
+    yield "name", each.name
+    yield "also called", ", ".join((*each.aliases, *each.reported_as))
+    yield "Ray's type", each.ray_type or "none: give its nodes a resource of its name"
+    yield "compute", f"{_capability_in_words(each)}, {each.default_dtype}"
+    yield "torch", _wheels(each)
+    if each.is_cpu:
+        yield "memory", "what its node states (memory_gib)"
+    else:
+        nominal, usable = each.nominal_memory_bytes / GIB, each.usable_memory_bytes / GIB
+        yield "memory", f"{nominal:g} GiB, of which {usable:.1f} can be used"
+    yield "bandwidth", f"{each.memory_bytes_per_s / 1e9:g} GB/s{per_core}"
+    rates = f"{each.fp32_flops / 1e12:.4g} fp32, {each.fp16_flops / 1e12:.4g} fp16 (dense)"
+    yield "TFLOP/s", f"{rates}{per_core}"
+    yield "int8 TOP/s", "" if each.int8_ops is None else f"{each.int8_ops / 1e12:.4g}{per_core}"
+    link, host = each.link_bytes_per_s / 1e9, each.host_link_bytes_per_s / 1e9
+    yield "links", f"{link:g} GB/s to its like on the node, {host:g} to the host (one direction)"
+    for bits, kernel in kernels_of(each).items():
+        yield f"{bits} bit", kernel
+    yield "figures", "estimates, until llmpq profile measures layers on it"
+    yield "source", each.source
+
+
+def _capability_in_words(each: Accelerator) -> str:
+    if each.is_cpu:
+        return "the host's processor"
+    vendor = "ROCm architecture" if each.rocm_architecture else "CUDA compute capability"
+    return f"{vendor} {_capability(each)}"
+
+
+def _wheels(each: Accelerator) -> str:
+    """The builds of torch that run on it; see the installation page for versions."""
+    if each.rocm_architecture is not None:
+        return "ROCm wheels; weights of 3, 4 and 8 bit by kernels in plain torch"
+    if each.compute_capability is None:
+        return "any wheels"
+    if each.compute_capability < (7, 5):
+        return "CUDA 12.6 wheels; newer CUDA has dropped it"
+    return "CUDA 12.8 wheels or newer" if each.compute_capability >= (10, 0) else "any CUDA wheels"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

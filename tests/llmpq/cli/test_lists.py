@@ -1,0 +1,156 @@
+"""`llmpq devices` and `llmpq models`: what is built in, in 80 columns, as JSON, and one in full."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.cli import devices, models
+from planner.cluster.accelerators import find_accelerator, registry
+from planner.cluster.spec import ClusterSpec
+from planner.model.finding import builtin_names, model_shape, names_of_builtin
+from quant.backends.selection import backend_name
+from tests.paths import ROOT
+
+SUBJECTS = {"devices": devices, "models": models}
+
+
+def shown(capsys: pytest.CaptureFixture[str], command: str, *arguments: str) -> str:
+    assert SUBJECTS[command].main(arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["devices", "models"])
+def test_the_list_has_every_name_within_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = shown(capsys, command).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    names = [a.name for a in registry()] if command == "devices" else builtin_names()
+    first = [line.split()[0] for line in lines if line.strip()]
+    assert [name for name in first if name in names] == list(names)
+
+
+@pytest.mark.parametrize("command", ["devices", "models"])
+def test_no_list_loads_torch_or_ray_and_each_takes_no_second_of_work(command: str) -> None:
+    code = (
+        f"import sys\nfrom llmpq.cli import {command}\n{command}.main([])\n"
+        "import time\nheavy = {'torch', 'ray', 'transformers', 'scipy'} & set(sys.modules)\n"
+        "print('heavy', sorted(heavy), time.process_time())"
+    )
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert time.monotonic() - began < 20  # of a machine that does much else
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("heavy [] ")
+    assert float(last.split()[-1]) < 1.5
+
+
+def test_json_of_devices_can_be_put_into_a_cluster_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found: list[dict[str, Any]] = json.loads(shown(capsys, "devices", "--json"))
+    assert [each["name"] for each in found] == [each.name for each in registry()]
+    for each in found:
+        real = find_accelerator(each.pop("name"))
+        kernels, aliases = each.pop("kernels"), each.pop("aliases")
+        assert tuple(aliases) == real.aliases
+        assert each.pop("compute_type") == real.default_dtype
+        for bits in (16, 8, 4, 3):
+            name = backend_name(real.processor, bits, real.default_dtype)
+            assert kernels[str(bits)] == name
+        if real.is_cpu:
+            continue
+        node = {"accelerators": {"Copy": 1}}
+        spec = ClusterSpec.from_dict(
+            {"name": "copy", "accelerators": {"Copy": each}, "nodes": [node]}
+        )
+        (device,) = spec.devices
+        assert device.memory_bytes == real.usable_memory_bytes
+        assert device.accelerator.fp16_flops == real.fp16_flops
+
+
+def test_one_accelerator_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "devices", "rtx 4090")
+    for part in ("RTX4090-24GB", "1008 GB/s", "8.9", "bnb_nf4", "whitepaper", "estimates"):
+        assert part in text
+    assert "ROCm" in shown(capsys, "devices", "MI300X")
+    assert "12.6" in shown(capsys, "devices", "P100-PCIE-16GB")
+    assert devices.main(["V100"]) == 0
+    assert "note: V100 is taken for V100-SXM2-16GB" in capsys.readouterr().err
+    assert devices.main(["RTX4070"]) == 2
+    assert "nearest known: " in capsys.readouterr().err
+
+
+def test_devices_of_a_cluster_file_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text(
+        "name: lab\naccelerators: {Lab-4090: {like: RTX4090, memory_gib: 48}}\n"
+        "nodes: [{accelerators: {Lab-4090: 1}}]\n"
+    )
+    lines = shown(capsys, "devices", "--cluster", str(file)).splitlines()
+    assert lines[1].split()[:2] == ["Lab-4090", "48"]
+    assert "48 GiB" in shown(capsys, "devices", "lab_4090", "--cluster", str(file))
+
+
+def test_devices_here_are_those_that_the_driver_reports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = (("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20), ("Tesla T4", 15360 * 2**20))
+    monkeypatch.setattr("llmpq.detect.local_gpus", lambda: gpus)
+    found = json.loads(shown(capsys, "devices", "--here", "--json"))
+    assert [each["name"] for each in found] == ["RTX4060Ti-16GB", "T4-16GB"]
+    monkeypatch.setattr("llmpq.detect.local_gpus", tuple)
+    found = json.loads(shown(capsys, "devices", "--here", "--json"))
+    assert [each["name"] for each in found] == ["CPU"]
+
+
+def test_one_model_in_full_and_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "models", "qwen2.5-14b-instruct")
+    for part in ("Qwen/Qwen2.5-14B-Instruct", "14.8 billion", "27.5 GiB", "192 KiB a token"):
+        assert part in text
+    assert "12 of" in shown(capsys, "models", str(ROOT / "examples" / "demo_model"))
+    assert models.main(["opt-30b-tuned"]) == 2
+    assert "nearest built-in: opt-30b" in capsys.readouterr().err
+
+
+def test_json_of_models_has_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    found: list[dict[str, Any]] = json.loads(shown(capsys, "models", "--json"))
+    for each in found:
+        shape, sizes = model_shape(each["name"]), each["weight_bytes"]
+        assert each["parameters"] == shape.total_parameters
+        assert each["names"] == list(names_of_builtin(each["name"]))
+        assert sizes["16"] == 2 * shape.total_parameters
+        assert sizes["16"] > sizes["8"] > sizes["4"] > sizes["3"]
+        # A weight of 4 bit has a scale and a zero of 16 bit for each group of up to 128 too.
+        linears = shape.layers * shape.layer_linear_parameters
+        saved = (sizes["16"] - sizes["4"]) / linears
+        assert 1.3 < saved < 1.5
+
+
+def test_the_driver_is_asked_for_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(
+        "#!/bin/sh\necho 'NVIDIA GeForce RTX 4060 Ti, 8188'\necho 'Tesla T4, [N/A]'\n"
+        "echo 'NVIDIA H100 NVL, 95830'\n"
+    )
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    found = json.loads(shown(capsys, "devices", "--here", "--json"))
+    assert [each["name"] for each in found] == ["RTX4060Ti-8GB", "T4-16GB", "H100-NVL-94GB"]
+    driver.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 3080, 10240'\n")
+    assert devices.main(["--here"]) == 2
+    assert "a cluster file can describe others" in capsys.readouterr().err
