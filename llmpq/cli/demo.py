@@ -28,14 +28,27 @@ _CLUSTER, _QUESTIONS, _PLAN, _ANSWERS = (
 _NEW_TOKENS = 64
 
 
-def main(arguments: Sequence[str] | None = None, prog: str = "llmpq demo") -> int:
+PROG = "llmpq demo"
+
+_DESCRIPTION = """
+Plan and run a dozen questions on SmolLM2-135M-Instruct, over three GPUs that CPUs play.
+"""
+_EXAMPLES = ("%(prog)s", "%(prog)s my_demo")
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
-    parser = Parser(prog=prog, description=__doc__)
-    parser.add_argument(
+    options = demo_parser(prog).parse(arguments)
+    return run_command(prog, lambda: _demo(options))
+
+
+def demo_parser(prog: str | None = PROG) -> Parser:
+    """The parser of all options of the command."""
+    parser = Parser(prog, _DESCRIPTION, _EXAMPLES)
+    parser.group("output").option(
         "folder", nargs="?", default=FOLDER, metavar="FOLDER", help="folder for what it writes"
     )
-    options = parser.parse_args(arguments)
-    return run_command(prog, lambda: _demo(options))
+    return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -48,11 +61,11 @@ def _demo(options: argparse.Namespace) -> int:
     planning += ["--n", str(_NEW_TOKENS), "--bits", "4", "8", "16", "-o", plan]
     running = ["--plan", plan, "--input", questions, "--output", answers, "--overwrite"]
     _show_command("plan", planning)
-    code = algo.main(planning)
+    code = algo.main(planning, prog="llmpq plan")
     if code:
         return code
     _show_command("run", running)
-    code = dist.main(running)
+    code = dist.main(running, prog="llmpq run")
     if Path(answers).is_file():
         _show_answers(Path(questions), Path(answers))
         _show_what_next(folder)

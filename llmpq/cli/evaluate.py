@@ -11,15 +11,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command, tell_written
-from llmpq.cli.parser import OptionGroup
+from llmpq.cli.common import EXIT_DONE, console, run_command, tell_written
+from llmpq.cli.options.evaluate import PROG, evaluate_parser
 from llmpq.cli.progress import TaskProgress
 from llmpq.model_check import checked_shape
 from llmpq.quality.options import (
-    AUTO,
-    DEVICES,
-    DTYPES,
-    SEQUENCE_LENGTH,
     EvaluationOptions,
     checked_bitwidths,
 )
@@ -28,24 +24,11 @@ from llmpq.quality.text_windows import read_documents
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.importance import checked_fingerprint, importance_file
 from llmpq.tables import Fitting, new_table, stacked
-from planner.option_rules import Rule
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import cache_settings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
-from quant.scheme import ROUNDINGS
-
-_RULES = (Rule(("rounding",), "a plan has its own rounding; leave it out", without=("bits",)),)
-
-
-PROG = "llmpq-eval"
-
-_DESCRIPTION = "Measure the perplexity of plans or bitwidths on a text, and their KL from 16 bit."
-_EXAMPLES = (
-    "%(prog)s --plan plan.json --text held_out.txt",
-    "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
-)
 
 BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
 
@@ -211,89 +194,6 @@ def _write_json(path: Path, results: Sequence[Perplexity]) -> None:
         write_whole(path, text)
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise InputError(f"cannot write {path}: {error}") from error
-
-
-def evaluate_parser(prog: str | None = PROG) -> Parser:
-    """The parser of all options of the command."""
-    parser = Parser(prog, _DESCRIPTION, _EXAMPLES, _RULES)
-    parser.usage = "%(prog)s --plan FILE [FILE ...] --text FILE [FILE ...] [options]"
-    _add_subjects(parser.group("what to evaluate"))
-    _add_text(parser.group("text"))
-    parser.group("output").option("--json", metavar="FILE", help="write the figures as JSON")
-    _add_rounding(parser.group("rounding"))
-    _add_computing(parser.group("computing"))
-    return parser
-
-
-def _add_subjects(group: OptionGroup) -> None:
-    add = group.option
-    add(
-        "--plan",
-        "--strat_file_name",
-        dest="strat_file_name",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="plans of llmpq plan, all of one model",
-    )
-    add(
-        "--bits",
-        nargs="+",
-        default=[],
-        metavar="BITS",
-        help="bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
-    )
-    add(
-        "--model", metavar="MODEL", help="folder or hub id of the weights (default: the plan's own)"
-    )
-
-
-def _add_text(group: OptionGroup) -> None:
-    add = group.option
-    add(
-        "--text",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
-    )
-    add(
-        "--sequence_length",
-        type=int,
-        metavar="TOKENS",
-        help=f"length of a window (default: {SEQUENCE_LENGTH}, or all positions of a model with "
-        "fewer)",
-    )
-    add(
-        "--max_tokens",
-        type=int,
-        metavar="COUNT",
-        help="most tokens of the text to use (default: all)",
-    )
-
-
-def _add_rounding(group: OptionGroup) -> None:
-    add = group.option
-    add(
-        "--rounding",
-        default=ROUNDINGS[0],
-        choices=ROUNDINGS,
-        help="how weights are rounded for --bits; a plan has its own",
-    )
-    add(
-        "--importance",
-        metavar="FILE",
-        help="file of llmpq indicator that weights are rounded by (default: the plan's, else it "
-        "is measured)",
-    )
-    add("--cache_dir", metavar="DIR", help="folder where stages keep what they measure")
-
-
-def _add_computing(group: OptionGroup) -> None:
-    add = group.option
-    add("--device", choices=DEVICES, default=AUTO, help="where to compute")
-    add("--dtype", choices=DTYPES, default=AUTO, help="type to compute in; auto: each stage's own")
 
 
 if __name__ == "__main__":

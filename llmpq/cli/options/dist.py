@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from llmpq.cli.options.stages import add_cache, add_transport
-from llmpq.cli.options.submit import add_submitting
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.jobs.output.options import SHARD_ROWS, SHARD_S, OutputOptions
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS
@@ -37,6 +36,25 @@ DIST_RULES = (
 )
 
 
+SUBMIT_RULES = (
+    Rule(
+        ("no_wait", "follow_job", "stop_job"),
+        "it is only for jobs of a Ray cluster; give the cluster's address",
+        without=("submit",),
+    ),
+    Rule(
+        ("follow_job",),
+        "only one job is followed or stopped at a time; give one of them",
+        beside="stop_job",
+    ),
+    *(
+        Rule(
+            ("no_wait",), "no job is started that could be waited for; leave it out", beside=beside
+        )
+        for beside in ("follow_job", "stop_job")
+    ),
+)
+
 PROG = "llmpq-dist"
 
 _DESCRIPTION = """
@@ -59,7 +77,7 @@ def dist_parser(prog: str | None = PROG) -> Parser:
     _add_progress(parser.group("what is done already"))
     _add_sampling(parser.group("sampling", "for rows that do not say"))
     _add_stages(parser.group("cluster and weights"))
-    add_submitting(parser.group("as a job of a Ray cluster"))
+    _add_submitting(parser.group("as a job of a Ray cluster"))
     _add_watching(parser.group("watching the run"))
     _add_schedule(parser.group("schedule"))
     _add_recovery(parser.group("recovery"))
@@ -295,6 +313,26 @@ def _add_recovery(group: OptionGroup) -> None:
         default=default.row_s,
         help="that chat template and tokenizer may take for one row",
     )
+
+
+def submit_parser(prog: str) -> Parser:
+    """The parser of these options alone, which leaves the others to `llmpq run`."""
+    parser = Parser(prog, rules=SUBMIT_RULES, add_help=False)
+    _add_submitting(parser.group("as a job of a Ray cluster"))
+    return parser
+
+
+def _add_submitting(group: OptionGroup) -> None:
+    """Add the options that say where to run."""
+    add = group.option
+    add(
+        "--submit",
+        metavar="URL",
+        help="run as a job of this cluster: http://HEAD:8265; --address is not needed",
+    )
+    add("--no_wait", action="store_true", help="print the job's id and do not wait for its end")
+    add("--follow_job", metavar="ID", help="show a job's log")
+    add("--stop_job", metavar="ID", help="stop a job after it has committed what is finished")
 
 
 def run_options(options: argparse.Namespace) -> RunOptions:

@@ -9,8 +9,7 @@ import pytest
 from llmpq.cli import algo, dist, evaluate, indicator, profile
 from llmpq.cli.common import Parser
 from llmpq.cli.options.algo import algo_parser
-from llmpq.cli.options.dist import dist_parser
-from llmpq.cli.options.submit import submit_parser
+from llmpq.cli.options.dist import dist_parser, submit_parser
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
