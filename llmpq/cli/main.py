@@ -124,7 +124,11 @@ def help_text() -> str:
         lines.append(f"{title}:")
         lines += [f"  {name:<12}{each.summary}" for name, each in group.items()]
         lines.append("")
-    lines += ["options:", "  --help      of a command too: llmpq plan --help", "  --version"]
+    lines += [
+        "options:",
+        "  --help      show this help; llmpq plan --help that of a command",
+        "  --version   show the version of llmpq",
+    ]
     return "\n".join([*lines, "", _EXAMPLES, ""])
 
 

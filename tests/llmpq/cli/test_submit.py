@@ -151,6 +151,36 @@ def test_what_is_wrong_here_is_not_submitted(
         assert problem in capsys.readouterr().err
 
 
+class ToldJobs:
+    """Ray's jobs that take one and tell its end at once."""
+
+    address = "http://head:8265"
+
+    def __init__(self, _address: str) -> None:
+        pass
+
+    def submit(self, _line: str, _folder: Path) -> str:
+        return "raysubmit_1"
+
+    def stop(self, _job: str) -> JobEnd:
+        return JobEnd("STOPPED", None, "")
+
+
+@pytest.mark.parametrize("prog", ["llmpq run", "llmpq-dist"])
+def test_jobs_are_told_of_under_the_name_that_was_called(
+    prog: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submit, "RayJobs", ToldJobs)
+    files = ["--plan", "plan.json", "--input", "a.jsonl", "--output", "/o.jsonl"]
+    assert dist.main(["--submit", "http://head:8265", "--no-wait", *files], prog=prog) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "raysubmit_1\n"
+    for option in ("--follow_job", "--stop_job"):
+        assert f"{prog} --submit http://head:8265 {option} raysubmit_1" in printed.err
+    assert dist.main(["--submit", "http://head:8265", "--stop_job", "x"], prog=prog) == 0
+    assert capsys.readouterr().err.startswith(f"{prog}: job x is stopped")
+
+
 @pytest.mark.parametrize("address", ["auto", "ray://h:1", "http://", "http://h:x", "h:8265", "h"])
 def test_addresses_of_no_dashboard(address: str) -> None:
     with pytest.raises(SpecError, match="http://HEAD:8265"):
