@@ -301,32 +301,16 @@ def _add_times(group: OptionGroup) -> None:
         const=True,
         help="refuse to plan where a layer's time does not come from the profiles",
     )
-    _add_profile_use(group.one_of())
-
-
-def _add_profile_use(group: OptionGroup) -> None:
-    """Add the three spellings, of which one can be given."""
-    add = group.option
+    add = group.one_of().option
     add(
         "--profile_use",
         choices=PROFILE_USES,
         help="fit the latency model on the profiles, or take their times as measured where the "
         "workload was measured (default: fit)",
     )
-    add(
-        "--fit",
-        dest="profile_use",
-        action="store_const",
-        const="fit",
-        help="--profile_use fit, as in the paper",
-    )
-    add(
-        "--use_profiler_prediction",
-        dest="profile_use",
-        action="store_const",
-        const="measured",
-        help="--profile_use measured, as in the paper",
-    )
+    for spelled, use in (("--fit", "fit"), ("--use_profiler_prediction", "measured")):
+        what = f"--profile_use {use}, as in the paper"
+        add(spelled, dest="profile_use", action="store_const", const=use, help=what)
 
 
 def _add_schedule(group: OptionGroup) -> None:
