@@ -15,8 +15,10 @@ from llmpq.profile.tables import loading_note
 from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
-from llmpq.workload.batch import DEFAULT_WORKLOAD, workload_of_prompts
-from llmpq.workload.input_job import SEPARATE, InputJob, job_of_input, job_of_prompts
+from llmpq.workload.batch import InputBatch, batch_of_input
+from llmpq.workload.input_job import DEFAULT_WORKLOAD, InputJob, job_of_input, job_of_prompts
+from llmpq.workload.long_rows import SEPARATE, LongRowRule
+from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
 from planner.options import BOUNDS
 from planner.search.tradeoffs.front import FrontPoint, front_json
@@ -44,7 +46,9 @@ def _plan(options: argparse.Namespace) -> int:
     if "write_cluster" in options:
         _write(Path(options.write_cluster), cluster.to_yaml())
     given = {name: getattr(options, name) for name in PLANNING if name in options}
-    workload = _workload(options, model)
+    found = _workload(options, model)
+    workload = found.workload if isinstance(found, InputBatch) else found
+    longest = found.longest if isinstance(found, InputBatch) else None
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
     points: Sequence[FrontPoint] = ()
@@ -56,7 +60,7 @@ def _plan(options: argparse.Namespace) -> int:
             write_front(options.pareto, points)
         if "report" not in options:
             return _show_front(options, points, not isinstance(workload, Workload))
-    with tokenizer_checked(model):
+    with tokenizer_checked(model), naming(longest):
         plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
@@ -123,7 +127,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     )
 
 
-def _workload(options: argparse.Namespace, model: str) -> Workload | Job | InputJob:
+def _workload(options: argparse.Namespace, model: str) -> Workload | Job | InputJob | InputBatch:
     """One batch, as in the paper, where --global_bz or nothing is given; else a job."""
     given = {name: getattr(options, name) for name in DEFAULT_WORKLOAD if name in options}
     if "prompts" in options:
@@ -133,19 +137,19 @@ def _workload(options: argparse.Namespace, model: str) -> Workload | Job | Input
         )
     if "input" not in options:
         return Workload(**{**DEFAULT_WORKLOAD, **given})
-    if "global_batch" in options:
-        return workload_of_prompts(options.input, model, given)
-    job = job_of_input(
-        options.input,
-        model,
-        given.get("new_tokens"),
-        given.get("prompt_length"),
-        getattr(options, "long_rows", SEPARATE),
-        getattr(options, "lengths", None),
+    rule = LongRowRule(
+        getattr(options, "long_rows", SEPARATE), getattr(options, "percentile", None)
     )
-    for note in job.notes:
+    found: InputJob | InputBatch
+    if "global_batch" in options:
+        found = batch_of_input(options.input, model, given, rule.percentile)
+    else:
+        tokens = given.get("new_tokens"), given.get("prompt_length")
+        lengths = getattr(options, "lengths", None)
+        found = job_of_input(options.input, model, *tokens, rule, lengths)
+    for note in found.notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
-    return job
+    return found
 
 
 def _write(path: Path, text: str) -> None:

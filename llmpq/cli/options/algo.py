@@ -7,8 +7,8 @@ import dataclasses
 from typing import Any
 
 from llmpq.cli.common import Parser
-from llmpq.workload.batch import DEFAULT_WORKLOAD
-from llmpq.workload.input_job import LONG_ROWS, SEPARATE
+from llmpq.workload.input_job import DEFAULT_WORKLOAD
+from llmpq.workload.long_rows import LONG_ROWS, SEPARATE
 from planner.option_rules import Rule
 from planner.options import FRONT_RULES, PLAN_RULES, PROFILE_USES, QUALITIES, PlanOptions
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
@@ -44,7 +44,9 @@ _WORKLOAD_RULES = (
         beside="lengths",
         without=("input",),
     ),
-    Rule(("long_rows",), "only a file has long rows; give --input FILE", without=("input",)),
+    Rule(
+        ("long_rows", "percentile"), "only a file has rows; give --input FILE", without=("input",)
+    ),
 )
 """Options of what is planned for that others make useless."""
 
@@ -123,6 +125,7 @@ def _add_workload(add: Any) -> None:
     add(
         "--input",
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
         "folders, globs; with --global_bz they only give lengths",
@@ -135,8 +138,11 @@ def _add_workload(add: Any) -> None:
         help="prompts of a job that are in flight at once: auto, or a number (auto)",
     )
     add("--long_rows", choices=LONG_ROWS,
-        help="rows that are much longer than the others get a plan of their own, or are an error "
-        f"({SEPARATE})")  # fmt: skip
+        help="rows that are much longer than the others get a plan of their own, are an error, or "
+        f"are left out of the plan ({SEPARATE})")  # fmt: skip
+    add("--percentile", type=float, metavar="PERCENT",
+        help="plan for so many per cent of the rows by their tokens, such as 99; longer ones are "
+        "handled as --long_rows says, and with --global_bz left out")  # fmt: skip
     add("--lengths", metavar="FILE",
         help="measured lengths: CSV prompt_tokens,output_tokens, or the output of llmpq-dist, also "
         "of a job that is not done")  # fmt: skip

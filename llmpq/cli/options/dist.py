@@ -62,6 +62,7 @@ def _add_files(parser: Parser) -> None:
         "--input",
         required=True,
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="prompts: JSONL or CSV (also .gz, .zst) or Parquet files, folders, globs",
     )

@@ -44,6 +44,7 @@ def _add_rows(parser: Parser) -> None:
         "--input",
         required=True,
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="prompts: files, folders, globs as of llmpq-dist, each row with output_tokens unless "
         "--lengths is given",
