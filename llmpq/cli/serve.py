@@ -22,7 +22,7 @@ from llmpq.cli.options.serve import NO_BATCHES, serve_parser
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
-from llmpq.run.checks import check_run
+from llmpq.run.checkpoint import check_run
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE, RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
