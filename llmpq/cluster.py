@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
+from llmpq.workload.defaults import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
+from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
 from planner.option_rules import refuse_ignored
 from planner.options import AUTO, FRONT_RULES, PlanOptions
@@ -86,7 +88,8 @@ class Cluster:
         """
         shape, chosen = checked_shape(model), PlanOptions.of(options)
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
-        found = find_priced_plan(self.spec, shape, str(model), ordinary, chosen)
+        with naming(workload.longest if isinstance(workload, InputJob) else None):
+            found = find_priced_plan(self.spec, shape, str(model), ordinary, chosen)
         plan = found.plan
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
@@ -101,8 +104,9 @@ class Cluster:
             ).plan
         except InfeasibleError as error:
             raise InfeasibleError(
-                f"{long.rows.count} rows much longer than the others ({long.rows.shown}) cannot be "
-                f"planned: {error}; or take them out of the input"
+                f"{long.rows.are} much longer than the others ({long.rows.shown}), and there is no "
+                f"plan for them: {error}; or leave them out (--long_rows {LEAVE}), so that they "
+                "become error rows of the run"
             ) from error
 
     @lists_options(PlanKeywords, PlanOptions)

@@ -25,9 +25,11 @@ from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
-from llmpq.workload.batch import workload_of_prompts
+from llmpq.workload.batch import InputBatch, batch_of_input
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
 from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
+from llmpq.workload.long_rows import LongRowRule
+from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
 from planner.options import BOUNDS, PlanOptions
 from planner.search.tradeoffs.front import FrontPoint, front_json
@@ -56,7 +58,9 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     if "write_cluster" in options:
         _write_cluster(options, model, cluster)
     given = {name: getattr(options, name) for name in PLANNING if name in options}
-    workload = _workload(options, model)
+    found = _workload(options, model)
+    workload = found.workload if isinstance(found, InputBatch) else found
+    longest = found.longest if isinstance(found, InputBatch) else None
     is_job = not isinstance(workload, Workload)
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
@@ -69,7 +73,7 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
         write_front_file(options, points, is_job)
         if "report" not in options:
             return _show_front(options, points, is_job)
-    with tokenizer_checked(model), page, _searching(given, "a plan"):
+    with tokenizer_checked(model), page, _searching(given, "a plan"), naming(longest):
         plan = cluster.plan(model, workload, **given)
     if options.json:
         sys.stdout.write(plan.spec.to_json())
@@ -153,7 +157,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     )
 
 
-def _workload(options: argparse.Namespace, model: str) -> Workload | Job | InputJob:
+def _workload(options: argparse.Namespace, model: str) -> Workload | Job | InputJob | InputBatch:
     """One batch, as in the paper, where --global_bz or nothing is given; else a job."""
     given = {name: getattr(options, name) for name in DEFAULT_WORKLOAD if name in options}
     if "prompts" in options:
@@ -163,19 +167,19 @@ def _workload(options: argparse.Namespace, model: str) -> Workload | Job | Input
         )
     if "input" not in options:
         return Workload(**{**DEFAULT_WORKLOAD, **given})
-    if "global_batch" in options:
-        return workload_of_prompts(options.input, model, given)
-    job = job_of_input(
-        options.input,
-        model,
-        given.get("new_tokens"),
-        given.get("prompt_length"),
-        getattr(options, "long_rows", SEPARATE),
-        getattr(options, "lengths", None),
+    rule = LongRowRule(
+        getattr(options, "long_rows", SEPARATE), getattr(options, "percentile", None)
     )
-    for note in job.notes:
+    found: InputJob | InputBatch
+    if "global_batch" in options:
+        found = batch_of_input(options.input, model, given, rule.percentile)
+    else:
+        tokens = given.get("new_tokens"), given.get("prompt_length")
+        lengths = getattr(options, "lengths", None)
+        found = job_of_input(options.input, model, *tokens, rule, lengths)
+    for note in found.notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
-    return job
+    return found
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from llmpq.cli.progress import TaskProgress
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
-from llmpq.run.checks import check_run
+from llmpq.run.checkpoint import check_run
 from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName

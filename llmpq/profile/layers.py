@@ -51,11 +51,12 @@ class ProfileOptions:
     def __post_init__(self) -> None:
         """Check ranges; SpecError names the option."""
         known = ("auto", *DTYPE_BYTES)
+        if self.dtype not in known:
+            raise SpecError(f"compute type {self.dtype!r} is not one of {', '.join(known)}")
         rules = {
             "points": (self.points >= 4, "at least 4, the corners"),
             "rounds": (self.rounds >= 1, "at least 1"),
             "budget_s": (self.budget_s > 0, "more than 0 seconds"),
-            "dtype": (self.dtype in known, f"one of {', '.join(known)}"),
         }
         for name, (holds, wanted) in rules.items():
             if not holds:

@@ -108,8 +108,10 @@ def check_lengths(sequence_length: int | None, max_tokens: int | None = None) ->
 
 def check_draw(sequences: int, seed: int) -> None:
     """Raise `SpecError` for a draw of sequences that cannot be made."""
-    if sequences < 1 or seed < 0:
-        raise SpecError(f"sequences is {sequences} and seed {seed}; give at least 1 and 0")
+    if sequences < 1:
+        raise SpecError(f"sequences is {sequences}; give at least 1")
+    if seed < 0:
+        raise SpecError(f"seed is {seed}; give at least 0")
 
 
 def refuse_without_error(options: IndicatorOptions, shape: ModelShape, folder: Path) -> None:

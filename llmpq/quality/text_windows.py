@@ -6,6 +6,7 @@ token if it has one), laid end to end, and cut into windows that do not overlap.
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,9 @@ Document = str | Sequence[int]
 
 STDIN = "-"
 _JSON_LINES = (".jsonl", ".ndjson")
+_TEXTS = (".txt", ".md", *_JSON_LINES)
+"""Endings of the files that count in a folder; a file that is named itself may have any."""
+
 _FIELDS = ("prompt", "text")
 _PADDING = 0  # any id does: no token sees those to its right, and none of these is scored
 
@@ -48,13 +52,15 @@ class Windows:
 
 
 def read_documents(paths: Iterable[str | Path]) -> tuple[Document, ...]:
-    """The documents in `paths`: JSON lines with `prompt` or `text` (a string or token ids) where
-    the name ends in .jsonl, else each file as a whole; `-` is the standard input.
+    """The documents in `paths` (files, folders, globs): JSON lines with `prompt` or `text` (a
+    string or token ids) where the name ends in .jsonl, else each file as a whole; `-` is the
+    standard input.
 
     Raises `InputError` naming file and line.
     """
     documents: list[Document] = []
-    for path in map(str, paths):
+    found = dict.fromkeys(path for name in paths for path in _files_of(str(name)))
+    for path in found:
         text = _read(path)
         if Path(path).suffix in _JSON_LINES:
             documents += [
@@ -139,6 +145,24 @@ def _token_ids(
             f"{answer.error}; fix it or leave it out"
         )
     return answer.ids
+
+
+def _files_of(name: str) -> list[str]:
+    path = Path(name)
+    try:
+        if path.is_dir():
+            found = sorted(each for each in path.iterdir() if each.suffix in _TEXTS)
+            kind = f"file that ends in {', '.join(_TEXTS)}"
+        elif name == STDIN or not glob.has_magic(name) or path.exists():
+            return [name]
+        else:
+            found, kind = sorted(map(Path, glob.glob(name, recursive=True))), "file of that name"
+    except (OSError, ValueError):  # reading it will say what is wrong
+        return [name]
+    files = [str(each) for each in found if each.is_file()]
+    if not files:
+        raise InputError(f"cannot read text {name}: no {kind} there")
+    return files
 
 
 def _read(path: str) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 from actors.messages import Sampling
 from llmpq.jobs.records.manifest import JobIdentity
 from llmpq.jobs.records.model_digest import model_digest
+from llmpq.lengths.sources import check_source
 from llmpq.model_check import checked_shape
 from llmpq.rows.sampling_defaults import JobSampling, job_sampling
+from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
@@ -125,3 +127,16 @@ def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") 
         plan.model.name,
         replace(found.sampling, max_new_tokens=most),
     )
+
+
+def check_run(plan: PlanSpec, options: RunOptions, source: str) -> None:
+    """Raise what a run of `plan`, which is in the file `source`, raises for the model and the files
+    that it is to use, as far as they are known without torch and Ray, which are slow to load.
+    """
+    scheduling = options.scheduling(plan)
+    folder = resolve(checkpoint_reference(plan, options.model or plan.stand_in), weights=False)
+    sampling = sampling_for_run(plan, options, folder).sampling
+    shape = shape_for_run(plan, sampling, folder, source)
+    importance_file(plan, options.importance, options.cache, shape)
+    if scheduling.name == "s3":
+        check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)

@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.jobs.inputs import JobInput
+from llmpq.model_check import checked_shape
 from llmpq.workload.defaults import DEFAULT_WORKLOAD
+from llmpq.workload.input_job import beyond_note, fitting, left_out_note, most_tokens
 from llmpq.workload.measuring import InputMeasure
+from llmpq.workload.named_rows import longest_row, named_rows, tokens_at
 from planner.workload import Workload
 
 
-def workload_of_prompts(
-    paths: Sequence[str | Path], model: str, given: Mapping[str, int]
-) -> Workload:
+@dataclass(frozen=True)
+class InputBatch:
+    """The batch of an input; `notes` on rows that it has no room for, and as of an `InputJob` a
+    sentence on the `longest` of the others.
+    """
+
+    workload: Workload
+    notes: tuple[str, ...] = ()
+    longest: str | None = None
+
+
+def batch_of_input(
+    paths: Sequence[str | Path],
+    model: str,
+    given: Mapping[str, int],
+    percentile: float | None = None,
+) -> InputBatch:
     """The batch, longest prompt and most new tokens of the prompts behind paths, folders and globs;
     `given` values win.
 
-    `model` must be a local folder or hub id when prompts are text, for its tokenizer. Raises
-    `InputError` when no prompt can be used.
+    Rows that the model has no positions for are left out, and those beyond `percentile` of the rows
+    by their tokens. `model` must be a local folder or hub id when prompts are text, for its
+    tokenizer. Raises `InputError` when no prompt can be used.
     """
-    measure = InputMeasure(
-        JobInput.find(paths), model, DEFAULT_WORKLOAD["new_tokens"], given.get("prompt_length")
-    )
-    rows = measure.measure()
+    source = JobInput.find(paths)
+    new_tokens = given.get("new_tokens", DEFAULT_WORKLOAD["new_tokens"])
+    rows = InputMeasure(source, model, new_tokens, given.get("prompt_length")).measure()
+    fits = fitting(source, rows, most_tokens(checked_shape(model)))
+    notes = [] if fits.all() else [beyond_note(named_rows(source, rows, ~fits))]
+    within = fits
+    if percentile is not None:
+        within = fits & (rows.total <= tokens_at(percentile, rows, fits))
+    if (fits & ~within).any():
+        notes.append(left_out_note(named_rows(source, rows, fits & ~within)))
+    kept = rows.where(within)
     derived = {
-        "global_batch": min(len(rows), DEFAULT_WORKLOAD["global_batch"]),
-        "prompt_length": int(rows.prompts.max()),
-        "new_tokens": int(rows.limits.max()),
+        "global_batch": min(len(kept), DEFAULT_WORKLOAD["global_batch"]),
+        "prompt_length": int(kept.prompts.max()),
+        "new_tokens": int(kept.limits.max()),
     }
-    return Workload(**(derived | dict(given)))
+    workload = Workload(**(derived | dict(given)))
+    return InputBatch(workload, tuple(notes), longest_row(source, rows, within))

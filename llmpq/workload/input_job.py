@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.records.input_changes import shown_id
 from llmpq.model_check import checked_shape
-from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LONG_ROWS, SEPARATE
-from llmpq.workload.long_rows import best_cut
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LEAVE, SEPARATE
+from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
+from llmpq.workload.named_rows import NamedRows, longest_row, named_rows, tokens_at
 from planner.lengths import (
     MOST_UNSEEN,
     BoolArray,
@@ -30,18 +29,9 @@ from planner.lengths import (
     expected_outputs,
     observed_lengths,
 )
+from planner.model.finding import ModelShape
 from planner.workload import MAX_TOKENS, Job
 from quant.common.errors import InputError, SpecError
-
-SHOWN_ROWS = 3
-
-
-@dataclass(frozen=True)
-class NamedRows:
-    """`count` rows, of which `shown` names the first few with their lengths."""
-
-    count: int
-    shown: str
 
 
 @dataclass(frozen=True)
@@ -61,33 +51,53 @@ class InputJob:
     """The job of an input: its `ordinary` rows, and the long ones, if it has any.
 
     `beyond`: rows with more tokens than the model has positions, which are in neither. `done`: as
-    many rows have results of a job that goes on, and are in neither.
+    many rows have results of a job that goes on, and are in neither. `left_out`: long rows that
+    are not planned for. `longest`: a sentence on the longest row that is, where it makes slots
+    long.
     """
 
     ordinary: Job
     long_rows: LongRows | None = None
     beyond: NamedRows | None = None
     done: int = 0
+    left_out: NamedRows | None = None
+    longest: str | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on rows that are not planned as the others are."""
         notes = []
         if self.done:
-            notes.append(f"{_rows(self.done)} done already; planned for those that are left")
+            done = NamedRows(self.done, "")
+            notes.append(f"{done.are} done already; planned for those that are left")
         if self.long_rows is not None:
             long, slot = self.long_rows, self.ordinary.in_flight(1).total_length
             notes.append(
-                f"{_rows(long.rows.count)} much longer than the others ({long.rows.shown}); "
+                f"{long.rows.are} much longer than the others ({long.rows.shown}); "
                 f"planned separately, so that other slots have {slot} tokens instead of "
                 f"{long.job.in_flight(1).total_length}"
             )
+        if self.left_out is not None:
+            notes.append(left_out_note(self.left_out))
         if self.beyond is not None:
-            notes.append(
-                f"{_rows(self.beyond.count)} longer than the model's context "
-                f"({self.beyond.shown}); llmpq-dist gives error rows for such"
-            )
+            notes.append(beyond_note(self.beyond))
         return tuple(notes)
+
+
+def left_out_note(rows: NamedRows) -> str:
+    """A sentence on rows that the plan has no room for."""
+    return (
+        f"{rows.are} longer than what is planned for ({rows.shown}); llmpq-dist gives error rows "
+        "for such"
+    )
+
+
+def beyond_note(rows: NamedRows) -> str:
+    """A sentence on rows that the model has no positions for."""
+    return (
+        f"{rows.are} longer than the model's context ({rows.shown}); llmpq-dist gives error rows "
+        "for such"
+    )
 
 
 def job_of_input(
@@ -95,7 +105,7 @@ def job_of_input(
     model: str | Path,
     new_tokens: int | None = None,
     prompt_length: int | None = None,
-    long_rows: str = SEPARATE,
+    long_rows: str | LongRowRule = SEPARATE,
     lengths: str | Path | None = None,
 ) -> InputJob:
     """The job of the prompts behind `paths` (files, folders, globs), to be given to `Cluster.plan`.
@@ -103,8 +113,9 @@ def job_of_input(
     - `new_tokens`: the limit of rows without `max_new_tokens` (100), which the plan keeps for runs.
     - `prompt_length`: tokens that every prompt counts as; the tokenizer of `model` (folder or hub
       id) is not needed then.
-    - `long_rows`: plan rows that are much longer than the others separately (`separate`), or raise
-      `InputError` that names them (`error`).
+    - `long_rows`: plan rows that are much longer than the others separately (`separate`), raise
+      `InputError` that names them (`error`), or plan without them (`leave`): they become error rows
+      of a run. A `LongRowRule` says at which percentile of the rows they begin, too.
     - `lengths`: measured lengths, from which outputs are expected to be shorter than their limits:
       a CSV `prompt_tokens,output_tokens`, or an output of `llmpq-dist` over these prompts. If it is
       not finished, the rows that it has no result for are planned.
@@ -112,8 +123,7 @@ def job_of_input(
     Bad rows are left out. Raises `InputError` where no row can be used, SpecError for options.
     """
     _check_given(prompt_length, new_tokens)
-    if long_rows not in LONG_ROWS:
-        raise SpecError(f"long_rows is {long_rows!r}; it must be one of {', '.join(LONG_ROWS)}")
+    rule = long_rows if isinstance(long_rows, LongRowRule) else LongRowRule(long_rows)
     shape = checked_shape(model)
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     source = JobInput.find(given)
@@ -126,8 +136,27 @@ def job_of_input(
     )
     rows = measure.measure()
     observed = None if lengths is None else _observed(measured, rows, source)
-    most = MAX_TOKENS if shape.alibi else min(shape.max_positions, MAX_TOKENS)
-    return _InputRows(source, rows, limit, observed).job(most, long_rows)
+    return _InputRows(source, rows, limit, observed).job(most_tokens(shape), rule)
+
+
+def most_tokens(shape: ModelShape) -> int:
+    """The most tokens that a row may have of prompt and answer together."""
+    return MAX_TOKENS if shape.alibi else min(shape.max_positions, MAX_TOKENS)
+
+
+def fitting(source: JobInput, rows: MeasuredRows, most: int) -> BoolArray:
+    """Which rows that are left have at most `most` tokens [rows]; SpecError where none has."""
+    left = ~rows.done
+    fits: BoolArray = left & (rows.total <= most)
+    if not fits.any():
+        beyond = named_rows(source, rows, left)
+        rows_have = "the only row has" if left.sum() == 1 else f"all {left.sum()} rows have"
+        raise SpecError(
+            f"{rows_have} more tokens than the {most} positions of the model "
+            f"({beyond.shown}); shorten the prompts, or their answers (--n, or max_new_tokens in "
+            "the rows)"
+        )
+    return fits
 
 
 def job_of_prompts(
@@ -198,31 +227,39 @@ class _InputRows:
     limit: int
     observed: Lengths | None
 
-    def job(self, most: int, long_rows: str) -> InputJob:
+    def job(self, most: int, rule: LongRowRule) -> InputJob:
         """The job of rows that are left and have at most `most` tokens."""
-        rows, done = self.rows, int(self.rows.done.sum())
-        left = ~rows.done
-        fits = left & (rows.total <= most)
-        beyond = self._named(left & ~fits) if (left & ~fits).any() else None
-        if not fits.any():
-            raise SpecError(
-                f"all {left.sum()} rows have more tokens than the {most} positions of the model "
-                f"({beyond and beyond.shown}); lower --n or shorten the prompts"
-            )
-        outputs = self._outputs()
-        cut = best_cut(rows.prompts[fits], rows.limits[fits], outputs[fits])
-        if cut is None:
-            return InputJob(self._job(fits, outputs), beyond=beyond, done=done)
-        above = fits & (rows.total > cut.total)
+        rows, outputs, done = self.rows, self._outputs(), int(self.rows.done.sum())
+        fits = fitting(self.source, rows, most)
+        cut = self._cut(fits, outputs, rule)
+        above = fits & (rows.total > (most if cut is None else cut.total))
+        ordinary = fits & ~above
+        planned = InputJob(
+            self._job(ordinary, outputs),
+            beyond=self._named(~rows.done & ~fits),
+            done=done,
+            longest=longest_row(self.source, rows, ordinary),
+        )
         named = self._named(above)
-        if long_rows == ERROR:
+        if cut is None or named is None:
+            return planned
+        if rule.handling == ERROR:
             raise InputError(
-                f"{_rows(named.count)} much longer than the others ({named.shown}), of which all "
+                f"{named.are} much longer than the others ({named.shown}), of which all "
                 f"but these have at most {cut.total} tokens; shorten them, give them an input of "
-                "their own, or pass --long_rows separate"
+                f"their own, or pass --long_rows {SEPARATE} or {LEAVE}"
             )
+        if rule.handling == LEAVE:
+            return replace(planned, left_out=named)
         long = LongRows(self._job(above, outputs), named, cut.saved)
-        return InputJob(self._job(fits & ~above, outputs), long, beyond, done)
+        return replace(planned, long_rows=long)
+
+    def _cut(self, chosen: BoolArray, outputs: IntArray, rule: LongRowRule) -> Cut | None:
+        """Where long ones of the chosen rows [rows] begin."""
+        lengths = self.rows.prompts[chosen], self.rows.limits[chosen], outputs[chosen]
+        if rule.percentile is None:
+            return best_cut(*lengths)
+        return cut_at(tokens_at(rule.percentile, self.rows, chosen), *lengths)
 
     def _outputs(self) -> IntArray:
         """Expected output tokens of each row [rows]: its limit, where nothing was measured."""
@@ -250,22 +287,6 @@ class _InputRows:
         """
         return min(self.limit, int(self.rows.limits.max()))
 
-    def _named(self, chosen: BoolArray) -> NamedRows:
-        """The chosen rows: the first few by place, id and lengths."""
-        rows = self.rows.where(chosen)
-        first = dict(zip(rows.places.tolist(), range(SHOWN_ROWS), strict=False))
-        found = (
-            (placed.place, placed.row.custom_id)
-            for placed in self.source.rows()
-            if placed.place in first
-        )
-        shown = [
-            f"{self.source.place_name(place)}: {shown_id(custom_id)} with "
-            f"{rows.prompts[first[place]]} + {rows.limits[first[place]]} tokens"
-            for place, custom_id in islice(found, len(first))
-        ]
-        return NamedRows(len(rows), "; ".join(shown) + ("; …" if len(rows) > len(shown) else ""))
-
-
-def _rows(count: int) -> str:
-    return "1 row is" if count == 1 else f"{count} rows are"
+    def _named(self, chosen: BoolArray) -> NamedRows | None:
+        """The chosen rows [rows]; None where there are none."""
+        return named_rows(self.source, self.rows, chosen) if chosen.any() else None

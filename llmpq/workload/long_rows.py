@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmpq.workload.defaults import LONG_ROWS, SEPARATE
 from planner.lengths import IntArray
+from quant.common.errors import SpecError
 
 LEAST_BELOW = 0.95
 """Share of rows that are no long ones: what many rows have is no exception."""
@@ -30,6 +32,28 @@ MOST_CUTS = 64
 
 
 @dataclass(frozen=True)
+class LongRowRule:
+    """What is done about long rows, one of `LONG_ROWS`, and where they begin.
+
+    `percentile`: so many per cent of the rows, by the tokens of prompt and limit, are ordinary;
+    None: the best cut, if there is one. Raises SpecError for values that do not exist.
+    """
+
+    handling: str = SEPARATE
+    percentile: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.handling not in LONG_ROWS:
+            raise SpecError(
+                f"long_rows is {self.handling!r}; it must be one of {', '.join(LONG_ROWS)}"
+            )
+        if self.percentile is not None and not 0 < self.percentile <= 100:
+            raise SpecError(
+                f"percentile is {self.percentile:g}; it must be above 0 and at most 100, such as 99"
+            )
+
+
+@dataclass(frozen=True)
 class Cut:
     """Rows of at most `total` tokens, prompt and limit together, are ordinary.
 
@@ -38,6 +62,21 @@ class Cut:
 
     total: int
     saved: float
+
+
+def cut_at(slot: int, prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | None:
+    """The cut after rows of `slot` tokens, None where no row is longer; arrays as of `best_cut`."""
+    total = prompts + limits
+    above = total > slot
+    if not above.any():
+        return None
+    share = float(outputs[above].sum() / outputs.sum())
+    return Cut(slot, _saved(share, slot, int(total.max())))
+
+
+def _saved(share_of_long: float, slot: int, longest: int) -> float:
+    taken = (1 - share_of_long) * slot + COST_OF_LONG * share_of_long * longest
+    return float(1 - taken / longest)
 
 
 def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | None:
@@ -57,8 +96,7 @@ def best_cut(prompts: IntArray, limits: IntArray, outputs: IntArray) -> Cut | No
     for end in ends:
         slot = int(total[order[end - 1]])
         share = outputs[order[end:]].sum() / outputs.sum()
-        taken = (1 - share) * slot + COST_OF_LONG * share * longest
-        saved = float(1 - taken / longest)
+        saved = _saved(float(share), slot, longest)
         if saved >= LEAST_SAVED and (best is None or saved > best.saved):
             best = Cut(slot, saved)
     return best

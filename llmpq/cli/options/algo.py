@@ -51,7 +51,9 @@ _WORKLOAD_RULES = (
         beside="lengths",
         without=("input",),
     ),
-    Rule(("long_rows",), "only a file has long rows; give --input FILE", without=("input",)),
+    Rule(
+        ("long_rows", "percentile"), "only a file has rows; give --input FILE", without=("input",)
+    ),
 )
 """Options of what is planned for that others make useless."""
 
@@ -123,6 +125,7 @@ def _add_workload(group: OptionGroup) -> None:
     add(
         "--input",
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="plan the job of these prompts: JSONL or CSV (also .gz, .zst) or Parquet files, "
         "folders, globs; with --global_bz they only give lengths",
@@ -169,8 +172,15 @@ def _add_workload(group: OptionGroup) -> None:
     add(
         "--long_rows",
         choices=LONG_ROWS,
-        help="rows that are much longer than the others get a plan of their own, or are an error "
-        f"(default: {SEPARATE})",
+        help="rows that are much longer than the others get a plan of their own, are an error, or "
+        f"are left out of the plan (default: {SEPARATE})",
+    )
+    add(
+        "--percentile",
+        type=float,
+        metavar="PERCENT",
+        help="plan for so many per cent of the rows by their tokens, such as 99; longer ones are "
+        "handled as --long_rows says, and with --global_bz left out",
     )
 
 

@@ -98,6 +98,7 @@ def _add_files(group: OptionGroup) -> None:
         "--input",
         required=True,
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="prompts: JSONL or CSV (also .gz, .zst) or Parquet files, folders, globs",
     )

@@ -69,6 +69,7 @@ def _add_rows(group: OptionGroup) -> None:
         "--input",
         required=True,
         nargs="+",
+        action="extend",
         metavar="PATH",
         help="prompts: files, folders, globs as of llmpq run, each row with output_tokens unless "
         "--lengths is given",

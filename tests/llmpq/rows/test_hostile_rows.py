@@ -12,7 +12,7 @@ from llmpq import Plan
 from llmpq.cli import dist
 from llmpq.jobs.inputs import JobInput
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
-from llmpq.workload.batch import workload_of_prompts
+from llmpq.workload.batch import batch_of_input
 from quant.common.errors import SpecError
 from tests.actors.models import reference
 from tests.llmpq.conftest import NEW_TOKENS
@@ -130,5 +130,5 @@ def test_lengths_are_measured_around_bad_rows(model: Path, tmp_path: Path) -> No
     slow = {name: prompt for name, prompt in BAD.items() if name not in ("loop", "long", "memory")}
     source = write_prompts(tmp_path / "in.jsonl", *rows_between("hello world", slow))
     assert len(list(JobInput.find([source]).rows())) == 2 * len(slow) + 1
-    workload = workload_of_prompts([source], str(model), {})
+    workload = batch_of_input([source], str(model), {}).workload
     assert workload.prompt_length == 2

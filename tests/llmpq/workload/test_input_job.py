@@ -13,10 +13,11 @@ from llmpq import Cluster, InputJob, Job, Workload, job_of_input
 from llmpq.cli import algo
 from llmpq.workload import measured_lengths
 from llmpq.workload.input_job import job_of_prompts
+from llmpq.workload.long_rows import LongRowRule
 from planner.plan.spec import PlanSpec
 from quant.common.errors import InfeasibleError, InputError, SpecError
 from tests.llmpq.fake_jobs import write_prompts
-from tests.paths import ROOT
+from tests.paths import ROOT, SPECS
 
 MODEL = ROOT / "examples/demo_model"
 POSITIONS = 1024
@@ -63,6 +64,67 @@ def test_long_rows_can_be_an_error(source: Path, capsys: pytest.CaptureFixture[s
     command = ["--model", str(MODEL), "--device-names", "T4", "--device-numbers", "1"]
     assert algo.main([*command, "--input", str(source), "--long_rows", "error"]) == 2
     assert "shorten them, give them an input of their own" in capsys.readouterr().err
+
+
+def test_long_rows_can_be_left_out_and_begin_at_a_percentile(source: Path) -> None:
+    left = job_of_input(source, MODEL, long_rows="leave")
+    assert (left.long_rows, left.ordinary.prompts) == (None, 297)
+    assert left.ordinary.in_flight(1).total_length == 29 + 16
+    note, beyond = left.notes
+    assert "2 rows are longer than what is planned for (in.jsonl:41: 'long' with 700 + 16" in note
+    assert "gives error rows for such" in note
+    assert "longer than the model's context" in beyond
+    half = job_of_input(source, MODEL, long_rows=LongRowRule("separate", 50))
+    usual = [len(each["prompt"]) + each.get("max_new_tokens", 100) for each in mixed_rows()]
+    median = sorted(usual)[150 - 1]  # of 299 rows: the book is the longest
+    assert half.ordinary.in_flight(1).total_length == median
+    assert half.long_rows is not None
+    assert half.ordinary.prompts + half.long_rows.job.prompts == 299
+    whole = job_of_input(source, MODEL, long_rows=LongRowRule(percentile=100))
+    assert (whole.long_rows, whole.ordinary.prompts) == (None, 299)
+    for percentile in (0, -1, 101, float("nan")):
+        with pytest.raises(SpecError, match="above 0 and at most 100"):
+            LongRowRule(percentile=percentile)
+
+
+def test_a_row_that_keeps_a_plan_from_fitting_is_named_with_a_percentile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo's devices have no room for slots of 900 tokens, nor one batch for 5,000."""
+    rows = [row(40, custom_id=f"q{i}") for i in range(72)]
+    source = write_prompts(tmp_path / "in.jsonl", *rows, row(900, custom_id="long"))
+    command = ["--model", str(MODEL), "--cluster", str(SPECS / "demo_mixed_cpu.yaml")]
+    batch = ["--n", "48", "--global_bz", "16"]
+    assert algo.main([*command, "--input", str(source), *batch]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the longest row, in.jsonl:73: 'long' with 900 + 48 tokens; 98 % of the rows" in said
+    assert "at most 88 tokens with their answers: --percentile 98 plans for these" in said
+    plan = tmp_path / "plan.json"
+    output = ["--percentile", "98", "-o", str(plan)]
+    assert algo.main([*command, "--input", str(source), *batch, *output]) == 0
+    assert PlanSpec.load(plan).workload == Workload(16, 40, 48)
+    assert "1 row is longer than what is planned for" in capsys.readouterr().err
+    write_prompts(source, *rows, row(5000, custom_id="book"))
+    assert algo.main([*command, "--input", str(source), *batch, "-o", str(plan)]) == 0
+    assert PlanSpec.load(plan).workload == Workload(16, 40, 48)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 row is longer than the model's context (in.jsonl:73: 'book' with 5000 + 48" in said
+    write_prompts(source, row(5000, custom_id="book"))
+    assert algo.main([*command, "--input", str(source), *batch]) == 2
+    assert "the only row has more tokens than the 1024 positions" in capsys.readouterr().err
+
+
+def test_an_input_may_be_named_more_than_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abc":
+        write_prompts(tmp_path / f"{name}.jsonl", row(40, custom_id=name))
+    command = ["--model", str(MODEL), "--cluster", str(SPECS / "demo_mixed_cpu.yaml"), "--json"]
+    inputs = ["--input", f"{tmp_path}/a*", f"{tmp_path}/b.jsonl", "--input", f"{tmp_path}/c.jsonl"]
+    assert algo.main([*command, *inputs, "--n", "8"]) == 0
+    planned = PlanSpec.from_json(capsys.readouterr().out)
+    assert planned.job is not None
+    assert planned.job.job.prompts == 3
 
 
 def test_several_paths_without_long_rows(tmp_path: Path) -> None:
@@ -232,5 +294,5 @@ def test_long_rows_that_do_not_fit_are_named(source: Path, monkeypatch: pytest.M
         return find(spec, shape, source, workload, options)
 
     monkeypatch.setattr(module, "find_priced_plan", refused)
-    with pytest.raises(InfeasibleError, match=r"2 rows much longer .*'long'.*0\.1 GiB short"):
+    with pytest.raises(InfeasibleError, match=r"2 rows are much longer .*'long'.*0\.1 GiB short"):
         Cluster.from_counts(["T4"], [1]).plan(MODEL, job_of_input(source, MODEL), in_flight=8)

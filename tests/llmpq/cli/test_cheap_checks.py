@@ -1,0 +1,147 @@
+"""What can be refused without torch or Ray is refused before they are imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmpq import Cluster, Plan, job_of_input
+from llmpq.jobs.inputs import JobInput
+from llmpq.jobs.job import Job
+from llmpq.jobs.output.job_output import JobOutput
+from llmpq.run.checkpoint import job_identity
+from llmpq.run.options import RunOptions
+from tests.llmpq.fake_jobs import SMALL_SHARDS, QuickDisk, answer
+from tests.paths import ROOT, SPECS
+
+DEMO_CLUSTER = SPECS / "demo_mixed_cpu.yaml"
+MODEL = ROOT / "examples/demo_model"
+PROMPTS = ROOT / "examples/demo_prompts.jsonl"
+TEXT = ROOT / "README.md"
+
+SECONDS = 2.0
+"""What the issue allows, of processor time: other tests run beside this one."""
+
+HEAVY = ("torch", "ray", "transformers", "scipy", "pandas", "pyarrow")
+
+CODE = f"""
+import json, resource, sys
+from importlib import import_module
+try:
+    code = import_module("llmpq.cli." + sys.argv[1]).main(sys.argv[2:])
+except SystemExit as left:
+    code = left.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+print(json.dumps([code, heavy, used.ru_utime + used.ru_stime]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's plan, an input with an id twice, and the output of a demo job that is done."""
+    made = tmp_path_factory.mktemp("cheap")
+    plan = Cluster.from_yaml(DEMO_CLUSTER).plan(MODEL, job_of_input(PROMPTS, MODEL, 48))
+    plan.save(made / "plan.json")
+    lines = PROMPTS.read_text().splitlines(keepends=True)
+    (made / "twice.jsonl").write_text("".join([*lines, lines[0]]))
+    finish(plan, made / "done.jsonl")
+    cluster = DEMO_CLUSTER.read_text().replace("T4", "V100", 1)
+    (made / "other.yaml").write_text(cluster)
+    return made
+
+
+def finish(plan: Plan, target: Path) -> None:
+    source = JobInput.find([PROMPTS])
+    with JobOutput(target, SMALL_SHARDS, disk=QuickDisk()) as output:
+        job = Job(source, output, job_identity(plan.spec, RunOptions()))
+        for result in answer(job.todo()):
+            job.write(result)
+        job.finish()
+
+
+def command(folder: Path, name: str, *arguments: object) -> tuple[int, list[str], float, str]:
+    """Exit code, heavy modules and seconds of a processor of a command, and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, name, *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "400"},
+    )
+    code, heavy, seconds = json.loads(done.stdout.splitlines()[-1])
+    return code, heavy, seconds, done.stderr
+
+
+RUN = ("--plan", "plan.json", "--input", PROMPTS, "--output", "out.jsonl")
+QUANTIZE = ("--plan", "plan.json", "--calibration", TEXT, "-o", "quantized")
+INDICATOR = ("--model", MODEL, "--calibration", TEXT, "-o", "omega.json")
+EVAL = ("--bits", "4", "--model", MODEL, "--text", TEXT)
+PLAN = ("--model", MODEL, "--cluster", DEMO_CLUSTER)
+CASES: list[tuple[str, tuple[object, ...], str]] = [
+    ("dist", (*RUN, "--input", "twice.jsonl"), "stands in"),
+    ("dist", (*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
+    ("dist", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
+    ("dist", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
+    ("dist", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
+    ("dist", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
+    ("dist", (*RUN, "--importance", "gone"), "gone cannot be read"),
+    ("dist", (*RUN, "--importance", PROMPTS), "holds no importance"),
+    ("dist", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
+    ("dist", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
+    ("dist", (*RUN, "--model", "./gone"), "no folder"),
+    ("serve", ("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
+    ("serve", ("--plan", "plan.json", "--model", "./gone"), "no folder"),
+    ("algo", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
+    ("algo", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
+    ("algo", (*PLAN, "--input", "gone"), "cannot read input gone"),
+    ("quantize", (*QUANTIZE, "--plan", "gone.json"), "cannot read plan gone.json"),
+    ("quantize", (*QUANTIZE, "--calibration", "gone.txt"), "cannot read text gone.txt"),
+    ("quantize", (*QUANTIZE, "--device", "tpu"), "not one of auto, cpu, cuda"),
+    ("quantize", (*QUANTIZE, "--damping", "-1"), "damping is -1.0"),
+    ("quantize", (*QUANTIZE, "-o", MODEL), "is the model itself"),
+    ("indicator", (*INDICATOR, "--input", "gone"), "cannot read input gone"),
+    ("indicator", (*INDICATOR, "--dtype", "int8"), "compute type 'int8'"),
+    ("indicator", (*INDICATOR, "--perplexity", "gone"), "cannot read text gone"),
+    ("indicator", (*INDICATOR, "--model", "./gone"), "no folder"),
+    ("evaluate", (*EVAL, "--importance", "gone"), "gone cannot be read"),
+    ("evaluate", (*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
+    ("evaluate", (*EVAL, "--text", "gone"), "cannot read text gone"),
+    ("profile", ("--model", "gone", "-o", "times.csv"), "gone"),
+    ("profile", ("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
+    ("profile", ("--model", MODEL, "-o", "gone/times.csv"), "a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), CASES)
+def test_a_mistake_is_told_before_anything_slow_is_imported(
+    name: str, arguments: tuple[object, ...], message: str, folder: Path
+) -> None:
+    code, heavy, seconds, said = command(folder, name, *arguments)
+    assert (code, heavy) == (2, []), said
+    assert message in said
+    assert seconds < SECONDS
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_a_job_that_is_done_is_told_within_two_seconds(folder: Path) -> None:
+    arguments = ("--plan", "plan.json", "--input", PROMPTS, "--output", "done.jsonl")
+    code, heavy, seconds, said = command(folder, "dist", *arguments)
+    assert (code, heavy) == (0, []), said
+    assert "all 72 rows are done" in said
+    assert seconds < SECONDS
+
+
+def test_ids_are_looked_at_before_a_checkpoint_is_calibrated(folder: Path) -> None:
+    planned = json.loads((folder / "plan.json").read_text()) | {"rounding": "gptq"}
+    (folder / "gptq.json").write_text(json.dumps(planned))
+    arguments = ("--plan", "gptq.json", "--input", "twice.jsonl", "--output", "out.jsonl")
+    code, heavy, _, said = command(folder, "dist", *arguments)
+    assert (code, heavy) == (2, []), said
+    assert "twice.jsonl:73 stands in twice.jsonl:1 already" in said
