@@ -30,6 +30,7 @@ MOST_EVENTS = 12
 """Events that a terminal shows, the latest ones; the page has all."""
 
 _WIDE_DEVICE, _WIDE_MODEL = 22, 14  # characters
+_MANY = 7  # columns, which then stand closer
 
 
 def job_text(job: JobOverview) -> RenderableType:
@@ -106,7 +107,7 @@ def _table(
         title_justify="left",
         title_style="bold",
         box=None,
-        padding=(0, 2, 0, 0),
+        padding=(0, 1 if len(heads) > _MANY else 2, 0, 0),
         header_style="dim",
     )
     for number, head in enumerate(heads):

@@ -86,6 +86,7 @@ class RunRecorder:
         self._told: dict[str, ErrorKind] = {}
         self._state: RunState | None = None
         self._part_at: float | None = None
+        self._state_at = 0.0
         self._has_ended = False
         now = clock()
         self._points, self._work = point_cadence(now), work_cadence(now)
@@ -104,7 +105,7 @@ class RunRecorder:
             self._note(Loaded(max(0.0, now - state.elapsed_s)))
         if self._part_at is None:
             self._part_at = now - (state.elapsed_s if self._state is None else INTERVAL_S)
-        self._state = state
+        self._state, self._state_at = state, now
         if self._points.is_due(now):
             self._tell_point(state, now)
         if self._work.is_due(now):
@@ -162,8 +163,11 @@ class RunRecorder:
 
     def _tell_work(self, state: RunState, now: float) -> None:
         if state.stages:
-            passed_s = now - (self._part_at or now)
-            self._note(Work(now, tuple(_stage_work(each, passed_s) for each in state.stages)))
+            passed_s = self._state_at - (self._part_at or self._state_at)
+            times = state.elapsed_s / passed_s if passed_s > 0 else 0.0  # shares of this plan alone
+            shares = state.whole_busy_share or (0.0,) * len(state.stages)
+            stages = zip(state.stages, shares, strict=False)
+            self._note(Work(now, tuple(_stage_work(each, times * share) for each, share in stages)))
 
 
 @contextmanager
@@ -244,7 +248,8 @@ def _start(session: SessionOf, plan: PlanSpec, now: float) -> Start:
     )
 
 
-def _stage_work(stats: StageStats, passed_s: float) -> StageWork:
+def _stage_work(stats: StageStats, busy_share: float) -> StageWork:
+    """What a stage has done; a stage that was started again counts from 0, but not its share."""
     seconds: list[tuple[float | None, bool]] = []
     phases: tuple[Phase, Phase] = ("prefill", "decode")
     for phase in phases:
@@ -257,7 +262,7 @@ def _stage_work(stats: StageStats, passed_s: float) -> StageWork:
     (prefill_s, prefill_full), (decode_s, decode_full) = seconds
     return StageWork(
         stats.busy_s,
-        min(1.0, stats.busy_s / passed_s) if passed_s > 0 else 0.0,
+        min(1.0, busy_share),
         prefill_s,
         prefill_full,
         decode_s,

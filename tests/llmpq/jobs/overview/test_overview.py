@@ -25,6 +25,8 @@ from llmpq.jobs.overview.sentences import (
     state_words,
     why_stopped,
 )
+from llmpq.serve.batches.job import BatchJob
+from llmpq.serve.batches.lines import LineAnswer
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     IDENTITY,
@@ -265,6 +267,18 @@ def test_the_folder_of_records_is_its_output(tmp_path: Path, source: Path) -> No
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
     for name in ("out.jsonl", "out.jsonl.job", "out.jsonl.job/", "link.jsonl"):
         assert look(Path(f"{tmp_path}/{name}")).output == tmp_path / "out.jsonl"
+
+
+def test_a_batch_of_the_server_is_listed_by_its_records(tmp_path: Path) -> None:
+    source = write_prompts(tmp_path / "batch.jsonl", *prompts(3))
+    (tmp_path / "batches").mkdir()
+    batch = BatchJob("batch_1", source, tmp_path / "batches" / "batch_1", QuickDisk())
+    (place,) = jobs_in(tmp_path)
+    assert (overview_of(place).state, overview_of(place).done) == ("running", 0)
+    batch.write(next(iter(batch.todo())), LineAnswer("{}", None))
+    batch.close()
+    job = overview_of(place)
+    assert (job.state, job.done, job.model) == ("stopped", 1, "batch_1")
 
 
 def test_jobs_below_a_folder(tmp_path: Path, source: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_page_is_whole_and_needs_nothing_else(tmp_path: Path) -> None:
     assert "<script" not in text
     assert "onerror=alert(1)>" not in text.replace("&gt;", "")
     links = [attributes.get(key) for _, attributes in page.elements for key in ("src", "href")]
-    assert {link for link in links if link} == {"#events"}
+    assert {link for link in links if link} == {"#content", "#events"}
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org)", text)
     assert page.text.count("alert('1')") >= 4  # shown as text: event, error, end, command
     pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)

@@ -82,6 +82,7 @@ def test_what_a_run_tells(plan: Plan, tmp_path: Path) -> None:
     assert work is not None
     assert work.stages[0].prefill_s == pytest.approx(0.15)  # of full ones: 0.6 s for 4
     assert work.stages[0].decode_s is None
+    assert work.stages[0].busy_share == pytest.approx(0.5)  # though it counts only 8 s of 40
     assert found.end is not None
     assert found.end.how == "done"
 
