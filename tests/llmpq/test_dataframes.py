@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy
 import pandas
 import pyarrow
 import pytest
@@ -100,7 +101,7 @@ def polars_frame(lazy: bool) -> Any:
     return frame.lazy() if lazy else frame
 
 
-@pytest.mark.parametrize("kind", ["pandas", "arrow", "reader", "stream", "polars", "lazy"])
+@pytest.mark.parametrize("kind", ["pandas", "arrow", "reader", "batch", "stream", "polars", "lazy"])
 def test_tables_are_rows(kind: str) -> None:
     """What is missing in a row is not set there; whole numbers stay whole beside missing ones."""
     table: Any
@@ -111,6 +112,7 @@ def test_tables_are_rows(kind: str) -> None:
     else:
         table = pyarrow.table(PROMPTS)
         table = table.to_reader() if kind == "reader" else table
+        table = table.to_batches()[0] if kind == "batch" else table
         table = OnlyStream(table) if kind == "stream" else table
     assert list(rows_of(table)) == [
         Row("a", text="one", sampling={"max_new_tokens": 5, "temperature": 0.5}),
@@ -135,6 +137,24 @@ def test_token_ids_of_a_table_are_prompts() -> None:
     for each in (table, table.to_pandas()):
         assert [row.token_ids for row in rows_of(each) if isinstance(row, Row)] == [(3, 4), (5,)]
         assert [row.custom_id for row in rows_of(each)] == ["row-0", "row-1"]
+
+
+@pytest.mark.parametrize("kind", ["pandas", "arrow", "array", "polars", "numpy"])
+def test_a_column_is_prompts(kind: str) -> None:
+    for prompts, expected in (
+        (["one", "two"], ["one", "two"]),
+        ([[3, 4], [5, 6]], [(3, 4), (5, 6)]),
+    ):
+        column: Any = pandas.Series(prompts)
+        if kind == "polars":
+            column = pytest.importorskip("polars").Series(prompts)
+        elif kind == "numpy":
+            column = numpy.array(prompts)
+        elif kind != "pandas":
+            column = pyarrow.array(prompts)
+            column = pyarrow.chunked_array([column]) if kind == "arrow" else column
+        rows = [row for row in rows_of(column) if isinstance(row, Row)]
+        assert [row.text or row.token_ids for row in rows] == expected
 
 
 def test_a_table_that_cannot_be_rows_is_refused() -> None:

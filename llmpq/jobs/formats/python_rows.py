@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmpq.jobs.formats.tables_of_rows import Table, is_table, rows_of_table
+from llmpq.jobs.formats.tables_of_rows import (
+    Table,
+    is_column,
+    is_table,
+    prompts_of_column,
+    rows_of_table,
+)
 from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, RowInput, row_from_mapping
@@ -19,15 +25,17 @@ a JSONL line."""
 def rows_of(items: RowsInput) -> Iterator[Row | BadRow]:
     """Rows from Python as they are asked for; those without an id become `row-0` and so on.
 
-    An item is a string, a list of token ids, or a dictionary as in a JSONL line; tables are those
-    of pandas, polars and Arrow. Raises
-    `InputError` for a single string, whose characters nobody means as prompts, and where an id
-    comes twice or there are no rows: at once if `items` is a list, else when it is met.
+    An item is a string, a list of token ids, or a dictionary as in a JSONL line; tables, and single
+    columns, are those of pandas, polars and Arrow. Raises `InputError` for a single string, whose
+    characters nobody means as prompts, and where an id comes twice or there are no rows: at once if
+    `items` is a list, else when it is met.
     """
     if isinstance(items, str | bytes):
         raise InputError("rows is one string; pass a list of prompts")
     if is_table(items):
         return _from_items(rows_of_table(items), None)
+    if is_column(items):
+        return _from_items(prompts_of_column(items), None)
     assert isinstance(items, Iterable)
     if isinstance(items, Sequence):
         for _ in _from_items(items, None):

@@ -24,7 +24,22 @@ class Table(Protocol):
 
 def is_table(items: object) -> TypeGuard[Table]:
     """Whether `items` is a table rather than an iterable of rows."""
-    return isinstance(items, Table) or hasattr(items, "collect_schema")
+    is_batch = hasattr(items, "__arrow_c_array__") and hasattr(items, "schema")
+    known = isinstance(items, Table) or hasattr(items, "collect_schema") or is_batch
+    return known and not is_column(items)
+
+
+def is_column(items: object) -> bool:
+    """Whether `items` is one column of a table: a series of pandas or polars, an array of Arrow."""
+    is_array = hasattr(items, "__arrow_c_array__") or hasattr(items, "__arrow_c_stream__")
+    return (is_array and hasattr(items, "type")) or hasattr(items, "dtype")
+
+
+def prompts_of_column(column: Any) -> Iterator[Any]:
+    """The values of a column as Python has them."""
+    listed = getattr(column, "to_pylist", getattr(column, "to_list", None))
+    values = column if listed is None else listed()
+    return (value.tolist() if hasattr(value, "tolist") else value for value in values)
 
 
 def rows_of_table(table: Any) -> Iterator[Mapping[str, Any]]:
@@ -73,8 +88,11 @@ def _rows_of_arrow(table: Any) -> Iterator[dict[str, Any]]:
     require_pyarrow("Tables")
     import pyarrow as pa
 
-    if not hasattr(table, "to_batches"):
-        table = pa.RecordBatchReader.from_stream(table)
-    batches = table.to_batches() if hasattr(table, "to_batches") else table
+    if hasattr(table, "__arrow_c_array__"):  # one batch
+        batches = [table]
+    elif hasattr(table, "to_batches"):
+        batches = table.to_batches()
+    else:
+        batches = pa.RecordBatchReader.from_stream(table)
     for batch in batches:
         yield from batch.to_pylist()

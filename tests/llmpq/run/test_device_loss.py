@@ -67,6 +67,31 @@ def three(tiny: tuple[Path, Any], tmp_path: Path) -> Plan:
 
 
 @pytest.mark.rare  # `test_repair.py` loses pretend stages, `test_replan.py` plans for the rest
+def test_a_session_stays_with_what_is_left(
+    tiny: tuple[Path, Any], three: Plan, worker_environment: dict[str, str]
+) -> None:
+    """The call after the one that lost a device plans no more, and waits for nothing."""
+    rows = [list(prompt) for prompt in PROMPTS]
+    events: list[RecoveryEvent] = []
+    with (
+        Nodes(worker_environment) as nodes,
+        three.session(replace_s=1.0, on_event=events.append) as session,
+    ):
+        results = session.run(rows)
+        found = {next(results).custom_id}
+        nodes.remove("V100")
+        found |= {result.custom_id for result in results}
+        again = list(session.run(rows[:9]))
+        assert session.spec.origin is not None
+        assert session.spec.origin.lost == ("b/V100-SXM2-16GB:0",)
+    assert len(found) == COUNT
+    assert [event.kind for event in events].count("replanned") == 1
+    for result in again:
+        prompt = PROMPTS[int(result.custom_id.removeprefix("row-"))]
+        assert list(result.token_ids) == reference(tiny[1], prompt, NEW_TOKENS)
+
+
+@pytest.mark.rare  # `test_repair.py` loses pretend stages, `test_replan.py` plans for the rest
 def test_what_is_left_is_planned_for_and_goes_on_until_it_does_not_fit(
     tiny: tuple[Path, Any], three: Plan, worker_environment: dict[str, str]
 ) -> None:

@@ -147,6 +147,7 @@ def test_every_row_has_one_result(
     run.on_plan.append(plans.append)
     results = list(run.results(rows(), RunSize(ROWS, 8 * ROWS)))
     assert ids(results) == list(range(ROWS))
+    assert run._shared.plan is other, "a session would go on with it"
     assert sum(result.error is not None for result in results) == 7
     assert plans == [other]
     replayed = sum(len(result.token_ids) == 2 for result in results)
