@@ -201,7 +201,7 @@ def _parser() -> Parser:
         choices=ROUNDINGS,
         help="how weights are rounded for --bits; a plan has its own",
     )
-    add("--model", help="folder or hub id of the weights (the plan's own)")
+    add("--model", help="folder, GGUF file or hub id of the weights (the plan's own)")
     add(
         "--importance",
         metavar="FILE",

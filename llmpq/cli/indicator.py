@@ -230,7 +230,9 @@ def _parser() -> Parser:
 
 
 def _add_files(add: Callable[..., object]) -> None:
-    add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
+    add(
+        "--model", required=True, metavar="MODEL", help="folder, GGUF file or hub id of the weights"
+    )
     add(
         "--calibration",
         nargs="+",

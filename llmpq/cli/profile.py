@@ -159,7 +159,11 @@ def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[Fit
 def _parser() -> Parser:
     parser = Parser(prog="llmpq-profile", description=__doc__)
     add, space = parser.option, DesignSpace()
-    add("--model", required=True, help="folder, config.json, built-in name (opt-30b) or hub id")
+    add(
+        "--model",
+        required=True,
+        help="folder, GGUF file, config.json, built-in name (opt-30b) or hub id",
+    )
     add("-o", "--output", dest="output", required=True, metavar="FILE",
         help="CSV of layer times to write, with one of loading and one of links beside it; what "
         "the files have already is not measured again")  # fmt: skip

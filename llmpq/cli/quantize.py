@@ -111,7 +111,7 @@ def _parser() -> Parser:
     add("--strat_file_name", "--plan", metavar="FILE", help="plan of llmpq-algo, whose bits to use")
     add("--bits", nargs="+", type=int, choices=(3, 4, 8, 16), metavar="BITS",
         help="without a plan: 3, 4, 8 or 16 for all layers, or one for each")  # fmt: skip
-    add("--model", help="folder or hub id of the weights (the plan's own)")
+    add("--model", help="folder, GGUF file or hub id of the weights (the plan's own)")
     add(
         "--calibration",
         nargs="+",

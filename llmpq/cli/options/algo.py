@@ -77,7 +77,7 @@ def algo_parser(description: str | None) -> Parser:
     """The parser of all options of the command."""
     parser = Parser(prog="llmpq-algo", description=description)
     add = parser.option
-    add("--model", help="folder, config.json, built-in name (opt-30b) or hub id")
+    add("--model", help="folder, GGUF file, config.json, built-in name (opt-30b) or hub id")
     add("--model-name", help="family, as in the paper: opt, bloom")
     add("--model_size", help="size, as in the paper: 30b")
     add("--cluster", help="cluster YAML; without one the GPUs of this machine or of Ray are used")

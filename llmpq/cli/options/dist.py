@@ -99,7 +99,7 @@ def _add_files(parser: Parser) -> None:
 
 def _add_stages(parser: Parser) -> None:
     add = parser.option
-    add("--model", help="folder or hub id of the weights (the plan's own)")
+    add("--model", help="folder, GGUF file or hub id of the weights (the plan's own)")
     add("--cluster", help="cluster YAML that the plan must have been made for")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
     add(

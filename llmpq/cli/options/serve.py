@@ -78,7 +78,7 @@ def _add_batches(parser: Parser) -> None:
 def _add_stages(parser: Parser) -> None:
     """Weights, cache and links of the stages, and what runs on them at once."""
     add = parser.option
-    add("--model", help="folder or hub id of the weights (the plan's own)")
+    add("--model", help="folder, GGUF file or hub id of the weights (the plan's own)")
     add("--address", help="Ray cluster to join, auto for the one on this machine (a local one)")
     add("--cache_dir", metavar="DIR", help="folder of packed layers for the next start")
     add("--cache_limit_gib", type=float, help="most GiB in that folder")
