@@ -25,7 +25,10 @@ _CLUSTER, _QUESTIONS, _PLAN, _ANSWERS = (
     "plan.json",
     "answers.jsonl",
 )
-_NEW_TOKENS = 64
+_PAGE, _SERVED = "plan.html", "serve.json"
+_LIMITS = ("--n", "64", "--bits", "4", "8", "16")
+_SERVED_LIMITS = ("--s", "128", "--n", "96", "--global_bz", "4", "--bits", "4", "8", "16")
+"""Prompts of 128 tokens and answers of 96, four at a time: the demo's cluster has room for them."""
 
 
 PROG = "llmpq demo"
@@ -58,7 +61,7 @@ def _demo(options: argparse.Namespace) -> int:
     cluster, questions = str(folder / _CLUSTER), str(folder / _QUESTIONS)
     plan, answers = str(folder / _PLAN), str(folder / _ANSWERS)
     planning = ["--model", DEMO, "--cluster", cluster, "--input", questions]
-    planning += ["--n", str(_NEW_TOKENS), "--bits", "4", "8", "16", "-o", plan]
+    planning += [*_LIMITS, "-o", plan]
     running = ["--plan", plan, "--input", questions, "--output", answers, "--overwrite"]
     _show_command("plan", planning)
     code = algo.main(planning, prog="llmpq plan")
@@ -73,7 +76,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _copy_files(folder: Path) -> None:
-    """Copy the cluster and the questions, for the user to see and to change."""
+    """Copy the cluster and the questions to where commands name them."""
     source = files("llmpq").joinpath("demo")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,15 +111,19 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _show_what_next(folder: Path) -> None:
+    named = {
+        name: shlex.quote(str(folder / name)) for name in (_CLUSTER, _QUESTIONS, _PAGE, _SERVED)
+    }
     written = ", ".join(str(folder / name) for name in (_CLUSTER, _QUESTIONS, _PLAN, _ANSWERS))
-    quoted = {name: shlex.quote(str(folder / name)) for name in (_CLUSTER, _QUESTIONS, _PLAN)}
-    page = shlex.quote(str(folder / "plan.html"))
+    planning = f"llmpq plan --model {DEMO} --cluster {named[_CLUSTER]}"
     lines = (
         f"\nWritten: {written}",
-        "Go on with:",
-        f"  llmpq plan --model {DEMO} --cluster {quoted[_CLUSTER]} --input {quoted[_QUESTIONS]} "
-        f"--n {_NEW_TOKENS} --report {page}    # why each layer has its bits",
-        f"  llmpq serve --plan {quoted[_PLAN]}    # chat by OpenAI's HTTP interface",
+        "Why each layer has its bits, as a page:",
+        f"  {planning} --input {named[_QUESTIONS]} {shlex.join(_LIMITS)} --report {named[_PAGE]}",
+        "Chat by OpenAI's HTTP interface:",
+        f"  {planning} {shlex.join(_SERVED_LIMITS)} -o {named[_SERVED]}",
+        f"  llmpq serve --plan {named[_SERVED]}",
+        "Your own model and prompts:",
         "  llmpq plan --model MODEL.gguf --cluster YOURS.yaml --input YOURS.jsonl -o plan.json",
     )
     console().print(Text("\n".join(lines)), soft_wrap=True)

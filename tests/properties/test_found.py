@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from llmpq.rows.row import BadRow, row_from_line
-from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from tests.properties.mutation import nested
 from tests.properties.parsers import parsers

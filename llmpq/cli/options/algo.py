@@ -115,7 +115,11 @@ def algo_parser(prog: str | None = PROG) -> Parser:
 
 def _add_model(group: OptionGroup) -> None:
     add = group.option
-    add("--model", metavar="MODEL", help="folder, config.json, built-in name (opt-30b) or hub id")
+    add(
+        "--model",
+        metavar="MODEL",
+        help="folder, GGUF file, config.json, built-in name (opt-30b) or hub id",
+    )
     add("--model_name", metavar="NAME", help="family, as in the paper: opt, bloom")
     add("--model_size", metavar="SIZE", help="size, as in the paper: 30b")
 

@@ -151,7 +151,9 @@ def _add_stages(group: OptionGroup) -> None:
         help="Ray cluster to join, auto for the one on this machine (default: a local one)",
     )
     add(
-        "--model", metavar="MODEL", help="folder or hub id of the weights (default: the plan's own)"
+        "--model",
+        metavar="MODEL",
+        help="folder, GGUF file or hub id of the weights (default: the plan's own)",
     )
     add("--cluster", metavar="FILE", help="cluster YAML that the plan must have been made for")
     add(

@@ -50,7 +50,9 @@ def _add_subjects(group: OptionGroup) -> None:
         help="bitwidths, by this machine's kernels: 16 8 4, or one for each layer 3,4,4,8",
     )
     add(
-        "--model", metavar="MODEL", help="folder or hub id of the weights (default: the plan's own)"
+        "--model",
+        metavar="MODEL",
+        help="folder, GGUF file or hub id of the weights (default: the plan's own)",
     )
 
 

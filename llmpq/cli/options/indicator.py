@@ -74,7 +74,9 @@ def indicator_parser(prog: str | None = PROG) -> Parser:
 
 def _add_texts(group: OptionGroup, default: IndicatorOptions) -> None:
     add = group.option
-    add("--model", required=True, metavar="MODEL", help="folder or hub id of the weights")
+    add(
+        "--model", required=True, metavar="MODEL", help="folder, GGUF file or hub id of the weights"
+    )
     add(
         "--calibration",
         nargs="+",

@@ -47,7 +47,7 @@ def _add_subject(group: OptionGroup) -> None:
         "--model",
         required=True,
         metavar="MODEL",
-        help="folder, config.json, built-in name (opt-30b) or hub id",
+        help="folder, GGUF file, config.json, built-in name (opt-30b) or hub id",
     )
     add("--cluster", metavar="FILE", help="cluster YAML: one Ray task for each kind of device")
     add(

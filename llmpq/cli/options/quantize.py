@@ -52,7 +52,9 @@ def _add_bits(group: OptionGroup) -> None:
         help="without a plan: one number for all layers, or one for each",
     )
     add(
-        "--model", metavar="MODEL", help="folder or hub id of the weights (default: the plan's own)"
+        "--model",
+        metavar="MODEL",
+        help="folder, GGUF file or hub id of the weights (default: the plan's own)",
     )
 
 

@@ -25,7 +25,8 @@ from llmpq.jobs.output.job_output import JobOutput
 from llmpq.rows.results import Result
 from planner.simulation.trace import write_text
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
-from quant.checkpoint.reader import INDEX_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import INDEX_FILE
 from quant.common.errors import CheckpointError
 from quant.common.safe_text import printable
 from quant.common.whole_file import write_whole

@@ -23,7 +23,8 @@ from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.backends.table import KERNEL_RULES
 from quant.cache.folder import ShardCache
 from quant.cache.layer import comes_back, layer_key
-from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, loading, module_nbytes

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
-from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError, PlanMismatchError
 from quant.gptq.format import (
     GptqWeight,

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from quant.backends.selection import rule_for
 from quant.canonical import dequantize, quantize
-from quant.checkpoint.reader import SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import SINGLE_FILE
 from quant.common.errors import CheckpointError
 from quant.linear import LayerForm, QuantizedLinear
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, module_nbytes

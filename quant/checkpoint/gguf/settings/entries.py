@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class Entries:
     def number(self, key: str, default: float | None = None) -> float:
         """The number under `{architecture}.{key}`."""
         value = self._value(key, default)
-        if type(value) not in (int, float):
+        if type(value) not in (int, float) or not math.isfinite(value):
             raise self.refusal(self._full(key), value, "a number")
         return float(value)
 

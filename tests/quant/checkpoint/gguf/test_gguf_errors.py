@@ -77,6 +77,7 @@ def test_tensors_that_do_not_fit(
         ({"llama.feed_forward_length": [80] * 5}, ("llama.feed_forward_length is [80,",)),
         ({"llama.rope.dimension_count": 4}, ("4 rotated ones",)),
         ({"llama.rope.scaling.type": "longrope"}, ("longrope", "none, linear or yarn")),
+        ({"llama.rope.freq_base": float("nan")}, ("llama.rope.freq_base is nan",)),
         ({"llama.logit_scale": 0.5}, ("llama.logit_scale is 0.5",)),
         ({"tokenizer.ggml.eos_token_id": 7_000_000}, ("eos_token_id is 7000000",)),
         ({"tokenizer.ggml.model": "bert"}, ("tokenizer.ggml.model", "byte-level BPE")),
