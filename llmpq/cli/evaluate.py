@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import AUTO, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
@@ -75,7 +75,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         raise SpecError("name the model: --model FOLDER")
     model = getattr(options, "model", None)
     reference = model if model and not plans else checkpoint_reference(plans[0][1], model)
-    folder = resolve(reference)
+    with finding(reference):
+        folder = resolve(reference)
     for _, plan in plans:
         shape_for_plan(plan, folder)
     weighing = Weighing(folder, reference, settings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import (
     AUTO,
@@ -93,7 +93,8 @@ def _measure(options: argparse.Namespace) -> int:
             "job; --method random needs none"
         )
     importance = _importance_file(options, target) if chosen.needs_text else None
-    folder = resolve(options.model)
+    with finding(options.model):
+        folder = resolve(options.model)
     checked_shape(folder)
     Checkpoint(folder).check_files()
     calibration = read_documents(options.calibration)

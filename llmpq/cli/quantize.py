@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.cli.verbose import add_verbose
 from llmpq.quality.options import AUTO
 from llmpq.quality.text_windows import read_documents
@@ -94,12 +94,15 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
         plan = PlanSpec.load(options.strat_file_name)
-        folder = resolve(checkpoint_reference(plan, model))
+        reference = checkpoint_reference(plan, model)
+        with finding(reference):
+            folder = resolve(reference)
         shape_for_plan(plan, folder)
         return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)
     if model is None:
         raise SpecError("name the model: --model FOLDER")
-    folder = resolve(model)
+    with finding(model):
+        folder = resolve(model)
     layers = checked_shape(folder).layers
     given = tuple(options.bits)
     if len(given) not in (1, layers):
