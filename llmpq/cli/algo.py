@@ -41,7 +41,8 @@ def _plan(options: argparse.Namespace) -> int:
     if "write_cluster" in options:
         _write(Path(options.write_cluster), cluster.to_yaml())
     given = {name: getattr(options, name) for name in PLANNING if name in options}
-    workload = _workload(options, model)
+    with TaskProgress("measuring the prompts"):
+        workload = _workload(options, model)
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
     points: Sequence[FrontPoint] = ()

@@ -134,7 +134,8 @@ def _run_job(
     if tally is not None:
         _show_plan(options, plan)
         return _end_done(tally)
-    job = Job(source, output, identity, job_options)
+    with TaskProgress("reading the rows"):
+        job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
         run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
