@@ -28,6 +28,7 @@ from llmpq.cli.options.dist import (
 )
 from llmpq.cli.progress import TaskProgress
 from llmpq.cli.submit import known_job, split_options, submit
+from llmpq.cli.verbose import details
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
 from llmpq.jobs.output.output import Output, open_output
@@ -93,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
         except (StageLostError, HeadLostError) as error:
-            _say(_failed(str(error), output))
+            _say(f"{_failed(str(error), output)}{details(error)}")
             return EXIT_FAILED
 
 
