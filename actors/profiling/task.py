@@ -29,7 +29,7 @@ LEAST_ROUNDS = 9
 # when it has been timed for `_LONG_S`.
 _KNOWN = 0.01
 _LONG_S = 1.0
-_TELL_S = 2.0  # between two reports of a group of workloads, which may take minutes
+TELL_S = 2.0  # between two reports of a group of workloads, which may take minutes
 # Standard error of a median, in interquartile ranges over the root of the number of samples (normal
 # noise).
 _ERROR_OF_MEDIAN = 0.93
@@ -173,7 +173,7 @@ class _Profiler:
         self, layers: TimedLayers, bits: int, group: Sequence[LayerWorkload]
     ) -> Iterator[ProfileState]:
         """Pass every workload of `group` once a round, with reference work between two passes;
-        yields how far that is every `_TELL_S`.
+        yields how far that is every `TELL_S`.
         """
         ready: list[tuple[_Passes, PreparedWorkload]] = []
         for workload in group:
@@ -183,7 +183,7 @@ class _Profiler:
                 self._too_large += 1
         told_s = time.monotonic()
         for turn in range(self._task.rounds):
-            if time.monotonic() - told_s > _TELL_S:
+            if time.monotonic() - told_s > TELL_S:
                 told_s = time.monotonic()
                 known = [turn >= LEAST_ROUNDS and one.is_known(p.copies) for one, p in ready]
                 yield replace(self._state(), under_way=sum(known))

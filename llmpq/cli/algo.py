@@ -58,7 +58,8 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     if "write_cluster" in options:
         _write_cluster(options, model, cluster)
     given = {name: getattr(options, name) for name in PLANNING if name in options}
-    found = _workload(options, model)
+    with TaskProgress("measuring the prompts"):
+        found = _workload(options, model)
     workload = found.workload if isinstance(found, InputBatch) else found
     longest = found.longest if isinstance(found, InputBatch) else None
     is_job = not isinstance(workload, Workload)

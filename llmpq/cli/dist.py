@@ -29,6 +29,7 @@ from llmpq.cli.options.dist import (
 )
 from llmpq.cli.progress import TaskProgress
 from llmpq.cli.submit import known_job, split_options, submit
+from llmpq.cli.verbose import details
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
 from llmpq.jobs.output.options import JournalPlace
@@ -100,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
             )
             return EXIT_TERMINATED if signal.SIGTERM in seen else EXIT_INTERRUPTED
         except (StageLostError, HeadLostError) as error:
-            _say(_failed(options.prog, str(error), output))
+            _say(f"{_failed(options.prog, str(error), output)}{details(error)}")
             return EXIT_FAILED
 
 
@@ -143,7 +144,8 @@ def _run_job(
     if tally is not None:
         _show_plan(options, plan)
         return _end_done(tally)
-    job = Job(source, output, identity, job_options)
+    with TaskProgress("reading the rows"):
+        job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
         run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))

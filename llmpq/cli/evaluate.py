@@ -13,12 +13,9 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, console, run_command, tell_written
 from llmpq.cli.options.evaluate import PROG, evaluate_parser
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.model_check import checked_shape
-from llmpq.quality.options import (
-    EvaluationOptions,
-    checked_bitwidths,
-)
+from llmpq.quality.options import EvaluationOptions, checked_bitwidths
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
@@ -71,7 +68,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         raise SpecError("name the model: --model FOLDER")
     model = getattr(options, "model", None)
     reference = model if model and not plans else checkpoint_reference(plans[0][1], model)
-    folder = resolve(reference)
+    with finding(reference):
+        folder = resolve(reference)
     for _, plan in plans:
         shape_for_plan(plan, folder)
     shape = checked_shape(folder)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
 from llmpq.cli.options.indicator import PROG, indicator_parser
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import (
@@ -61,7 +61,8 @@ def _measure(options: argparse.Namespace) -> int:
             "job; --method random needs none"
         )
     importance = _importance_file(options, target) if chosen.needs_text else None
-    folder = resolve(options.model)
+    with finding(options.model):
+        folder = resolve(options.model)
     refuse_without_error(chosen, checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
     calibration = calibration_documents(options.calibration, options.input, folder)

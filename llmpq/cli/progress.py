@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Self
 
 from rich.console import Console
@@ -117,3 +118,12 @@ class TaskProgress:
             return "time to go: measuring"
         left_s = (self._clock() - self._began_s) * (self._total - self._done) / self._done
         return f"{about(left_s)} to go"
+
+
+@contextmanager
+def finding(model: object) -> Iterator[None]:
+    """Tell a log that a model is still being found, which may have to be downloaded; a terminal has
+    the bars of the hub's own library.
+    """
+    with nullcontext() if console(stderr=True).is_terminal else TaskProgress(f"finding {model}"):
+        yield

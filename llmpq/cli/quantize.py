@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, command_line, console, run_command
 from llmpq.cli.options.quantize import PROG, SEQUENCE_LENGTH, quantize_parser
-from llmpq.cli.progress import TaskProgress
+from llmpq.cli.progress import TaskProgress, finding
 from llmpq.model_check import checked_shape
 from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import check_compute, check_draw, check_lengths
@@ -91,12 +91,15 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
         plan = PlanSpec.load(options.strat_file_name)
-        folder = resolve(checkpoint_reference(plan, model))
+        reference = checkpoint_reference(plan, model)
+        with finding(reference):
+            folder = resolve(reference)
         _refuse_quantized(shape_for_plan(plan, folder), folder)
         return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)
     if model is None:
         raise SpecError("name the model: --model FOLDER")
-    folder = resolve(model)
+    with finding(model):
+        folder = resolve(model)
     shape = checked_shape(folder)
     _refuse_quantized(shape, folder)
     layers = shape.layers

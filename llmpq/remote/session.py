@@ -113,7 +113,7 @@ def _start(target: str) -> None:
     else:
         _check_joinable(target)
     warn_of_readers()
-    with caught_words() as words:
+    with caught_words(last_told=True) as words:
         try:
             with _on_loopback() if target == "local" else nullcontext():
                 level = logging.INFO if is_verbose() else logging.ERROR

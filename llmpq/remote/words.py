@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, BinaryIO
 
 LOGGER = "llmpq"
@@ -17,6 +18,11 @@ LOGGER = "llmpq"
 MOST_CHARACTERS = 20_000
 """Characters kept of the end: Ray repeats some of its lines every second."""
 
+
+_TELL = """read -r done && exit
+{ echo "llmpq: the process has ended while Ray was started; the same command may work"
+  echo "when the machine is less busy. Ray's last words:"; tail -n 3 "/proc/self/fd/$0"; } >&2"""
+"""Tells the last words in the file of descriptor `$0`, unless a line comes before the end."""
 
 _alone = threading.Lock()  # two that end in another order would leave the streams astray
 
@@ -45,11 +51,12 @@ class Words:
 
 
 @contextmanager
-def caught_words() -> Iterator[Words]:
+def caught_words(last_told: bool = False) -> Iterator[Words]:
     """Catch what this thread, C++ code and child processes write to the standard streams.
 
     Other threads write on, where Python has the streams as usual. Nothing is caught if words are to
     be shown, where the process has no such streams, or while another thread catches them.
+    `last_told`: the last of them are told where they come to no end, as the process is ended.
     """
     with ExitStack() as stack:
         file = None
@@ -60,9 +67,32 @@ def caught_words() -> Iterator[Words]:
         if file is not None:
             stack.enter_context(file)
             stack.callback(lambda: words.text)  # read before the file is closed
+            if last_told:
+                stack.enter_context(_last_words_told(file))
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
                 stack.enter_context(_redirected(name, descriptor, file))
         yield words
+
+
+@contextmanager
+def _last_words_told(file: BinaryIO) -> Iterator[None]:
+    """Have a child process tell the end of `file` where this one ends in the middle: C++ code of
+    Ray leaves the process at once where it cannot register, which nothing here could notice.
+    """
+    number = file.fileno()
+    command = ["sh", "-c", _TELL, str(number)]
+    try:
+        teller = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[number]
+        )
+    except OSError:  # no shell, or no room for a process
+        yield
+        return
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it was ended with Ray's processes
+            teller.communicate(b"done\n")
 
 
 def _unnamed_file() -> BinaryIO | None:

@@ -38,6 +38,8 @@ class RunProgress:
         self._plan = plan
         self._named: set[int] = set()
         self._done = self._tokens = 0
+        self._clock = clock
+        self._began_s = clock()
         self._times = LogTimes(clock)
         self._state: RunState | None = None
         self._loading: LoadingState | None = LoadingState(None, 0, 0)
@@ -73,16 +75,23 @@ class RunProgress:
 
     def count(self, result: Result) -> None:
         """Count one result."""
-        self._loading = None
+        self._generating()
         self._done += 1
         self._tokens += len(result.token_ids)
         self._log()
 
     def show(self, state: RunState) -> None:
         """Show the run's state; can be called from any thread."""
-        self._state, self._loading = state, None
+        self._state = state
+        self._generating()
         self._name_slow_stages(state)
         self._log()
+
+    def _generating(self) -> None:
+        """Note that stages are loaded, of whose work a log is told soon again."""
+        if self._loading is not None:
+            self._loading = None
+            self._times.begin()
 
     def show_loading(self, loading: LoadingState) -> None:
         """Show how far stages are with loading; can be called from any thread."""
@@ -121,11 +130,11 @@ class RunProgress:
             if self._console.is_terminal or not (self._times.is_due() or last):
                 return
         if self._loading is not None and not last:
-            self._print(f"{self._loading}, {duration(self._times.passed_s)}")
+            self._print(f"{self._loading}, {duration(self._clock() - self._began_s)}")
             return
         parts = [f"{self._done} of {self._total} prompts"]
         if self._state is None or last:
-            parts += [f"{self._tokens} tokens", f"{self._times.passed_s:.0f} s"]
+            parts += [f"{self._tokens} tokens", f"{self._clock() - self._began_s:.0f} s"]
         else:
             parts += state_lines(self._state)
         self._print(", ".join(parts))

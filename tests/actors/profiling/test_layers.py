@@ -89,7 +89,23 @@ def test_a_slow_moment_is_taken_out() -> None:
     assert passes.measured(2e-3).seconds == pytest.approx(4e-3)
 
 
-def test_a_task_measures_every_workload_or_says_what_is_left() -> None:
+def test_a_group_of_workloads_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are measured in turns, so that none is done long before the others."""
+    monkeypatch.setattr("actors.profiling.task.TELL_S", -1.0)
+    todo = {16: (LayerWorkload("prefill", 2, 8), DECODE)}
+    *within, done, last = measure(ProfileTask(TINY, "bfloat16", todo, threads=1, rounds=12))
+    assert len(within) == 12
+    assert all(state.measured == () and state.left == 2 for state in within)
+    told = [state.under_way for state in within]
+    assert told[:9] == [0] * 9
+    assert told == sorted(told)
+    assert (len(done.measured), done.under_way, last.left) == (2, 0, 0)
+
+
+def test_a_task_measures_every_workload_or_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.profiling.task.TELL_S", 1e9)
     todo = {bits: (DECODE, LayerWorkload("prefill", 1, 16)) for bits in (4, 16)}
     task = ProfileTask(TINY, "bfloat16", todo, threads=1, rounds=2)
     states = list(measure(task))

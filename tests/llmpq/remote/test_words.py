@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from actors.processes.ray_head import below_this
 from llmpq.remote.words import LOGGER, caught_words
 
 CAUGHT = """
@@ -98,3 +99,28 @@ def test_one_thread_catches_at_a_time(capfd: pytest.CaptureFixture[str]) -> None
     os.write(2, b"shown\n")
     assert (first.text, within.text) == ("hidden", "")
     assert capfd.readouterr().err == "shown\n"
+
+
+ENDED = """
+import os
+from llmpq.remote.words import caught_words
+
+with caught_words(last_told=True):
+    os.write(2, b"[E] Failed to register worker to Raylet: IOError\\n")
+    os._exit(1)
+"""
+
+
+def test_a_process_that_rays_code_ends_leaves_its_last_words() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("llmpq: the process has ended while Ray")
+    assert done.stderr.endswith("[E] Failed to register worker to Raylet: IOError\n")
+
+
+def test_no_child_stays() -> None:
+    before = set(below_this())
+    with caught_words(last_told=True):
+        assert len(set(below_this()) - before) == 1
+    assert not set(below_this()) - before

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import Request, Sampling
+from actors.messages import LayersLoaded, Request, Sampling
 from actors.stage_group import GroupOptions, StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload
+from llmpq.run.monitoring.loading import LoadingState
 from llmpq.run.monitoring.meter import RunMeter, RunState, generated
 from llmpq.run.monitoring.monitor import monitored
 from planner.plan.simulate import simulate_plan
@@ -162,3 +163,11 @@ def test_prometheus_gets_the_figures_of_every_stage(group: StageGroup, plan: Pla
         time.sleep(0.1)
         found = scraped(JOB)
     assert ("generated_tokens_total", "0", "decode", "") not in found, "not sampled there"
+
+
+def test_stages_tell_how_many_layers_they_have_loaded(group: StageGroup, plan: Plan) -> None:
+    told = group.observer.loading()
+    wanted = [LayersLoaded("weights", len(s.layers), len(s.layers)) for s in plan.spec.stages]
+    assert list(told) == wanted
+    state = LoadingState.of(told, sum(len(stage.layers) for stage in plan.spec.stages))
+    assert state.done == state.layers > 0
