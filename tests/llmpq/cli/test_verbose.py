@@ -13,7 +13,6 @@ from ray.exceptions import RaySystemError, RayTaskError
 
 from llmpq.cli import algo, convert, dist, evaluate, indicator, lengths, profile, quantize, serve
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, Parser, run_command
-from llmpq.cli.verbose import add_verbose
 from llmpq.remote.words import is_verbose
 from quant.common.errors import DeviceError
 
@@ -29,9 +28,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ask_for_all() -> None:
-    parser = Parser()
-    add_verbose(parser)
-    parser.parse_args(["--verbose"])
+    Parser().parse_args(["--verbose"])
 
 
 def test_a_fault_is_one_line_that_names_the_file_with_its_traceback(
