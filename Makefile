@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 DEMO := demo_output
 # Whole files to each of two processes, in the order of the tree: the long ones come before the many short ones.
 # The many processes that tests start compile our code once, also for who keeps Python from writing what it compiled.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	--durations 20 --durations-min 5
 
-.PHONY: install demo serve-demo test test-all check gpu clean
+.PHONY: install demo serve-demo test test-all check wheel gpu clean
 
 install: $(VENV)/.installed
 
@@ -44,10 +45,16 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# dist/llmpq-*.whl: all that a machine without this checkout needs.
+wheel: install
+	rm -rf build
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist
+
 # Measures on the GPU here, in 35 minutes at most; GPU_ARGS=--dry_run does it on the CPU (docs/gpu.md).
 gpu:
 	@test -n "$(PYTHON)" || { echo "llmpq needs Python 3.11 or newer; pass PYTHON=/path/to/python"; exit 2; }
 	$(PYTHON) -m benchmarks.gpu.launch --venv $(VENV) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(DEMO) .venv-gpu gpu_output build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(DEMO) .venv-gpu gpu_output build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -4,9 +4,9 @@ figures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -298,6 +298,10 @@ class PhaseWork:
     full_sizes: float = 0.0
     sampled: int = 0
 
+    def since(self, earlier: PhaseWork) -> PhaseWork:
+        """The work that was done after `earlier`."""
+        return PhaseWork(**_differences(self, earlier))
+
 
 @dataclass(frozen=True)
 class Supervision:
@@ -320,6 +324,10 @@ class Supervision:
         """Both together; what is parked at present is that of this one."""
         counts = {f.name: getattr(self, f.name) + getattr(earlier, f.name) for f in fields(self)}
         return Supervision(**counts | {"parked_now": self.parked_now})
+
+    def since(self, earlier: Supervision) -> Supervision:
+        """What was done after `earlier`; what is parked at present is that of this one."""
+        return Supervision(**_differences(self, earlier) | {"parked_now": self.parked_now})
 
     @property
     def preemptions(self) -> int:
@@ -347,6 +355,12 @@ class QueueDepth:
     micro_batches: int
     supervision: Supervision = NO_SUPERVISION
 
+    def since(self, earlier: QueueDepth | None) -> QueueDepth:
+        """The queue as it is, with the supervision after `earlier`."""
+        if earlier is None:
+            return self
+        return replace(self, supervision=self.supervision.since(earlier.supervision))
+
 
 @dataclass(frozen=True)
 class StageStats:
@@ -373,3 +387,25 @@ class StageStats:
     def sampled_tokens(self) -> int:
         """Tokens that its micro-batches gave."""
         return self.prefill.sampled + self.decode.sampled + self.mixed.sampled
+
+    def since(self, earlier: StageStats) -> StageStats:
+        """The work that was done after `earlier`, all of it where the stage began anew since."""
+        if self.micro_batches < earlier.micro_batches:
+            return self
+        queue = None if self.queue is None else self.queue.since(earlier.queue)
+        return replace(
+            self,
+            busy_s=max(0.0, self.busy_s - earlier.busy_s),
+            prefill_tokens=self.prefill_tokens - earlier.prefill_tokens,
+            decode_tokens=self.decode_tokens - earlier.decode_tokens,
+            micro_batches=self.micro_batches - earlier.micro_batches,
+            prefill=self.prefill.since(earlier.prefill),
+            decode=self.decode.since(earlier.decode),
+            mixed=self.mixed.since(earlier.mixed),
+            queue=queue,
+        )
+
+
+def _differences(now: PhaseWork | Supervision, earlier: PhaseWork | Supervision) -> dict[str, Any]:
+    """Each field of `now` less that of `earlier`."""
+    return {f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)}

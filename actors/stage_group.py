@@ -230,6 +230,13 @@ class StageGroup:
         """
         return () if self._generation is None else self._generation.halt()
 
+    def abandon(self) -> None:
+        """Give up what the last `generate` has in flight, which must not be asked on; the stages,
+        loaded as they are, are ready for another one. Raises what `generate` raises.
+        """
+        self._repair.restore(self._repair.stop_run({}))
+        self._generation = self._ledger = None
+
     def unfinished(self) -> tuple[Request, ...]:
         """Return the requests that the last `generate` took from its iterable and did not give out,
         with the tokens they have, for another group to go on with.

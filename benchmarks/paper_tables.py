@@ -38,7 +38,7 @@ from benchmarks.paper_report import (
 from benchmarks.profiles_2023 import profile_rows
 from planner.cluster.spec import ClusterSpec
 from planner.model.finding import model_shape
-from planner.optimiser.problem import Objective
+from planner.optimiser.names import Objective
 from planner.options import PlanOptions
 from planner.plan.spec import Baseline, PlanSpec
 from planner.profiles.rows import write_profiles

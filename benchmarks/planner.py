@@ -38,7 +38,8 @@ from benchmarks.published import PublishedOutcome, solve_published
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import ModelShape, model_shape
-from planner.optimiser.problem import AssignmentProblem, FloatArray, Objective
+from planner.optimiser.names import Objective
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 from planner.optimiser.solve import solve
 from planner.options import PlanOptions
 from planner.plan.builder import Solution

@@ -8,34 +8,81 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from actors.messages import Sampling
     from llmpq.cluster import Cluster
+    from llmpq.errors import (
+        BoundNotMetError,
+        CheckpointError,
+        DeviceError,
+        DeviceLostError,
+        DoesNotFitError,
+        HeadLostError,
+        InfeasibleError,
+        InputError,
+        LlmpqError,
+        PlanMismatchError,
+        SpecError,
+        StageLostError,
+    )
     from llmpq.plan import Plan
     from llmpq.rows.results import Result
+    from llmpq.run.results import Results
+    from llmpq.run.session import Session
+    from llmpq.run.summary import RunSummary
     from llmpq.workload.input_job import InputJob, job_of_input
     from planner.workload import Job, Workload
-    from quant.common.errors import LlmpqError
 
 __all__ = [
+    "BoundNotMetError",
+    "CheckpointError",
     "Cluster",
+    "DeviceError",
+    "DeviceLostError",
+    "DoesNotFitError",
+    "HeadLostError",
+    "InfeasibleError",
+    "InputError",
     "InputJob",
     "Job",
     "LlmpqError",
     "Plan",
+    "PlanMismatchError",
     "Result",
+    "Results",
+    "RunSummary",
     "Sampling",
+    "Session",
+    "SpecError",
+    "StageLostError",
     "Workload",
     "job_of_input",
 ]
 
+_ERRORS = (
+    "BoundNotMetError",
+    "CheckpointError",
+    "DeviceError",
+    "DeviceLostError",
+    "DoesNotFitError",
+    "HeadLostError",
+    "InfeasibleError",
+    "InputError",
+    "LlmpqError",
+    "PlanMismatchError",
+    "SpecError",
+    "StageLostError",
+)
 _MODULES = {
     "Cluster": "llmpq.cluster",
     "InputJob": "llmpq.workload.input_job",
     "Job": "planner.workload",
-    "LlmpqError": "quant.common.errors",
     "Plan": "llmpq.plan",
     "Result": "llmpq.rows.results",
+    "Results": "llmpq.run.results",
+    "RunSummary": "llmpq.run.summary",
     "Sampling": "actors.messages",
+    "Session": "llmpq.run.session",
     "Workload": "planner.workload",
     "job_of_input": "llmpq.workload.input_job",
+    **dict.fromkeys(_ERRORS, "llmpq.errors"),
 }
 """Where each name is from. It is imported when it is used first, so that `llmpq --help` does not
 wait for the planner."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
 from llmpq.workload.input_job import InputJob, LongRows
@@ -18,6 +21,9 @@ from planner.search.search import find_priced_plan
 from planner.search.tradeoffs.front import FrontPoint, trace_front
 from planner.workload import Job, Workload
 from quant.common.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 class Cluster:
@@ -50,12 +56,26 @@ class Cluster:
 
         return cls(_warned(detect_cluster(address)))
 
+    def __repr__(self) -> str:
+        counts = Counter(device.accelerator.name for device in self.spec.devices)
+        named = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        return f"<Cluster {self.spec.name}: {named}>"
+
+    def _repr_html_(self) -> str:
+        from llmpq.notebook import cluster_html
+
+        return cluster_html(self.spec)
+
     def to_yaml(self) -> str:
         """The cluster as the text of a cluster file."""
         return self.spec.to_yaml()
 
+    @lists_options(PlanKeywords, PlanOptions)
     def plan(
-        self, model: str | Path, workload: Workload | Job | InputJob, **options: object
+        self,
+        model: str | Path,
+        workload: Workload | Job | InputJob,
+        **options: Unpack[PlanKeywords],
     ) -> Plan:
         """The best plan for `model` (folder, config.json, built-in name or hub id) and `workload`:
         one batch, a job of many prompts, or that of files (`job_of_input`).
@@ -85,12 +105,13 @@ class Cluster:
                 f"planned: {error}; or take them out of the input"
             ) from error
 
+    @lists_options(PlanKeywords, PlanOptions)
     def pareto(
         self,
         model: str | Path,
         workload: Workload | Job | InputJob,
         most_points: int = 12,
-        **options: object,
+        **options: Unpack[PlanKeywords],
     ) -> tuple[FrontPoint, ...]:
         """The front of latency against quality, fastest first; options and errors as in `plan`.
 

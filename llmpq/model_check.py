@@ -12,19 +12,19 @@ from pathlib import Path
 from actors.stage.generation_config import eos_token_ids
 from planner.model.finding import ModelShape, model_shape
 from planner.model.weight_check import check_weights
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import local_model
 from quant.common.errors import SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:
-    """The shape of `model` (folder, config.json, built-in name or hub id), once all files of a
-    folder are known to fit together.
+    """The shape of `model` (folder, GGUF file, config.json, built-in name or hub id), once its
+    files are known to fit together where they are here.
 
     Raises `SpecError` and `CheckpointError` naming file, entry, value and remedy; warns of weights
     that no part of the model takes.
     """
     shape = model_shape(model)
-    folder = local_path(model, "give a name, a folder or a hub id", SpecError)
+    folder = local_model(model, "give a name, a folder or a hub id", SpecError)
     if folder is not None and folder.is_dir():
         eos_token_ids(folder, None, shape.vocab_size)
         untaken = check_weights(folder, shape)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.recovery.policy import OnEvent
-from llmpq.jobs.formats.python_rows import rows_of
+from llmpq.jobs.formats.python_rows import RowsInput, rows_of
+from llmpq.keywords import EvaluationKeywords, RunKeywords, lists_options
+from llmpq.notebook.views import bits_text, plan_html
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.quality.options import AUTO, KEPT_OPTIONS, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import Document
-from llmpq.report import write_report
-from llmpq.rows.row import BadRow, Row, RowInput
+from llmpq.report import making, write_report
+from llmpq.report.formatting import per_second, seconds
+from llmpq.report.job_answers import what_is_planned
+from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions
 from llmpq.run.results import Results
+from llmpq.run.session import Session
 from planner.costs.model import CostModel
 from planner.explanation.explain import Explanation, StageLimits, explain, stage_limits
 from planner.explanation.planned_assignment import planned_assignment
@@ -28,9 +33,16 @@ from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
 from planner.search.tradeoffs.front import FrontPoint
 from planner.simulation.gantt import write_gantt
+from planner.simulation.simulation import Simulated
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
 from quant.common.errors import LlmpqError
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+SHOWN_STAGES = 4
+"""Stages that are named where a plan is shown in a few lines."""
 
 
 class Plan:
@@ -49,6 +61,25 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file; raises `SpecError` naming file and field."""
         return cls(PlanSpec.load(path), source=str(path))
+
+    def __repr__(self) -> str:
+        spec, predicted = self.spec, self.predicted
+        shown = self.stages[:SHOWN_STAGES]
+        stages = ", ".join(f"{bits_text(stage)} bit on {stage.device}" for stage in shown)
+        if len(self.stages) > len(shown):
+            stages += f", and {len(self.stages) - len(shown)} more stages"
+        return (
+            f"<Plan of {spec.model.name} on {spec.cluster}: {what_is_planned(spec)};\n"
+            f" predicted {seconds(predicted.latency_s)}, "
+            f"{per_second(predicted.tokens_per_s)} tokens/s;\n {stages}>"
+        )
+
+    def _repr_html_(self) -> str:
+        try:
+            simulated: Simulated | str = planned_assignment(self.spec, self.costs).simulate()
+        except LlmpqError as error:
+            simulated = str(error)
+        return plan_html(self.spec, simulated)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -71,19 +102,25 @@ class Plan:
         """Why the plan is as it is, and the answers to what `options` ask. Raises as `costs`."""
         return explain(self.spec, self.costs, options)
 
-    def report(self, path: str | Path, front: Sequence[FrontPoint] = ()) -> None:
+    def report(
+        self,
+        path: str | Path,
+        front: Sequence[FrontPoint] = (),
+        command: Sequence[str] = (),
+    ) -> None:
         """Write the plan and its explanation as one HTML page.
 
         Where the costs of a loaded plan cannot be computed again, the page has no reasons and says
-        why. `front`: what `Cluster.pareto` gave, to be drawn too. Raises `InputError` where it
-        cannot be written.
+        why. `front`: what `Cluster.pareto` gave, to be drawn too. `command`: what made the plan, to
+        be shown; by default one that makes it again. Raises `InputError` where it cannot be
+        written.
         """
         reasons: Explanation | LlmpqError
         try:
             reasons = self.explanation
         except LlmpqError as error:
             reasons = error
-        write_report(path, self.spec, reasons, front)
+        write_report(path, self.spec, reasons, front, making(self.spec, command))
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
@@ -133,23 +170,24 @@ class Plan:
         """The solver's record of finding the plan."""
         return self.spec.solver
 
+    @lists_options(RunKeywords, RunOptions)
     def run(
         self,
-        rows: Iterable[RowInput],
+        rows: RowsInput,
         sampling: SamplingInput = None,
         *,
         on_event: OnEvent | None = None,
-        **options: object,
+        **options: Unpack[RunKeywords],
     ) -> Results:
         """Generate for every row; yields results in the order they finish.
 
         `rows`: strings, lists of token ids, or dictionaries as in a JSONL line, from any iterable,
-        which is read as slots become free. What is returned can be iterated, with `async for` too;
-        as a context manager it frees the actors however it is left. `sampling` and the other
-        `options` are the fields of `llmpq.run.options.RunOptions` (`model`, `address`, `trace`,
-        `on_device_loss`, …), which have the names of `llmpq-dist`'s; its `temperature`, `top_p`
-        and so on can be given in place of `sampling`. `on_event` is called with every fault. The
-        results' `sampling` is what holds for rows without their own.
+        which is read as slots become free; or a table of pandas, polars or Arrow. What is returned
+        can be iterated, with `async for` too; as a context manager it frees the actors however it
+        is left. `sampling` and the other `options` are the fields of
+        `llmpq.run.options.RunOptions`, which have the names of `llmpq run`'s; its `temperature`,
+        `top_p` and so on can be given in place of `sampling`. `on_event` is called with every
+        fault. The results' `sampling` is what holds for rows without their own.
 
         Before anything is started, raises what `llmpq.errors` lists under `LlmpqError`; while it
         runs, `StageLostError` and `HeadLostError` of the same module.
@@ -157,13 +195,34 @@ class Plan:
         chosen = RunOptions.of({"sampling": sampling, **options})
         return self._results(rows_of(rows), chosen, on_event)
 
+    @lists_options(RunKeywords, RunOptions)
+    def session(
+        self,
+        sampling: SamplingInput = None,
+        *,
+        on_event: OnEvent | None = None,
+        **options: Unpack[RunKeywords],
+    ) -> Session:
+        """Ray, the loaded stages and the tokenizer, kept for any number of runs.
+
+            with plan.session() as session:
+                for result in session.run(["Once upon a time"], temperature=0.7):
+                    print(result.text)
+
+        Takes the options of `run`; `Session.run` takes rows, and other sampling for them. Raises
+        what `run` raises.
+        """
+        chosen = with_calibrated(self.spec, RunOptions.of({"sampling": sampling, **options}))
+        return Session(self.spec, chosen, self._source, on_event)
+
+    @lists_options(RunKeywords, RunOptions)
     def run_dataset(
         self,
         dataset: Any,
         sampling: SamplingInput = None,
         *,
         on_event: OnEvent | None = None,
-        **options: object,
+        **options: Unpack[RunKeywords],
     ) -> Any:
         """Generate for every row of a `ray.data.Dataset`; returns the results as another one.
 
@@ -182,10 +241,12 @@ class Plan:
         self, rows: Iterable[Row | BadRow], options: RunOptions, on_event: OnEvent | None
     ) -> Results:
         from llmpq.run.run import Run
+        from llmpq.run.shared.resources import RunResources
 
         chosen = with_calibrated(self.spec, options)
-        return Results(Run(self.spec, chosen, self._source, on_event=on_event), rows)
+        return Results(Run(RunResources(self.spec, chosen, self._source), on_event=on_event), rows)
 
+    @lists_options(EvaluationKeywords, EvaluationOptions)
     def evaluate(
         self,
         text: Document | Iterable[Document],
@@ -194,7 +255,7 @@ class Plan:
         max_tokens: int | None = None,
         device: str = AUTO,
         dtype: str = AUTO,
-        **kept: str | Path | None,
+        **kept: Unpack[EvaluationKeywords],
     ) -> Perplexity:
         """Perplexity of the planned model on `text`: a string, its token ids, or several of either.
 

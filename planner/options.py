@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.optimiser.problem import Objective
-from planner.optimiser.solve import METHODS
-from planner.optimiser.solve_options import DEFAULT_SOLVER
+from planner.optimiser.names import (
+    BASELINE_METHODS,
+    DEFAULT_SOLVER,
+    METHOD_NAMES,
+    SOLVER_METHODS,
+    Objective,
+)
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.scheduling import (
     POLICY_NAMES,
@@ -38,12 +42,13 @@ AUTO = "auto"
 KV_CHOICES = (*KV_BITWIDTHS, AUTO)
 PROFILE_USES = ("fit", "measured")
 BOUNDS = ("max_omega", "max_latency_s", "max_ppl_delta")
+JOB_GAP = 1e-3
+"""Relative gap to which plans of a job are told apart, unless more is allowed: ten times that of
+one batch, since so many more are compared, and a tenth of what the job's model leaves out."""
+
 MEMORY_MARGIN = 0.02
 """Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
 0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
-
-BASELINE_METHODS = tuple(name for name, method in METHODS.items() if method.is_baseline)
-SOLVER_METHODS = tuple(name for name, method in METHODS.items() if method.takes_solver)
 
 PLAN_RULES = (
     Rule(
@@ -70,7 +75,7 @@ PLAN_RULES = (
         f"only methods {' and '.join(SOLVER_METHODS)} solve an integer programme; use one of "
         "these, or leave it out",
         beside="method",
-        values=tuple(name for name in METHODS if name not in SOLVER_METHODS),
+        values=tuple(name for name in METHOD_NAMES if name not in SOLVER_METHODS),
     ),
     Rule(
         ("group", "all_orders", "ilp_time_limit", "relative_gap"),

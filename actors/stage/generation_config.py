@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.model.config_check import check_end_tokens
 from planner.model.shape import MAX_SIZE
+from quant.checkpoint.gguf.index import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE
 from quant.common.errors import CheckpointError
 from quant.common.json_file import read_json_object
@@ -35,6 +36,8 @@ def eos_token_ids(folder: Path, otherwise: object, vocab_size: int = MAX_SIZE) -
     """
     found = read_generation_config(folder).get("eos_token_id")
     if found is None:
-        return check_end_tokens(otherwise, vocab_size, f"{folder / CONFIG_FILE}", CheckpointError)
-    place = f"{folder / GENERATION_CONFIG_FILE}"
+        return check_end_tokens(
+            otherwise, vocab_size, settings_place(folder, CONFIG_FILE), CheckpointError
+        )
+    place = settings_place(folder, GENERATION_CONFIG_FILE)
     return check_end_tokens(found, vocab_size, place, CheckpointError)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from actors.stage.partial_model import empty_model
 from planner.model.untied_head import has_own_head
+from quant.checkpoint.gguf.index import settings_place
 from quant.checkpoint.gptq_config import CONFIG_FILE, CONFIG_KEY
 from quant.common.errors import CheckpointError
 from quant.common.library_errors import library_reason
@@ -21,7 +22,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     Embedding and LM head are tied only where the weights do not differ (`has_own_head`).
     """
-    with _named(folder / CONFIG_FILE):
+    with _named(settings_place(folder, CONFIG_FILE)):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "tie_word_embeddings", False) and has_own_head(folder, config.model_type):
         config.tie_word_embeddings = False
@@ -50,12 +51,12 @@ def check_transformers_builds(folder: Path) -> None:
     Raises `CheckpointError` where transformers cannot.
     """
     config = read_config(folder)
-    with _named(folder / CONFIG_FILE):
+    with _named(settings_place(folder, CONFIG_FILE)):
         empty_model(with_layers(config, 1))
 
 
 @contextmanager
-def _named(file: Path | str) -> Iterator[None]:
+def _named(file: str) -> Iterator[None]:
     try:
         yield
     # Transformers raises anything at values that it did not foresee: errors of its own checks, of

@@ -35,6 +35,7 @@ from llmpq.remote.session import ray_session
 from llmpq.rows.row import Row
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 
 MODEL = Path("examples/demo_model")
 PROMPTS = Path("examples/demo_prompts.jsonl")
@@ -113,16 +114,14 @@ def planned(folder: Path) -> Plan:
 def finished(plan: Plan, rows: Sequence[Row], contestant: Contestant) -> dict[str, int]:
     """Run `rows`; returns the tokens of their answers, and notes the speed."""
     told: list[str] = []
-    job = Run(
-        plan.spec,
-        RunOptions(
-            sampling={"temperature": TEMPERATURE, "stop": STOP, "seed": 0},
-            policy=contestant.policy,
-            max_batch_size=MOST_BATCH,
-            predictor=contestant.predictor,
-        ),
-        on_event=lambda event: told.append(event.text),
+    options = RunOptions(
+        sampling={"temperature": TEMPERATURE, "stop": STOP, "seed": 0},
+        policy=contestant.policy,
+        max_batch_size=MOST_BATCH,
+        predictor=contestant.predictor,
     )
+    shared = RunResources(plan.spec, options)
+    job = Run(shared, on_event=lambda event: told.append(event.text))
     lengths = {}
     for result in job.results(rows):
         if result.error is not None:

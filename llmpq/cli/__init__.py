@@ -1,3 +1,1 @@
-"""Command lines: `llmpq-algo` plans, `llmpq-dist` runs, `llmpq-quantize` calibrates a checkpoint,
-`llmpq-indicator` measures sensitivities, `llmpq-eval` perplexity, `llmpq-convert` reads `.bin`.
-"""
+"""Command lines: `llmpq` and its subcommands, one file each; `llmpq.cli.main` has their table."""

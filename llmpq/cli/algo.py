@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.profile.tables import loading_note
 from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
-from llmpq.workload.batch import DEFAULT_WORKLOAD, workload_of_prompts
-from llmpq.workload.input_job import SEPARATE, InputJob, job_of_input, job_of_prompts
+from llmpq.workload.batch import workload_of_prompts
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
+from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
 from planner.cluster.spec import ClusterSpec
-from planner.options import BOUNDS
+from planner.options import BOUNDS, PlanOptions
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
@@ -45,13 +48,13 @@ def _plan(options: argparse.Namespace) -> int:
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
-        with tokenizer_checked(model):
+        with tokenizer_checked(model), _searching(given, "the front"):
             points = cluster.pareto(model, workload, **free)
         if options.pareto:
             write_front(options.pareto, points)
         if "report" not in options:
             return _show_front(options, points, not isinstance(workload, Workload))
-    with tokenizer_checked(model):
+    with tokenizer_checked(model), _searching(given, "a plan"):
         plan = cluster.plan(model, workload, **given)
     if "output" in options:
         plan.save(options.output)
@@ -71,6 +74,12 @@ def _plan(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _searching(given: Mapping[str, Any], what: str) -> TaskProgress:
+    """Show how long plans have been searched; of a front, nobody knows how many it will have."""
+    limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
+    return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
+
+
 def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool) -> int:
     """Print the front, of plans for a whole job or for one batch, as a table or as JSON."""
     if options.json:
@@ -82,7 +91,7 @@ def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_jo
 
 def _model(options: argparse.Namespace) -> str:
     if ("model" in options) == ("model_name" in options):
-        raise SpecError("name the model once: --model, or --model-name with --model_size")
+        raise SpecError("name the model once: --model, or --model_name with --model_size")
     if "model" in options:
         return str(options.model)
     size = f"-{options.model_size}" if "model_size" in options else ""

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from llmpq.cli.parser import EXIT_BAD_INPUT, Parser
+from llmpq.cli.verbose import details, fault_text, is_for_users, told_as_asked
 from quant.common.errors import HeadLostError, LlmpqError, StageLostError
 from quant.common.safe_text import printable
 
@@ -64,6 +65,8 @@ def _warnings_of(command: str) -> Iterator[None]:
         lineno: int,
         line: str | None = None,
     ) -> str:
+        if not is_for_users(category, filename):
+            return ""
         if category is not UserWarning:
             return usual(message, category, filename, lineno, line)
         return f"{command}: warning: {printable(str(message))}\n"
@@ -77,19 +80,28 @@ def _warnings_of(command: str) -> Iterator[None]:
 
 def run_command(name: str, command: Callable[[], int]) -> int:
     """Run `command` and return its exit code. An error that the user can mend becomes one message
-    and exit code 2; a lost stage or Ray one message and 1. Our warnings are one line each.
+    and exit code 2; a lost stage or Ray, and a fault of ours, one message and 1. Our warnings are
+    one line each. With `--verbose` tracebacks stand beside the messages.
     """
+    with told_as_asked():
+        return _run_told(name, command)
+
+
+def _run_told(name: str, command: Callable[[], int]) -> int:
     try:
         with _warnings_of(name):
             return command()
     except LlmpqError as error:
-        sys.stderr.write(f"{name}: error: {error}\n")
+        sys.stderr.write(f"{name}: error: {error}{details(error)}\n")
         return EXIT_BAD_INPUT
     except (StageLostError, HeadLostError) as error:
-        sys.stderr.write(f"{name}: failed: {printable(str(error))}\n")
+        sys.stderr.write(f"{name}: failed: {printable(str(error))}{details(error)}\n")
         return EXIT_FAILED
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted; what was finished is kept\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
+        return EXIT_FAILED
+    except Exception as error:  # whatever it is, users get one line
+        sys.stderr.write(f"{name}: {fault_text(error)}\n")
         return EXIT_FAILED

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.progress import TaskProgress
 
 PROG = "llmpq-convert"
 
@@ -31,7 +32,8 @@ def convert_parser(prog: str | None = PROG) -> Parser:
 def _convert(source: Path, target: Path) -> int:
     from quant.checkpoint.convert import convert
 
-    made = convert(source, target)
+    with TaskProgress("converting", "files") as progress:
+        made = convert(source, target, progress.report)
     sentence = (
         f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
         f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from llmpq.cli.options.dist import (
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.output.options import JournalPlace
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
@@ -36,9 +38,11 @@ from llmpq.quality.job_prompts import prompts_of_input
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
+from llmpq.run.monitoring.journal import RunRecorder, SessionOf, recorded
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
@@ -55,6 +59,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return run_command(prog, lambda: known_job(where))
     options = dist_parser(prog).parse(arguments)
     options.prog = prog
+    options.command = shlex.join([*prog.split(), *arguments])
     if where.address is not None:
         return run_command(prog, lambda: submit(where, command, _check(options)[0].spec))
     return run_command(prog, lambda: _run(options))
@@ -132,9 +137,11 @@ def _run_job(
     job = Job(source, output, identity, job_options)
     _show_plan(options, plan)
     if job.tally.left:
-        run = Run(plan.spec, chosen, plan_file, job=Path(options.output).stem)
+        run = Run(RunResources(plan.spec, chosen, plan_file, job=Path(options.output).stem))
         run.give_up = partial(_end_at_once, options.prog, output)
-        return _generate(run, job, job_options.stop_at_error, seen)
+        session = _session_of(output.journal, job.tally, options)
+        with recorded(run, session) as recorder:
+            return _generate(run, job, job_options.stop_at_error, seen, recorder)
     code = _end_done(job.tally)
     job.finish()
     return code
@@ -153,7 +160,18 @@ def _end_done(tally: Tally) -> int:
     return EXIT_ERROR_ROWS if tally.resumed_errors else EXIT_DONE
 
 
-def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
+def _session_of(
+    place: JournalPlace | None, tally: Tally, options: argparse.Namespace
+) -> SessionOf | None:
+    """The session that the journal is told of; None where nothing is kept."""
+    if place is None:
+        return None
+    counts = (tally.rows, tally.resumed, tally.resumed_errors)
+    names = (options.command, str(options.strat_file_name))
+    return SessionOf(place.path, *names, *counts, place.anew, place.after)
+
+
+def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: RunRecorder) -> int:
     """Generate what is left of `job`, and return the exit code."""
     tally = job.tally
     for note in (run.sampling.note, run.sampling.limit_note):
@@ -162,9 +180,10 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int]) -> int:
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
-    _write_all(run, job, progress, fail, seen)
+    _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
     if fail and first is not None:
+        recorder.end("stopped", f"at row {first.custom_id!r:.80}: {first.error}", run)
         _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
     job.finish()
@@ -190,7 +209,14 @@ def _check_cluster(plan: Plan, path: str) -> None:
         )
 
 
-def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequence[int]) -> None:
+def _write_all(
+    run: Run,
+    job: Job,
+    progress: RunProgress,
+    fail: bool,
+    seen: Sequence[int],
+    recorder: RunRecorder,
+) -> None:
     run.on_state.append(progress.show)
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
@@ -202,6 +228,7 @@ def _write_all(run: Run, job: Job, progress: RunProgress, fail: bool, seen: Sequ
                 return
             job.write(result)
             progress.count(result)
+            recorder.count(result)
             if seen:
                 raise KeyboardInterrupt
 

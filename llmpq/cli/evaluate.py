@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.layer_progress import layer_progress
 from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
 from llmpq.quality.options import AUTO, DEVICES, DTYPES, SEQUENCE_LENGTH, EvaluationOptions
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
@@ -99,8 +99,8 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     ]
     Checkpoint(folder).check_files()
     windows = windows_of(read_documents(options.text), folder, settings)
-    with layer_progress("layers") as report:
-        return evaluate(folder, windows, subjects, device, report)
+    with TaskProgress("evaluating") as progress:
+        return evaluate(folder, windows, subjects, device, progress.report)
 
 
 def _bitwidths(text: str) -> list[int]:

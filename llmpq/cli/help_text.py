@@ -11,6 +11,8 @@ MOST_COLUMNS = 100
 """Longer lines are read badly, however wide the terminal is."""
 
 _HELP_COLUMN = 26
+_GENERAL = ("help", "version", "verbose")
+"""Options of every command, which no usage line has to announce."""
 
 
 def _columns() -> int:
@@ -48,7 +50,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         needed = [each for each in actions if each.required and each.option_strings]
         places = [each for each in actions if not each.option_strings]
         words = [f"{each.option_strings[0]} {self._value(each)}" for each in needed]
-        more = ["[options]"] if len(needed) + len(places) < len(actions) else []
+        usual = {*_GENERAL, *(each.dest for each in (*needed, *places))}
+        more = ["[options]"] if any(each.dest not in usual for each in actions) else []
         return [*words, *(self._value(each) for each in places), *more]
 
     def _value(self, action: argparse.Action) -> str:

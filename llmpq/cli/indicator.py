@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.layer_progress import layer_progress
 from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
 from llmpq.quality.options import (
     AUTO,
     DEVICES,
@@ -111,8 +111,10 @@ def _measure(options: argparse.Namespace) -> int:
     if options.input:
         calibration += prompts_of_input(options.input, folder)
     held_out = read_documents(options.perplexity)
-    with layer_progress("layers") as report:
-        content = measure_omega(folder, calibration, chosen, report, importance_file=importance)
+    with TaskProgress("measuring sensitivity") as progress:
+        content = measure_omega(
+            folder, calibration, chosen, progress.report, importance_file=importance
+        )
     if importance is not None:
         named = os.path.relpath(importance.absolute(), target.absolute().parent)
         content = replace(content, provenance={**content.provenance, FILE_ENTRY: named})
@@ -126,8 +128,8 @@ def _measure(options: argparse.Namespace) -> int:
             chosen.dtype,
             importance,
         )
-        with layer_progress("perplexity, layers") as report:
-            content = measure_points(content, folder, held_out, settings, report)
+        with TaskProgress("measuring perplexity") as progress:
+            content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
     console().print(_table(content))
     _print_points(content)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from llmpq.cli.common import EXIT_DONE, console, run_command
 from llmpq.cli.options.lengths import PROG, lengths_parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
 from quant.common.errors import InputError
@@ -46,7 +47,8 @@ def _train(options: argparse.Namespace) -> int:
     )
     _quiet()
     rows, ids = _rows(options)
-    model, judgement = train(rows, chosen, ids)
+    with TaskProgress(f"training on {len(rows)} rows"):
+        model, judgement = train(rows, chosen, ids)
     save_predictor(target, model, judgement.confusion, options.overwrite)
     console().print(_table(judgement, f"{model.kind}, {model.trained_rows} rows learnt from"))
     console().print(_confusion(judgement, model.buckets))
@@ -78,7 +80,8 @@ def _evaluate(options: argparse.Namespace) -> int:
             "them: --model"
         )
     model = load_predictor(folder)
-    judgement = judge(model, rows)
+    with TaskProgress(f"judging by {len(rows)} rows"):
+        judgement = judge(model, rows)
     console().print(_table(judgement, f"{model.kind} in {folder}"))
     console().print(_confusion(judgement, model.buckets))
     _write_json(figures, judgement, model.buckets)

@@ -7,24 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from quant.common.safe_text import printable
+
+if TYPE_CHECKING:
+    from llmpq.cli.parser import Parser
 
 _BAD_INPUT = 2
 
 
 @dataclass(frozen=True)
 class Subcommand:
-    """A subcommand's `module`, with `main` and `parser`, its old name, and what it does."""
+    """A subcommand's `module`, what it does, and its old name.
+
+    The module `llmpq.cli.x` has the functions `main` and `x_parser`.
+    """
 
     module: str
     summary: str
     old_name: str | None = None
 
-    def run(self, arguments: Sequence[str], prog: str) -> int:
-        """Run it under the name `prog`, and return the exit code."""
+    def main(self, arguments: Sequence[str], prog: str) -> int:
+        """Run the command under the name `prog`, and return the exit code."""
         code: int = import_module(self.module).main(arguments, prog=prog)
         return code
+
+    def parser(self, prog: str) -> Parser:
+        """The parser of the command under the name `prog`."""
+        name = f"{self.module.rpartition('.')[2]}_parser"
+        made: Parser = getattr(import_module(self.module), name)(prog)
+        return made
 
 
 GROUPS: dict[str, dict[str, Subcommand]] = {
@@ -94,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found is None:
         sys.stderr.write(f"llmpq: error: {unknown(given[0])}\n")
         return _BAD_INPUT
-    return found.run(given[1:], f"llmpq {given[0]}")
+    return found.main(given[1:], f"llmpq {given[0]}")
 
 
 def help_text() -> str:
@@ -114,15 +127,15 @@ def _description() -> str:
     return llmpq.__doc__ or ""
 
 
-def unknown(name: str) -> str:
-    """What to tell about a subcommand that does not exist."""
-    known = {each.old_name.removeprefix("llmpq-"): new for new, each in SUBCOMMANDS.items()
-             if each.old_name}  # fmt: skip
-    near = get_close_matches(name, [*SUBCOMMANDS, *known], n=1)
-    what = "option" if name.startswith("-") else "command"
-    if near:
-        return f"unknown {what} {printable(name)!r}; nearest: {known.get(near[0], near[0])}"
-    return f"unknown {what} {printable(name)!r}; llmpq --help lists the commands"
+def unknown(word: str) -> str:
+    """What to tell about a word that is no subcommand; the old names lead to the new ones."""
+    new_names = {name: name for name in SUBCOMMANDS}
+    for name, each in SUBCOMMANDS.items():
+        new_names |= {old.removeprefix("llmpq-"): name for old in (each.old_name,) if old}
+    near = get_close_matches(word, new_names, n=1)
+    what = "option" if word.startswith("-") else "command"
+    remedy = f"nearest: {new_names[near[0]]}" if near else "llmpq --help lists the commands"
+    return printable(f"unknown {what} {word!r}; {remedy}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from llmpq.cli.help_text import HelpFormatter, wrapped
+from llmpq.cli.verbose import add_verbose
 from planner.option_rules import Rule, refuse_ignored
 from quant.common.errors import SpecError
 from quant.common.safe_text import printable
@@ -50,10 +51,10 @@ class Parser(argparse.ArgumentParser):
         self.examples, self.rules = tuple(examples), tuple(rules)
         title = "example" if len(examples) == 1 else "examples"
         shown = [f"{title}:", *(f"  {each}" for each in examples)] if examples else []
+        options.setdefault("epilog", "\n".join(shown) or None)
         super().__init__(
             prog,
             description=None if description is None else wrapped(description),
-            epilog="\n".join(shown) or None,
             allow_abbrev=False,
             formatter_class=HelpFormatter,
             **options,
@@ -63,6 +64,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument(
                 "--version", action=_Version, nargs=0, help="show the version of llmpq and exit"
             )
+            add_verbose(self)
 
     def group(self, title: str, description: str | None = None) -> OptionGroup:
         """A named group of options, which the help shows in the order of these calls."""
@@ -154,12 +156,8 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        choices = [str(choice) for choice in action.choices]
-        near = get_close_matches(str(value), choices, n=1)
-        known = f"nearest: {near[0]}; all: " if near else "choose from "
-        raise argparse.ArgumentError(
-            action, f"unknown value {value!r}; {known}{', '.join(choices)}"
-        )
+        choices = ", ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"unknown value {value!r}; choose from {choices}")
 
 
 class _Version(argparse.Action):
@@ -168,7 +166,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from llmpq.version import llmpq_version
 
-        parser.exit(0, f"{parser.prog} {llmpq_version()}\n")
+        sys.stdout.write(f"{parser.prog} {llmpq_version()}\n")
+        parser.exit()
 
 
 def _spelled(name: str, old: str, new: str) -> str:

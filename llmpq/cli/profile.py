@@ -49,7 +49,7 @@ Measure the times of a model's layers, of loading and of links, here or on a clu
 """
 _EXAMPLES = (
     "%(prog)s --model /models/opt-30b -o times.csv",
-    "%(prog)s --model opt-30b --cluster cluster.yaml --address auto -o times.csv",
+    "%(prog)s --model opt-30b --cluster us.yaml --address auto -o times.csv",
 )
 
 

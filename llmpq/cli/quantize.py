@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
-from llmpq.cli.layer_progress import layer_progress
 from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
 from llmpq.quality.options import AUTO, DEVICES, DTYPES
 from llmpq.quality.text_windows import read_documents
 from llmpq.tables import size_text
@@ -31,7 +31,7 @@ PROG = "llmpq-quantize"
 _DESCRIPTION = "Make a checkpoint with the bits of a plan, calibrated with GPTQ."
 _EXAMPLES = (
     "%(prog)s --plan plan.json --calibration text.txt -o /models/opt-30b-gptq",
-    "%(prog)s --model /models/opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
+    "%(prog)s --model opt-30b --bits 4 --calibration text.txt -o opt-30b-4bit",
 )
 
 
@@ -72,10 +72,10 @@ def _quantize(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
-    with layer_progress("layers") as report:
+    with TaskProgress("calibrating") as progress:
         token_ids = torch.from_numpy(calibration.token_ids)
         wanted = Quantization(bitwidths, token_ids, compute, settings)
-        made = quantize_checkpoint(folder, target, wanted, options.overwrite, report)
+        made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
     console().print(

@@ -22,11 +22,12 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.submit import submit_parser
 from llmpq.cli.parser import Parser
+from llmpq.cli.verbose import show_all
 from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote.ray_jobs import JobEnd, RayJobs
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InputError
 
 MAX_UPLOAD_BYTES = 100 * 2**20
@@ -69,6 +70,9 @@ def split_options(arguments: Sequence[str], prog: str) -> tuple[SubmitOptions, l
         getattr(known, "stop_job", None),
         prog,
     )
+    if "--verbose" in command and (options.follow or options.stop):
+        command.remove("--verbose")
+        show_all()
     if command and (options.follow or options.stop):
         parser.error(
             f"{command[0]} has no effect beside --follow_job or --stop_job: they start no job; "
@@ -230,12 +234,12 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _model(named: str | None, plan: PlanSpec) -> str | None:
-    """The job's `--model`: as given, or for a relative folder of this machine its absolute path;
+    """The job's `--model`: as given, or for a relative path on this machine its absolute one;
     None to take the plan's own.
     """
     reference = named or plan.stand_in or plan.model.source
     path = local_path(reference, "give a folder or a hub id")
-    if path is not None and not path.is_absolute() and path.is_dir():
+    if path is not None and not path.is_absolute() and is_local_model(path):
         return str(path.absolute())
     return named
 

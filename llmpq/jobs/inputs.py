@@ -88,7 +88,7 @@ class JobInput:
         for index, path in enumerate(self.files):
             for number, row in self._rows_of(path, self.names[index]):
                 if not row.custom_id and isinstance(row, Row):
-                    row = row.named(occurrences.custom_id(row.content))
+                    row = row.named(occurrences.custom_id(row.named_by))
                 yield PlacedRow(row, index * _PLACES_PER_FILE + number)
 
     def place_name(self, place: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
 from llmpq.jobs.inputs import JobInput, no_prompts
 from llmpq.jobs.output.output import Output
 from llmpq.jobs.records.completion_record import InputRecord
@@ -83,6 +84,7 @@ class Job:
         self._identity = identity
         self._database = RowDatabase()
         self._written = self._errors = 0
+        self._columns: set[str] = set()
         options = options or JobOptions()
         self._before = source.identities()
         output.load(identity, self._database, options.retry_errors)
@@ -97,6 +99,7 @@ class Job:
                 f"custom_id {custom_id} of {second} stands in {first} already; "
                 "results could not be told apart"
             )
+        self._output.check_columns(self._columns)
         changes = self._output.changes(options.extend)
         if changes:
             names = self._custom_ids(*changes.places)
@@ -110,6 +113,8 @@ class Job:
         most = self._identity.sampling.max_new_tokens or 0
         for row, place in self._source.rows():
             tokens = 0
+            if len(self._columns) <= MOST_COLUMNS:
+                self._columns.update(row.columns)
             if isinstance(row, Row):
                 tokens = row.sampling.get("max_new_tokens") or most
             elif options.stop_at_error:

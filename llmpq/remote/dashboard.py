@@ -28,8 +28,10 @@ _VERBOSE_LOGGERS = (
 """Loggers of Ray that report every upload."""
 
 
-def checked_address(address: str) -> str:
-    """`address` without a slash at its end; raises `SpecError` if it is no dashboard's."""
+def checked_address(address: str, option: str) -> str:
+    """`address` without a slash at its end; raises `SpecError` naming `option` if it is no
+    dashboard's.
+    """
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -37,13 +39,13 @@ def checked_address(address: str) -> str:
         usable = False
     if not usable:
         raise SpecError(
-            "--submit wants the address of the cluster's dashboard, as http://HEAD:8265; "
+            f"{option} wants the address of the cluster's dashboard, as http://HEAD:8265; "
             f"{without_user(address)!r} is none"
         )
     if "@" in parts.netloc:
         raise SpecError(
-            "--submit takes no user and password in the address, which would be shown in messages; "
-            "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
+            f"{option} takes no user and password in the address, which would be shown in "
+            "messages; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         )
     return address.rstrip("/")
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-QUIET_S = 60.0
-"""Seconds without log after which a connection counts as dead; a run writes every few seconds."""
+QUIET_S = 150.0
+"""Seconds without log after which a connection counts as dead; a run writes a line a minute."""
 
 
 class JobLog:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from llmpq.remote.dashboard import (
 from llmpq.remote.job_log import JobLog
 from llmpq.remote.token import refused_token, warn_of_readers
 from quant.common.errors import DeviceError, InputError
+from quant.common.safe_text import printable
 
 RECONNECT_S = 300.0
 """Seconds for which a cluster may be silent while a job is followed: a restart of its head takes a
@@ -54,15 +56,30 @@ class JobEnd:
     message: str
 
 
+@dataclass(frozen=True)
+class KnownJob:
+    """A job of llmpq that a cluster knows: Ray's `status`, seconds of the Unix clock at which it
+    began and ended (None: not yet), its `output`, and its command.
+    """
+
+    id: str
+    status: str
+    began_at: float | None
+    ended_at: float | None
+    exit_code: int | None
+    output: str
+    command: str
+
+
 class RayJobs:
-    """The jobs of the cluster whose dashboard is at `address`.
+    """The jobs of the cluster whose dashboard is at `address`, which `option` of a command named.
 
     All methods raise `DeviceError` where it does not answer or wants another token, and
     `InputError` for a job it does not know.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = checked_address(address)
+    def __init__(self, address: str, option: str = "--submit") -> None:
+        self.address = checked_address(address, option)
         warn_of_readers()
         check_dashboard(self.address)
         with self._explained_errors():
@@ -102,6 +119,13 @@ class RayJobs:
                         log.catch_up(self._client.get_job_logs(job_id))
                 return end
             time.sleep(RETRY_S)
+
+    def known(self) -> list[KnownJob]:
+        """The jobs of llmpq that the cluster knows, the latest first."""
+        with self._explained_errors():
+            found = self._client.list_jobs()
+        jobs = [_known(each) for each in found if _is_of_llmpq(each)]
+        return sorted(jobs, key=lambda job: -(job.began_at or 0.0))
 
     def _end_soon(self, job_id: str) -> JobEnd | None:
         """The end of the job, None if it goes on; asks again for a while where nothing answers."""
@@ -158,6 +182,39 @@ class RayJobs:
             raise DeviceError(
                 f"the Ray cluster at {self.address} refused: {error_reason(error)}{remedy}"
             ) from error
+
+
+def _is_of_llmpq(details: Any) -> bool:
+    """Whether a job was submitted by this class, or runs one of llmpq's commands."""
+    environment = (details.runtime_env or {}).get("env_vars") or {}
+    if _SUBMITTED_VARIABLE in environment:
+        return True
+    words = _words(details.entrypoint)
+    return any(Path(word).name.partition("-")[0] == "llmpq" for word in words[:3])
+
+
+def _known(details: Any) -> KnownJob:
+    words = _words(details.entrypoint)
+    at = [number for number, word in enumerate(words[:-1]) if word == "--output"]
+    began, ended = (
+        None if not each else each / 1e3 for each in (details.start_time, details.end_time)
+    )
+    return KnownJob(
+        id=str(details.submission_id or details.job_id or ""),
+        status=str(getattr(details.status, "value", details.status)),
+        began_at=began,
+        ended_at=ended,
+        exit_code=details.driver_exit_code,
+        output=words[at[-1] + 1] if at else "",
+        command=printable(details.entrypoint or ""),
+    )
+
+
+def _words(command: str | None) -> list[str]:
+    try:
+        return shlex.split(command or "")
+    except ValueError:  # quotes that do not close
+        return (command or "").split()
 
 
 def keep_folder_to_driver(environment: MutableMapping[str, str]) -> None:

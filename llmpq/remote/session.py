@@ -6,12 +6,15 @@ import logging
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from os import environ
 from typing import TYPE_CHECKING, Any
 
+from llmpq.remote.starting import SlowStartError, not_joined, not_started
 from llmpq.remote.token import check_token, make_token, warn_of_readers
+from llmpq.remote.words import caught_words, is_verbose
 from quant.common.errors import DeviceError, SpecError, StageLostError
 from quant.common.safe_text import without_user
 
@@ -39,22 +42,44 @@ def ray_session(address: str | None = None, give_up: GiveUp | None = None) -> It
     from llmpq.remote.local_ray import LocalHead
 
     if ray.is_initialized():
-        with _head_loss_raised():
+        with head_loss_raised():
             yield
         return
     target = address or environ.get("RAY_ADDRESS") or "local"
     with ExitStack() as stack:
-        with _nothing_left() if target == "local" else nullcontext():
-            _start(target)
+        _start_twice(target)
         stack.enter_context(_without_node_reports())
         if target == "local":
             head = stack.enter_context(LocalHead(give_up))
-            stack.callback(ray.shutdown)
+            stack.callback(_shut_down)
             stack.callback(head.note_started)
         else:
-            stack.callback(ray.shutdown)
-        stack.enter_context(_head_loss_raised())
+            stack.callback(_shut_down)
+        stack.enter_context(head_loss_raised())
         yield
+
+
+def _start_twice(target: str) -> None:
+    """Start or join Ray; a local one that does not come up in time is ended, and started again."""
+    if target != "local":
+        _start(target)
+        return
+    try:
+        with _nothing_left():
+            _start(target)
+    except SlowStartError:
+        warnings.warn("Ray was not up in time; it is started once more", stacklevel=4)
+        _shut_down()  # so that Ray starts anew, also where it got as far as the connection
+        with _nothing_left():
+            _start(target)
+
+
+def _shut_down() -> None:
+    """Leave Ray without its farewell."""
+    import ray
+
+    with caught_words():
+        ray.shutdown()
 
 
 @contextmanager
@@ -78,6 +103,8 @@ def _start(target: str) -> None:
 
     # Errors of calls to dead stages are handled where they matter; Ray need not print them.
     environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    if not is_verbose():
+        environ.setdefault("GRPC_VERBOSITY", "NONE")  # else it speaks of every fork
     handler = signal.getsignal(signal.SIGTERM)
     own: dict[str, Any] = {}
     if target == "local":
@@ -86,25 +113,27 @@ def _start(target: str) -> None:
     else:
         _check_joinable(target)
     warn_of_readers()
-    try:
-        with _on_loopback() if target == "local" else nullcontext():
-            ray.init(address=target, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except SystemExit as error:
-        # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
-        if error.code == signal.SIGTERM and callable(handler):
-            handler(signal.SIGTERM, None)
-        raise
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise DeviceError(
-            f"no Ray cluster answers at {target!r}: {error}; start one with `ray start --head` or "
-            "leave --address out for a local one"
-        ) from error
+    with caught_words() as words:
+        try:
+            with _on_loopback() if target == "local" else nullcontext():
+                level = logging.INFO if is_verbose() else logging.ERROR
+                ray.init(address=target, log_to_driver=False, logging_level=level, **own)
+        except SystemExit as error:
+            # Ray puts its own handler of SIGTERM there before anything else, and leaves with 15
+            if error.code == signal.SIGTERM and callable(handler):
+                handler(signal.SIGTERM, None)
+            raise
+        except Exception as error:  # Ray raises bare ones too, such as for its start-up time-out
+            local = target == "local"
+            raise (
+                not_started(error, words.text) if local else not_joined(target, error, words.text)
+            ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
 
 
 @contextmanager
-def _head_loss_raised() -> Iterator[None]:
+def head_loss_raised() -> Iterator[None]:
     """Turn what Ray and stages raise into `HeadLostError` where that is its cause."""
     from ray.exceptions import RayError
 

@@ -155,6 +155,18 @@ def refused_token(cluster: str) -> DeviceError:
     )
 
 
+def unreadable_token() -> str | None:
+    """What is wrong with the place from which Ray takes the token here; None where nothing is."""
+    path = token_file()
+    if path is None or not _is_empty(path):
+        return None
+    named = f"{_PATH} names it" if environ.get(_PATH) else f"{_MODE} asks for one"
+    return (
+        f"its token cannot be read: {path} is missing or empty, and {named}; write one by `ray "
+        f"get-auth-token --generate`, or unset {_PATH if environ.get(_PATH) else _MODE}"
+    )
+
+
 def _is_empty(path: Path) -> bool:
     try:
         return not path.read_text().strip()

@@ -89,6 +89,33 @@ def percent(share: float) -> str:
     return f"{share * 100:.{0 if abs(share) >= 0.1 else 1}f}{SPACE}%"
 
 
+def gap(share: float) -> str:
+    """The proven distance from the best plan."""
+    return f"{share * 100:.2f}{SPACE}%"
+
+
+def times(ratio: float) -> str:
+    """How many times as fast, as long or as many."""
+    return f"{ratio:.2f} times"
+
+
+def share_change(share: float) -> str:
+    """A difference as a share, in words: "the same", "1.2 % more"."""
+    if abs(share) < 5e-5:
+        return "the same"
+    return f"{abs(share) * 100:.2f}{SPACE}% {'more' if share > 0 else 'less'}"
+
+
+def mean_bits(bits: float) -> str:
+    """The mean bitwidth of a layer."""
+    return f"{bits:.1f}"
+
+
+def plain(text: str) -> str:
+    """The text for a terminal, which may know no more than ASCII."""
+    return text.replace(SPACE, " ").replace(MINUS, "-").replace("µ", "u").replace("–", "-")
+
+
 def number(value: float) -> str:
     """Four significant digits."""
     return f"{value:.4g}".replace("-", MINUS)

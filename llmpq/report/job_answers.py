@@ -14,8 +14,10 @@ from llmpq.report.formatting import (
     per_second,
     plural,
     size,
+    times,
 )
 from llmpq.report.pictures.curve import plan_choice
+from llmpq.report.sentences import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
 from planner.plan.job_forecast import JobForecast
 from planner.plan.plans_beside import PlanChoice
@@ -80,10 +82,9 @@ def what_is_planned(plan: PlanSpec) -> str:
 
 def beaten(plan: PlanSpec) -> str:
     """A sentence on the plan that has more tokens per second and less sensitivity, if there is."""
-    better = plan.beside.beaten_by
-    if better is None:
+    better, present = plan.beside.beaten_by, plan_choice(plan)
+    if better is None or better.tokens_per_s < present.tokens_per_s * (1 + LEAST_GAIN):
         return ""
-    present = plan_choice(plan)
     return (
         f"{count(better.in_flight)} in flight would give {per_second(better.tokens_per_s)} "
         f"tokens/s (this plan {per_second(present.tokens_per_s)}) at sensitivity "
@@ -120,7 +121,7 @@ def _full_precision(plan: PlanSpec) -> str:
     if plan.beside.quality is None:
         return ""
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
-    most, full = _most_bits(plan), plan.beside.full_precision
+    most, full = most_bits(plan), plan.beside.full_precision
     if used == {most}:
         return f"{most} bit: all layers have it"
     if full is None:
@@ -132,7 +133,7 @@ def _full_precision(plan: PlanSpec) -> str:
     return f"{most} bit fits: {abs(slower) * 100:.0f} % {how}, {count(full.in_flight)} in flight"
 
 
-def _most_bits(plan: PlanSpec) -> int:
+def most_bits(plan: PlanSpec) -> int:
     """The most bits that a layer may have."""
     if plan.beside.full_precision is not None:
         return round(plan.beside.full_precision.mean_bits)
@@ -141,15 +142,19 @@ def _most_bits(plan: PlanSpec) -> int:
 
 
 def _more_devices(plan: PlanSpec) -> str:
-    """The gain of each kind of device; its node where several have the kind."""
+    """The gain of each kind of device that brings enough; its node where several have the kind."""
     nodes = Counter(each.accelerator for each in plan.beside.more_devices)
+    least = plan.predicted.tokens_per_s * (1 + LEAST_GAIN)
+    found = [each for each in plan.beside.more_devices if each.plan.tokens_per_s >= least]
+    if plan.beside.more_devices and not found:
+        return f"one more device of any kind: less than {LEAST_GAIN:.0%} more tokens/s"
     gains: list[str] = []
-    for each in plan.beside.more_devices:
+    for each in found:
         where = f" on {each.node}" if nodes[each.accelerator] > 1 else ""
         many = "one" if each.count == 1 else count(each.count)
-        times = f"{each.plan.tokens_per_s / plan.predicted.tokens_per_s:.2f} times"
+        faster = times(each.plan.tokens_per_s / plan.predicted.tokens_per_s)
         gains.append(
-            f"{many} more {each.accelerator}{where}: {times}{'' if gains else ' the tokens/s'}"
+            f"{many} more {each.accelerator}{where}: {faster}{'' if gains else ' the tokens/s'}"
         )
     return "; ".join(gains)
 

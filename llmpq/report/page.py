@@ -7,12 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmpq.report import figures
+from llmpq.report.answers.making import Making, making
+from llmpq.report.answers.menu import Course, menu
+from llmpq.report.answers.verdict import Verdict, verdict
 from llmpq.report.formatting import rate, seconds
-from llmpq.report.job_answers import Answer, job_answers, job_remarks
-from llmpq.report.layer_reasons import ReasonGroup, reason_groups
+from llmpq.report.job_answers import Answer, job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.curve import JobCurve, curve_of
 from llmpq.report.pictures.front import Chart, Front, front_of
 from llmpq.report.pictures.schedule import Picture, schedule_pictures
+from llmpq.report.pictures.writing import write_page
+from llmpq.report.reasons.kernels import KernelReason, kernel_reasons
+from llmpq.report.reasons.layer_reasons import ReasonGroup, reason_groups
+from llmpq.report.reasons.what_if import ChangedPlans, changed_plans
 from llmpq.report.rendering import render
 from llmpq.report.sentences import (
     bottlenecks,
@@ -20,35 +27,48 @@ from llmpq.report.sentences import (
     layer_sentences,
     lever,
     question,
-    summary,
+    worth_telling_s,
 )
-from llmpq.report.what_if import ChangedPlan, changed_plans
 from planner.explanation.explain import Explanation, StageLimits
 from planner.plan.spec import Baseline, PlanSpec
 from planner.search.tradeoffs.front import FrontPoint
-from quant.common.errors import InputError, LlmpqError
-from quant.common.whole_file import write_whole
+from quant.common.errors import LlmpqError
 
 
 @dataclass(frozen=True)
 class Explained:
-    """The part of the page that needs an explanation; `least_s`: accuracy of the search."""
+    """The part of the page that needs an explanation; `least_s`: accuracy of the search,
+    `layer_sentences` by stage.
+    """
 
     least_s: float
     lever: str
     layer_titles: Mapping[int, str]
     reason_groups: Sequence[ReasonGroup]
-    layer_sentences: Sequence[str]
+    layer_sentences: Sequence[Sequence[str]]
+    kernels: Sequence[KernelReason]
     pictures: Sequence[Picture]
     limits: Sequence[StageLimits]
-    changed_plans: Sequence[ChangedPlan]
+    changed: ChangedPlans
     not_asked: Sequence[str]
 
 
 @dataclass(frozen=True)
-class JobPart:
-    """The part of the page that a plan for a whole job has."""
+class Facts:
+    """Lines that the terminal has too, by what they are about."""
 
+    headline: str
+    predicted: str
+    searched: str
+    priced: str
+    baselines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The plans that can be had, what people ask of them, and their curve."""
+
+    menu: Sequence[Course]
     answers: Sequence[Answer]
     remarks: Sequence[str]
     curve: JobCurve | None
@@ -63,8 +83,11 @@ class Page:
 
     plan: PlanSpec
     whole: str
+    verdict: Verdict
+    making: Making
+    facts: Facts
     summary: str
-    job: JobPart | None
+    choices: Choices
     link_lines: Sequence[Sequence[str]]
     baselines: Sequence[Baseline]
     explained: Explained | None
@@ -77,20 +100,25 @@ def report_page(
     plan: PlanSpec,
     reasons: Explanation | LlmpqError | None = None,
     front: Sequence[FrontPoint] = (),
+    made: Making | None = None,
 ) -> str:
     """The plan as an HTML document.
 
     Without an explanation the reasons and the schedule are missing, and the page says so, with the
     error that says why. `front`: as `planner.search.tradeoffs.front.trace_front` finds it; by
-    default the plans for other thetas of the explanation.
+    default the plans for other thetas of the explanation. `made`: how the page is made, by default
+    now and by the command that the plan's origin tells.
     """
     explanation = reasons if isinstance(reasons, Explanation) else None
     found = front_of(plan, explanation, front)
     page = Page(
         plan=plan,
-        whole="batch" if plan.job is None else "job",
-        summary=f"{summary(plan)} {bottlenecks(plan)}",
-        job=_job(plan),
+        whole=figures.whole(plan),
+        verdict=verdict(plan),
+        making=made or making(plan),
+        facts=_facts(plan),
+        summary=bottlenecks(plan),
+        choices=Choices(menu(plan), job_answers(plan), job_remarks(plan), curve_of(plan)),
         link_lines=_link_lines(plan, explanation),
         baselines=sorted(plan.baselines, key=lambda each: each.latency_s or math.inf),
         explained=_explained(plan, explanation) if explanation else None,
@@ -98,13 +126,17 @@ def report_page(
         front=found,
         chart=Chart(found.points, found.present) if found and len(found.points) > 1 else None,
     )
-    return render("page.html.j2", **vars(page))
+    return render("plan.html.j2", **vars(page))
 
 
-def _job(plan: PlanSpec) -> JobPart | None:
-    """The job with its answers; None for a plan of one batch that no other one beats."""
-    answers, remarks = job_answers(plan), job_remarks(plan)
-    return JobPart(answers, remarks, curve_of(plan)) if answers or remarks else None
+def _facts(plan: PlanSpec) -> Facts:
+    return Facts(
+        headline=f"{what_is_planned(plan)}; micro-batches {figures.micro_batches(plan)}",
+        predicted=figures.predicted(plan),
+        searched=figures.searched(plan),
+        priced=figures.priced(plan),
+        baselines=[figures.beside(plan, b) for b in plan.baselines if b.name == "uniform"],
+    )
 
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
@@ -120,10 +152,16 @@ def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
             for layer in reason.layers
         },
         reason_groups=reason_groups(explanation.layers, least_s),
-        layer_sentences=layer_sentences(explanation.layers, devices, least_s),
+        layer_sentences=[
+            layer_sentences(
+                [each for each in explanation.layers if each.stage == stage.index], devices, least_s
+            )
+            for stage in plan.stages
+        ],
+        kernels=kernel_reasons(plan, explanation.costs),
         pictures=schedule_pictures(explanation.simulated, devices, plan.job is not None),
         limits=explanation.stages,
-        changed_plans=changed_plans(answers.given, plan.stages, least_s),
+        changed=changed_plans(answers.given, plan, least_s, worth_telling_s(plan, least_s)),
         not_asked=[question(each, plan.stages) for each in answers.left_out],
     )
 
@@ -148,13 +186,10 @@ def write_report(
     plan: PlanSpec,
     reasons: Explanation | LlmpqError | None = None,
     front: Sequence[FrontPoint] = (),
+    made: Making | None = None,
 ) -> None:
     """Write `report_page`; an existing file is replaced whole or not at all.
 
     Raises InputError where it cannot be written.
     """
-    target = Path(path)
-    try:
-        write_whole(target, report_page(plan, reasons, front))
-    except OSError as error:
-        raise InputError(f"cannot write the report to {target}: {error.strerror}") from error
+    write_page(Path(path), report_page(plan, reasons, front, made))

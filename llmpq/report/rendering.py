@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,21 +16,36 @@ FILTERS = (
     formatting.change,
     formatting.count,
     formatting.duration,
+    formatting.gap,
     formatting.layer_numbers,
     formatting.listed,
+    formatting.mean_bits,
     formatting.number,
     formatting.percent,
     formatting.per_second,
     formatting.plural,
     formatting.seconds,
+    formatting.share_change,
     formatting.size,
     formatting.size_change,
+    formatting.times,
     sentences.binding,
     sentences.difference,
     sentences.search_outcome,
     math.isinf,
 )
 """Functions that the templates call on values, under their own names."""
+
+
+_OPTION = re.compile(r"--\w[\w-]*(?: [A-Z]+\b)?")
+
+
+def unbroken(text: str) -> str:
+    """The text with its options as elements that no line ends in."""
+    from markupsafe import Markup, escape
+
+    escaped = str(escape(text))
+    return Markup(_OPTION.sub(lambda found: f'<span class="option">{found[0]}</span>', escaped))
 
 
 def render(template: str, **values: object) -> str:
@@ -54,5 +70,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["unbroken"] = unbroken
     environment.filters |= {function.__name__: function for function in FILTERS}
     return environment

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 from llmpq.report.formatting import (
     change,
-    count,
-    duration,
     layer_span,
     listed,
     number,
-    per_second,
     percent,
     plural,
     seconds,
@@ -19,50 +16,15 @@ from llmpq.report.formatting import (
 )
 from planner.explanation.explain import Alternative, Explanation, LayerReason, StageLimits
 from planner.explanation.what_if import Answer, Question
-from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec, StagePlan
 
 LEAST_S = 1e-9  # below this a difference is rounding
+LEAST_GAIN = 0.01  # share of the seconds or tokens from which on a change is worth a word
 RESOURCES = {
     "memory": "memory",
     "prefill": "prefill time",
     "decode": "decode time",
 }
-
-
-def summary(plan: PlanSpec) -> str:
-    """A few plain sentences on what runs where, and how fast."""
-    w, p = plan.workload, plan.predicted
-    bits = [each for stage in plan.stages for each in stage.bitwidths]
-    shares = [
-        f"{bits.count(each)} of {plural(len(bits), 'layer')} at {each} bit"
-        for each in sorted(set(bits), reverse=True)
-    ]
-    where = (
-        f"{plan.model.name} runs on {plural(len(plan.stages), 'device')} of {plan.cluster}, with "
-        f"{listed(shares)}."
-    )
-    if plan.job is not None:
-        return f"{where} {_job_summary(plan, plan.job)}"
-    batch = plural(w.global_batch, "prompt")
-    return (
-        f"{where} A batch of {batch} of {plural(w.prompt_length, 'token')} with "
-        f"{plural(w.new_tokens, 'new token')} each should take {seconds(p.latency_s)}, which is "
-        f"{number(p.tokens_per_s)} new tokens per second: {seconds(p.prefill_s)} until every "
-        f"prompt has its first token, {seconds(p.decode_s)} for the others."
-    )
-
-
-def _job_summary(plan: PlanSpec, job: JobForecast) -> str:
-    """A sentence on how long a whole job takes, and how it is run."""
-    lengths = job.job.lengths
-    return (
-        f"{plural(job.job.prompts, 'prompt')} of {lengths.mean_prompt:,.0f} tokens with "
-        f"{lengths.mean_output:,.0f} new tokens in the mean should take {duration(job.seconds)}, "
-        f"which is {per_second(job.tokens_per_s)} new tokens per second. "
-        f"{count(plan.workload.global_batch)} are in flight at once: where one is done, the next "
-        "takes its place."
-    )
 
 
 def search_outcome(plan: PlanSpec) -> str:
@@ -96,15 +58,20 @@ def binding(limits: StageLimits) -> str:
     return listed(used) if used else "nothing"
 
 
+def worth_telling_s(plan: PlanSpec, least_s: float) -> float:
+    """Seconds of the objective that make a tip; `least_s`: accuracy of the search."""
+    return max(least_s, LEAST_GAIN * plan.solver.objective)
+
+
 def lever(plan: PlanSpec, explanation: Explanation, least_s: float) -> str:
-    """A sentence on the change of hardware that brings most, if any does."""
+    """A sentence on the change of hardware that brings most, if any brings enough."""
     asked = explanation.answers.of("memory", "links")
     best = min(asked, key=lambda answer: answer.objective_change_s, default=None)
     if best is None:
         return ""
-    if best.objective_change_s > -least_s:
+    if best.objective_change_s > -worth_telling_s(plan, least_s):
         whats = "more memory on one device" + (" or faster links" if len(plan.stages) > 1 else "")
-        return f"None of the changes tried ({whats}) would make a better plan."
+        return f"None of the changes tried ({whats}) would gain {LEAST_GAIN:.0%} or more."
     return (
         f"Of the changes tried, {question(best.question, plan.stages)} would bring most: "
         f"{outcome(best, least_s)}."

@@ -55,6 +55,10 @@ _FIELDS: Mapping[str, _Field] = {
 }
 
 
+REQUEST_FIELDS = frozenset(_FIELDS)
+"""Fields that ask for something in any row."""
+
+
 class UnsupportedFieldError(ValueError):
     """A field, `name`, that asks for what llmpq does not do."""
 

@@ -10,19 +10,25 @@ from typing import Any
 
 from actors.messages import Sampling
 from llmpq.rows.chat import MessageError, plain_message
+from llmpq.rows.field_names import (
+    KNOWN_FIELDS,
+    PROMPT_FIELDS,
+    SAMPLING_FIELDS,
+    SPELLINGS,
+    nearest_field,
+)
 from llmpq.rows.openai_fields import UnsupportedFieldError, without_neutral
+from llmpq.rows.own_columns import ColumnError, own_columns
 from quant.common.errors import MESSAGE_CHARACTERS, LlmpqError, SpecError
 from quant.common.safe_text import printable
 
 Messages = tuple[Mapping[str, Any], ...]
 RowInput = str | Sequence[int] | Mapping[str, Any]
 
-_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
-_SPELLINGS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-_IGNORED_IN_BODY = "model"  # of an OpenAI Batch line; the plan says which model it is
+_ENVELOPE = frozenset(("custom_id", "method", "url", "body"))  # of an OpenAI Batch line
+_IGNORED_IN_BODY = "model"  # the plan says which model it is
 _LARGEST = 2**53  # whole numbers up to here are exact in every format
 _DEEPEST = 100  # levels of a message's content; three are usual, and Python gives up at a thousand
-_PROMPT_FIELDS = ("prompt", "messages")
 
 MAX_ID_CHARACTERS = 1000
 """Length of a `custom_id`: longer than any name, and short enough to be looked up and shown."""
@@ -34,13 +40,17 @@ _NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt: text, token ids or chat messages; `sampling` overrides the job's."""
+    """One prompt: text, token ids or chat messages; `sampling` overrides the job's.
+
+    `columns`: what the row carries beside, which comes out with its result.
+    """
 
     custom_id: str
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     messages: Messages | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -50,17 +60,27 @@ class Row:
             "sampling": self.sampling
         }
 
+    @property
+    def named_by(self) -> Mapping[str, Any]:
+        """What the id of a row without one is made from.
+
+        Its own columns are part of it: rows of one prompt could not be told apart otherwise, and
+        their columns would change places where the rows do.
+        """
+        return {**self.content, "columns": self.columns} if self.columns else self.content
+
     def named(self, custom_id: str) -> Row:
         """A copy under another id."""
-        return Row(custom_id, self.text, self.token_ids, self.messages, self.sampling)
+        return dataclasses.replace(self, custom_id=custom_id)
 
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot run, and why."""
+    """A row that cannot run, and why; `columns` as of a `Row`."""
 
     custom_id: str
     error: str
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 class _RowError(Exception):
@@ -92,30 +112,63 @@ def row_from_mapping(content: Mapping[str, Any], place: str) -> Row | BadRow:
 
 
 def _row(content: Mapping[str, Any], place: str) -> Row | BadRow:
-    custom_id = content.get("custom_id")
-    if "custom_id" in content and (not isinstance(custom_id, str) or not custom_id):
-        return BadRow(place, f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
-    if custom_id is not None and len(custom_id) > MAX_ID_CHARACTERS:
-        return BadRow(
-            place,
-            f"custom_id {custom_id!r:.80}… has {len(custom_id)} characters; give it at most "
-            f"{MAX_ID_CHARACTERS}",
-        )
-    if custom_id is not None and not _is_text(custom_id):
-        return BadRow(place, "custom_id holds half a surrogate pair, which UTF-8 cannot write")
-    try:
-        return _parse(content, custom_id or "")
-    except (_RowError, MessageError, UnsupportedFieldError, LlmpqError) as error:
-        return BadRow(custom_id or place, printable(str(error), MESSAGE_CHARACTERS))
-
-
-def _parse(content: Mapping[str, Any], custom_id: str) -> Row:
     body = content.get("body")
-    fields = dict(body if isinstance(body, Mapping) else content)
+    beside, columns = _beside(content), {}
+    name = place
+    try:
+        columns = own_columns(beside)
+        custom_id = _custom_id(content)
+        name = custom_id or place
+        if isinstance(body, Mapping):
+            fields = {name: value for name, value in body.items() if name != _IGNORED_IN_BODY}
+        else:
+            _refuse_near_misses(beside, content)
+            fields = {name: value for name, value in content.items() if name not in beside}
+        return dataclasses.replace(_parse(fields, custom_id), columns=columns)
+    except (_RowError, MessageError, UnsupportedFieldError, ColumnError, LlmpqError) as error:
+        return BadRow(name, printable(str(error), MESSAGE_CHARACTERS), columns)
+
+
+def _beside(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row carries beside the fields that are read, or beside the body of a Batch line."""
+    body = content.get("body")
     if isinstance(body, Mapping):
-        fields.pop(_IGNORED_IN_BODY, None)
+        return {name: value for name, value in content.items() if name not in _ENVELOPE}
+    read = KNOWN_FIELDS if body is None else KNOWN_FIELDS - {"body"}
+    return {name: value for name, value in content.items() if name not in read}
+
+
+def _custom_id(content: Mapping[str, Any]) -> str:
+    """The id of a row, empty where it has none."""
+    custom_id = content.get("custom_id", "")
+    if not isinstance(custom_id, str) or (not custom_id and "custom_id" in content):
+        raise _RowError(f"custom_id is {custom_id!r:.80}; it must be a non-empty string")
+    if len(custom_id) > MAX_ID_CHARACTERS:
+        raise _RowError(
+            f"custom_id {custom_id!r:.80}… has {len(custom_id)} characters; give it at most "
+            f"{MAX_ID_CHARACTERS}"
+        )
+    if not _is_text(custom_id):
+        raise _RowError("custom_id holds half a surrogate pair, which UTF-8 cannot write")
+    return custom_id
+
+
+def _refuse_near_misses(beside: Mapping[str, Any], content: Mapping[str, Any]) -> None:
+    """Raise where a column is probably meant as a field: its row would not run as it should."""
+    for name, value in beside.items():
+        nearest = None if value is None else nearest_field(name)
+        if nearest is None or (nearest == "messages" and "prompt" in content):
+            continue  # a row with a prompt may well carry a message
+        raise _RowError(
+            f"unknown field {name!r:.80}, is {nearest} meant? write that, or give your own column "
+            "another name"
+        )
+
+
+def _parse(fields: dict[str, Any], custom_id: str) -> Row:
+    """The row of the `fields` that are read, or of a Batch line's body."""
     fields.pop("custom_id", None)
-    given = [name for name in _PROMPT_FIELDS if name in fields]
+    given = [name for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1:
         raise _RowError(
             f"a row needs exactly one of prompt and messages, found {given or 'neither'}"
@@ -141,16 +194,18 @@ def _sampling_overrides(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     overrides: dict[str, Any] = {}
     for given in (beside, nested or {}):
         for spelling, value in without_neutral(given).items():
-            name = _SPELLINGS.get(str(spelling), str(spelling))
+            name = SPELLINGS.get(str(spelling), str(spelling))
             if name in overrides and overrides[name] != value:
                 raise _RowError(
                     f"{name} is given twice, as {overrides[name]!r:.80} and as {value!r:.80} "
                     f"({spelling}); give it once"
                 )
             overrides[name] = value
-    unknown = sorted(set(overrides) - set(_SAMPLING_FIELDS))
+    unknown = sorted(set(overrides) - set(SAMPLING_FIELDS))
     if unknown:
-        raise _RowError(f"unknown field {unknown[0]!r}; known: {', '.join(_SAMPLING_FIELDS)}")
+        nearest = nearest_field(unknown[0])
+        hint = f"is {nearest} meant?" if nearest else f"known: {', '.join(SAMPLING_FIELDS)}"
+        raise _RowError(f"unknown field {unknown[0]!r:.80}; {hint}")
     if overrides:
         merge_sampling(Sampling(), overrides)
     return overrides
@@ -173,8 +228,8 @@ def merge_sampling(base: Sampling, overrides: Mapping[str, Any]) -> Sampling:
 
 def _typed(name: str, value: Any) -> Any:
     """`value` as the type that `Sampling.name` has, or `SpecError`; a bias is checked there."""
-    if name not in _SAMPLING_FIELDS:
-        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(_SAMPLING_FIELDS)}")
+    if name not in SAMPLING_FIELDS:
+        raise SpecError(f"unknown sampling field {name!r}; known: {', '.join(SAMPLING_FIELDS)}")
     if name == "logit_bias":
         return value
     if name == "stop":

@@ -10,14 +10,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.messages import Sampling
 from actors.sampling_options import GREEDY
 from actors.stage.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from llmpq.rows.row import merge_sampling
-from planner.workload import Workload
 from quant.common.errors import CheckpointError, SpecError
+
+if TYPE_CHECKING:
+    from planner.workload import Workload
 
 GenerationConfigUse = Literal["model", "none"]
 """Source of the sampling that is not set: the model's generation_config.json, or none."""

@@ -16,18 +16,22 @@ from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
 from planner.workload import check_length
-from quant.checkpoint.model_reference import local_path, resolve
+from quant.checkpoint.model_reference import is_local_model, local_path, resolve
 from quant.common.errors import PlanMismatchError, SpecError
 
 
 def checkpoint_reference(plan: PlanSpec, model: str | None) -> str:
-    """The place of the weights in a form that is valid on every node: an absolute folder or hub id.
+    """The place of the weights in a form that is valid on every node: an absolute folder or GGUF
+    file, or a hub id.
 
     That is `model` if given, else what the plan was made from.
     """
     reference = model or plan.model.source
     named = local_path(reference, "give a folder or a hub id")
-    return str(named.resolve()) if named is not None and named.is_dir() else reference
+    if named is None or not is_local_model(named):
+        return reference
+    # A link to a GGUF file may lead to one of another name, as in the hub's cache.
+    return str(named.resolve() if named.is_dir() else named.absolute())
 
 
 def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
@@ -55,15 +59,10 @@ def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str)
     Raises `SpecError` and `PlanMismatchError` where the plan of the file `source`, the `sampling`
     and the model in `folder` do not go together. The plan for long rows must fit them too.
     """
+    _check_limit(plan, sampling)
     plans = {source: plan}
     if plan.long_rows is not None:
         plans[f"{source}: field long_rows"] = plan.long_rows
-    most, default = sampling.max_new_tokens or 0, plan.default_new_tokens or 0
-    room = max(each.workload.new_tokens for each in plans.values())
-    if most > max(room, default):  # where the default is more, the rows planned for have limits
-        raise SpecError(
-            f"max_new_tokens is {most}, the plan has room for {room}; plan with a larger --n"
-        )
     shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
     for name, each in plans.items():
         if each.model.fingerprint != plan.model.fingerprint:
@@ -71,10 +70,26 @@ def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str)
         each.check(name)
         check_plan(each, _planned_shape(each) if plan.stand_in else shape, name)
         check_length(shape, each.workload)
-    beyond = beyond_vocabulary(sampling, shape.vocab_size)
+    check_sampling(plan, sampling, shape.vocab_size)
+    return shape
+
+
+def check_sampling(plan: PlanSpec, sampling: Sampling, vocab_size: int) -> None:
+    """Raise `SpecError` for what `plan` has no room for, or no token of the vocabulary has."""
+    _check_limit(plan, sampling)
+    beyond = beyond_vocabulary(sampling, vocab_size)
     if beyond:
         raise SpecError(beyond)
-    return shape
+
+
+def _check_limit(plan: PlanSpec, sampling: Sampling) -> None:
+    most, default = sampling.max_new_tokens or 0, plan.default_new_tokens or 0
+    long_rows = plan.long_rows or plan
+    room = max(each.workload.new_tokens for each in (plan, long_rows))
+    if most > max(room, default):  # where the default is more, the rows planned for have limits
+        raise SpecError(
+            f"max_new_tokens is {most}, the plan has room for {room}; plan with a larger --n"
+        )
 
 
 def sampling_for_run(plan: PlanSpec, options: RunOptions, folder: Path) -> JobSampling:

@@ -6,16 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.messages import TRANSPORTS, Sampling, Transport
 from actors.recovery.policy import OnDeviceLoss, Recovery
-from llmpq.lengths.sources import learns
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse, SamplingInput
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
-from planner.plan.spec import PlanSpec
 from planner.scheduling import (
     CPU_PREFILL_CHUNK_TOKENS,
     PREFILL_CHUNK_TOKENS,
@@ -26,6 +24,9 @@ from planner.scheduling import (
 )
 from quant.cache.settings import CacheSettings, cache_settings
 from quant.common.errors import SpecError
+
+if TYPE_CHECKING:
+    from planner.plan.spec import PlanSpec
 
 SAMPLING_OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))
 """Names that can be given beside those of `RunOptions`, in place of its `sampling`."""
@@ -111,11 +112,8 @@ class RunOptions:
         _ = self.recovery
         given = self.max_batch_size, self.prefill_chunk_tokens
         policy_options(self.policy or "orca", *given)  # of a plan it is known later
-        if self.save_predictor is not None and not learns(self.predictor):
-            raise SpecError(
-                f"save_predictor is {str(self.save_predictor)!r}, but predictor "
-                f"{str(self.predictor)!r} learns nothing; give the folder of one that was trained"
-            )
+        if self.save_predictor is not None:
+            self._check_learning()
         if not 0 < self.drift < float("inf"):
             raise SpecError(
                 f"drift is {self.drift!r}; it must be a share above 0, such as 0.2 for 20 %"
@@ -131,6 +129,15 @@ class RunOptions:
                 known = ", ".join(choices)
                 raise SpecError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
 
+    def _check_learning(self) -> None:
+        from llmpq.lengths.sources import learns  # the command's help needs no predictors
+
+        if not learns(self.predictor):
+            raise SpecError(
+                f"save_predictor is {str(self.save_predictor)!r}, but predictor "
+                f"{str(self.predictor)!r} learns nothing; give the folder of one that was trained"
+            )
+
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RunOptions:
         """Options by name, fields of `Sampling` among them; raises `SpecError` for a name that does
@@ -140,10 +147,8 @@ class RunOptions:
         refuse_unknown(options, (*own, *SAMPLING_OPTIONS), "option of a run")
         refuse_ignored(options, _RULES)
         given = {name: value for name, value in options.items() if name in own}
-        sampling = {
-            name: options[name] for name in SAMPLING_OPTIONS if options.get(name) is not None
-        }
-        return cls(**{**given, "sampling": sampling} if sampling else given)
+        beside = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+        return cls(**{**given, "sampling": one_sampling(given.get("sampling"), beside)})
 
     @property
     def cache(self) -> CacheSettings:
@@ -179,6 +184,15 @@ class RunOptions:
     def trace_path(self) -> Path | None:
         """The trace file, if one is to be written."""
         return None if self.trace is None else Path(self.trace)
+
+
+def one_sampling(sampling: SamplingInput, fields: Mapping[str, Any]) -> SamplingInput:
+    """The `sampling` that is given, whole or by its `fields`, of which those that are None are not
+    set; raises `SpecError` for an unknown one, and for both.
+    """
+    refuse_unknown(fields, SAMPLING_OPTIONS, "sampling option")
+    refuse_ignored({"sampling": sampling, **fields}, _RULES)
+    return {name: value for name, value in fields.items() if value is not None} or sampling
 
 
 def _is_on_cpus(plan: PlanSpec) -> bool:

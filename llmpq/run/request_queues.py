@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -13,7 +14,15 @@ from quant.common.errors import InputError
 MEMORY_BYTES = 64 << 20
 """Bytes of requests in memory; more of them lie in a temporary file."""
 
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+
+class WaitingRequest(NamedTuple):
+    """A request, and the own columns of its row."""
+
+    request: Request
+    columns: Mapping[str, Any]
+
+
+_WAITING: TypeAdapter[WaitingRequest] = TypeAdapter(WaitingRequest)
 
 
 class WaitingRequests:
@@ -26,21 +35,21 @@ class WaitingRequests:
         self._file = tempfile.SpooledTemporaryFile(max_size=memory_bytes)  # noqa: SIM115
         self.prompts = 0
 
-    def add(self, request: Request) -> None:
-        """Add a request; raises `InputError` where the disk takes no more."""
+    def add(self, request: Request, columns: Mapping[str, Any]) -> None:
+        """Add a request and its row's own columns; `InputError` where the disk takes no more."""
         try:
-            self._file.write(_REQUEST.dump_json(request) + b"\n")
+            self._file.write(_WAITING.dump_json(WaitingRequest(request, columns)) + b"\n")
         except OSError as error:
             raise _no_room(self.prompts, error) from error
         self.prompts += 1
 
-    def take_all(self) -> Iterator[Request]:
+    def take_all(self) -> Iterator[WaitingRequest]:
         """The requests, each once; nothing may be added any more. Raises `InputError` where the
         disk has lost them.
         """
         for line in self._lines():
             self.prompts -= 1
-            yield _REQUEST.validate_json(line)
+            yield _WAITING.validate_json(line)
 
     def _lines(self) -> Iterator[bytes]:
         try:

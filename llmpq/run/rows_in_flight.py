@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from actors.messages import Finished, Request
 from llmpq.rows.results import Result
-from llmpq.rows.row import BadRow
+from llmpq.rows.row import BadRow, Row
 from llmpq.run.drift.lengths import LengthRecord
 from llmpq.run.monitoring.meter import RunMeter
 from llmpq.run.request_queues import WaitingRequests
@@ -31,7 +32,8 @@ class RowsInFlight:
 
     `ended` counts all rows with a result, `errors` those that failed, `tokens` those generated;
     `first_error` is the first result that failed. `record` is told of lengths. Requests that only
-    the plan for long rows has room for wait in `long`.
+    the plan for long rows has room for wait in `long`. The own columns of rows stay here while
+    their requests are with the stages.
     """
 
     def __init__(self, maker: RequestMaker, meter: RunMeter) -> None:
@@ -39,9 +41,17 @@ class RowsInFlight:
         self.record = LengthRecord()
         self.long = WaitingRequests()
         self._requests: dict[str, Request] = {}
+        self._columns: dict[str, Mapping[str, Any]] = {}
         self._bad_rows: deque[BadRow] = deque()
         self.ended = self.errors = self.tokens = 0
         self.first_error: Result | None = None
+
+    def taken_in(self, rows: Iterable[Row | BadRow]) -> Iterator[Row | BadRow]:
+        """The `rows`, whose own columns are kept for their results."""
+        for row in rows:
+            if row.columns:
+                self._columns[row.custom_id] = row.columns
+            yield row
 
     def requests(self, items: Iterator[Request | BadRow]) -> Iterator[Request | None]:
         """The requests among `items`; bad rows are put aside, and None comes where `bad_results`
@@ -64,13 +74,16 @@ class RowsInFlight:
         """Have a request wait that only the plan for long rows has room for; tell whether it is."""
         if not self._maker.is_long(request):
             return False
-        self.long.add(request)
+        self.long.add(request, self._columns.pop(request.custom_id, {}))
         return True
 
     def long_requests(self) -> Iterator[Request | None]:
         """The requests that waited for the plan for long rows; the record begins anew for them."""
         self.record.forget()
-        return map(self._begin, self.long.take_all())
+        for request, columns in self.long.take_all():
+            if columns:
+                self._columns[request.custom_id] = columns
+            yield self._begin(request)
 
     def _begin(self, request: Request) -> Request:
         self._requests[request.custom_id] = request
@@ -81,6 +94,11 @@ class RowsInFlight:
     def in_flight(self) -> int:
         """Number of requests that the stages have, or that wait there."""
         return len(self._requests)
+
+    @property
+    def columns_held(self) -> int:
+        """Number of rows whose own columns wait for their results."""
+        return len(self._columns)
 
     def bad_results(self) -> Iterator[Result]:
         """Results of the rows that were put aside."""
@@ -112,10 +130,14 @@ class RowsInFlight:
                 continue
             self.record.end(request, len(each.token_ids))
             self.ended += 1
-            yield Result(each.custom_id, answer.text, each.token_ids, each.finish_reason)
+            columns = self._columns.pop(each.custom_id, {})
+            yield Result(
+                each.custom_id, answer.text, each.token_ids, each.finish_reason, columns=columns
+            )
 
     def _failed(self, custom_id: str, error: str, token_ids: tuple[int, ...] = ()) -> Result:
-        result = Result(custom_id, None, token_ids, None, error)
+        columns = self._columns.pop(custom_id, {})
+        result = Result(custom_id, None, token_ids, None, error, columns)
         self.ended += 1
         self.errors += 1
         self.first_error = self.first_error or result

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
-from llmpq.lengths.finished_rows import texts_of
-from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
-from llmpq.remote.session import ray_session
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
-from llmpq.run.checkpoint import checkpoint_reference, sampling_for_run, shape_for_run
+from llmpq.rows.sampling_defaults import JobSampling
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
-from llmpq.run.expected_lengths import NO_PREDICTOR, ExpectedLengths
+from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
-from llmpq.run.options import RunOptions
 from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
 from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
+from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
-from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
-from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
-from planner.plan.run_trace import check_trace_path
 from planner.plan.spec import PlanSpec
-from quant.checkpoint.model_reference import resolve
 from quant.common.errors import DeviceLostError
 
 if TYPE_CHECKING:
@@ -45,110 +36,48 @@ UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long r
 class Run:
     """A run of a plan over rows; afterwards `summary` holds the figures.
 
-    `source` is the plan's file, for messages; `job` names the run in Ray's metrics. The functions
-    in `on_event` are called with every fault, those in `on_state` with the state about once a
-    second, those in `on_plan` with the plan that takes the place of `plan`: when devices are lost,
-    when another one is faster, and when only long rows are left.
-    `give_up`: how to end the process where a local Ray that is gone blocks it. `sampling` is that
-    of rows without their own; of what a model's generation config asks for beyond it, the
-    constructor warns. `rows` holds counts and the first error, once results are asked for.
-
-    The constructor checks everything that can be checked before Ray is started and raises what
-    `llmpq.errors` lists under `LlmpqError`.
+    `shared` is the model, the tokenizer and the stages, of this run alone or of others too;
+    `sampling` that of rows without their own, where it is not that of `shared`. The functions in
+    `on_event` are called with every fault, those in `on_state` with the state about once a second,
+    those in `on_plan` with the plan that takes the place of `plan`: when devices are lost, when
+    another one is faster, and when only long rows are left. `give_up`: how to end the process where
+    a local Ray that is gone blocks it. `rows` holds counts and the first error, once results are
+    asked for.
     """
 
     def __init__(
         self,
-        plan: PlanSpec,
-        options: RunOptions,
-        source: str = "the plan",
-        job: str = "llmpq",
+        shared: RunResources,
+        sampling: JobSampling | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        from actors.stage.transformers_config import check_transformers_builds
-        from llmpq.run.importance import importance_store
-        from quant.checkpoint.reader import Checkpoint
-
-        if options.trace_path is not None:
-            check_trace_path(options.trace_path)
-        options.scheduling(plan)
-        self.plan = plan
+        self.plan = shared.plan
+        self.sampling = sampling or shared.sampling
         self.on_event = [] if on_event is None else [on_event]
         self.on_plan: list[Callable[[PlanSpec], None]] = []
         self.on_state: list[Callable[[RunState], None]] = []
         self.give_up: GiveUp | None = None
         self.summary: RunSummary | None = None
-        self._options, self._job, self._cache = options, job, options.cache
-        self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
-        self._folder = resolve(self._checkpoint, weights=False)
-        with ExitStack() as undo:
-            tokenizer = self._started_tokenizer()  # it loads during the checks below
-            if tokenizer is not None:
-                undo.callback(tokenizer.close)
-            self.sampling = sampling_for_run(plan, options, self._folder)
-            if self.sampling.warning:
-                warnings.warn(self.sampling.warning, stacklevel=3)
-            sampling = self.sampling.sampling
-            shape = shape_for_run(plan, sampling, self._folder, source)
-            long_rows = None if plan.long_rows is None else plan.long_rows.workload
-            self._maker = RequestMaker(
-                plan.workload, shape.vocab_size, sampling, tokenizer, long_rows
-            )
-            if str(self._folder) == self._checkpoint:
-                Checkpoint(self._folder).check_files()
-            check_transformers_builds(self._folder)
-            self._importance = importance_store(
-                plan, options.importance, self._cache, (self._folder, self._checkpoint), shape
-            )
-            lengths = None
-            if options.scheduling(plan).name == "s3":
-                lengths = open_source(
-                    options.predictor, self._folder, shape.vocab_size, options.save_predictor
-                )
-                undo.callback(lengths.close)
-            if tokenizer is not None:
-                tokenizer.wait()
-            self._expected = self._expected_lengths(lengths)
-            undo.pop_all()
-        self._meter = RunMeter(None, None)
+        self._shared, self._options = shared, shared.options
+        self._expected = shared.expected
+        self._begin(None)
+
+    def _begin(self, size: RunSize | None) -> None:
+        """Count from nothing."""
+        self._maker = self._shared.request_maker(self.sampling.sampling)
+        self._meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
         self.rows = RowsInFlight(self._maker, self._meter)
-        self._pace = self._new_pace()
+        self._pace, self._size = self._new_pace(), size
         self._is_long = False  # whether long rows run, the last ones
-        self._size: RunSize | None = None
         self._began_s = 0.0
         self._loaded_s: float | None = None
         self._parts: list[RunPart] = []
-
-    def _started_tokenizer(self) -> TokenizerProcess | None:
-        plans = (self.plan, self.plan.long_rows or self.plan)
-        most = max(plan.workload.prompt_length for plan in plans)
-        limits = Limits(self._options.row_s, most_tokens=most)
-        tokenizer = start_tokenizer(self._folder, limits)
-        if tokenizer is not None:
-            tokenizer.on_failure = self._tokenizer_failed
-        return tokenizer
-
-    def _expected_lengths(self, source: LengthSource | None) -> ExpectedLengths | None:
-        """What expects lengths, loaded; None under a policy that goes by none."""
-        if source is None:
-            return None
-        tokenizer = self._maker.tokenizer
-        wait_loaded(source, tokenizer is not None)
-        say = partial(self._tell, "predictor", 0.0)
-        return ExpectedLengths(source, partial(texts_of, tokenizer), say)
-
-    def _tokenizer_failed(self, cause: str, lost_s: float) -> None:
-        text = f"a row's chat template or tokens {cause}; it becomes an error row, the others go on"
-        self._tell("tokenizer", lost_s, text)
 
     def close(self) -> None:
         """End the processes that tokenize and predict, where the results have not been asked for to
         the end.
         """
-        if self._maker.tokenizer is not None:
-            self._maker.tokenizer.close()
-        if self._expected is not None:
-            self._expected.source.close()
+        self._shared.end_run()
 
     def results(
         self, rows: Iterable[Row | BadRow], size: RunSize | None = None
@@ -157,10 +86,10 @@ class Run:
 
         Leaving the iteration early frees the actors. Where no row can run, none are started.
         """
-        self._meter = RunMeter(*((size.prompts, size.max_tokens) if size else (None, None)))
-        self.rows = RowsInFlight(self._maker, self._meter)
-        self._pace, self._size, self._parts = self._new_pace(), size, []
-        made = self._maker.requests(rows)
+        self.plan = self._shared.plan  # a run before may have put another there meanwhile
+        self._shared.begin_run(self._notify)
+        self._begin(size)
+        made = self._maker.requests(self.rows.taken_in(rows))
         if self._expected is not None:
             made = self._expected.attach(made)
             if self._options.predictor is None:
@@ -175,8 +104,8 @@ class Run:
             else:
                 yield from self._generate(iter(()))
             self.summary = self._summary()
-            if self._expected is not None:
-                self._expected.end(self._options.save_predictor)
+            if not self._shared.kept:
+                self._shared.end_predicting()
         finally:
             self.rows.long.close()
             self.close()
@@ -186,7 +115,7 @@ class Run:
         first = next(items, None)
         if first is None and not self.rows.long.prompts:
             return
-        with ray_session(self._options.address, self.give_up):
+        with self._shared.stages.joined(self.give_up):
             self._began_s = time.perf_counter()
             if first is not None:
                 yield from self._generate_all(self.rows.requests(chain((first,), items)))
@@ -198,7 +127,7 @@ class Run:
         """Results of all `requests`, with another plan where devices are lost or it is faster."""
         while (first := (yield from self._next(requests))) is not None:
             requests = chain((first,), requests)
-            group = self._group()
+            group = self._shared.stages.of(self.plan)
             gate = Gate(requests)
             try:
                 switch = yield from self._generate_in(group, gate)
@@ -220,22 +149,6 @@ class Run:
         yield from self.rows.bad_results()
         return None
 
-    def _group(self) -> StageGroup:
-        from actors.stage_group import GroupOptions, StageGroup
-        from actors.telemetry.meter import TelemetryOptions
-
-        options = self._options
-        group_options = GroupOptions(
-            cache=self._cache,
-            transport=options.transport,
-            telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
-            recovery=options.recovery,
-            on_event=self._notify,
-            policy=options.scheduling(self.plan),
-            importance=self._importance,
-        )
-        return StageGroup(self.plan, self._checkpoint, group_options)
-
     def _generate_in(self, group: StageGroup, gate: Gate) -> Generator[Result, None, Switch | None]:
         """Requests of `gate` in one group; returns the switch to another plan for what is left.
 
@@ -244,13 +157,16 @@ class Run:
         from llmpq.run.monitoring.monitor import monitored
 
         trace = None if self._is_long else self._options.trace_path
-        starts_s = time.perf_counter()
         switch: Switch | None = None
         show = [*self.on_state, self._see]
-        with group, monitored(group, self.plan, self._meter, show, trace):
+        stages = self._shared.stages
+        with (
+            stages.lent(group),
+            monitored(group, self.plan, self._meter, show, trace) as figures,
+        ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(self.plan, began_s - starts_s)
+            self._pace.begin(self.plan, stages.start_s)
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
@@ -264,9 +180,9 @@ class Run:
                     yield from self.rows.results(group.halt())
                     break
             yield from self.rows.bad_results()
-            stages = group.observer.figures() or ()
             seconds = time.perf_counter() - began_s
-            self._parts.append(RunPart(self.plan, stages, seconds, self.rows.tokens - tokens))
+            part = RunPart(self.plan, figures() or (), seconds, self.rows.tokens - tokens)
+            self._parts.append(part)
         return switch
 
     def _summary(self) -> RunSummary:
@@ -288,10 +204,11 @@ class Run:
 
     def _new_pace(self) -> DriftControl:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
-            return replan_measured(plan, measured, self._model_folder)
+            return replan_measured(plan, measured, self._shared.model_folder)
 
         plan_again = again if self._options.replan == "auto" else None
-        planning = Planning(self._options.drift, partial(self._tell, "drift", 0.0), plan_again)
+        say = partial(self._shared.tell, "drift", 0.0)
+        planning = Planning(self._options.drift, say, plan_again)
         return DriftControl(self.rows.record, planning)
 
     def _see(self, state: RunState) -> None:
@@ -306,15 +223,13 @@ class Run:
             left = rows.long.prompts
         return Progress(left, rows.in_flight, tuple(group.tokens_in_flight().values()))
 
-    @property
-    def _model_folder(self) -> str | None:
-        """The folder of the planned model, where it is here: a stand-in is another one."""
-        return None if self.plan.stand_in is not None else str(self._folder)
-
     def _plan_again(self, lost: DeviceLostError) -> None:
         """Take the best plan for what is left; raises `DeviceLostError` where there is none."""
         began_s = time.perf_counter()
-        plan = replan_after_loss(self.plan, lost, self._model_folder)
+        folder = self._shared.model_folder
+        plan = replan_after_loss(self.plan, lost, folder)
+        if self._is_long and self._shared.kept:  # the next run begins with the others
+            self._shared.plan = replan_after_loss(self._shared.plan, lost, folder)
         lost_s = time.perf_counter() - began_s
         self._take(plan, "replanned", lost_s, replanned_text(plan))
 
@@ -339,12 +254,11 @@ class Run:
     def _take(self, plan: PlanSpec, kind: EventKind, lost_s: float, text: str) -> None:
         """Go on with another plan, and say so."""
         self.plan = plan
+        if not self._is_long:
+            self._shared.plan = plan
         for on_plan in self.on_plan:
             on_plan(plan)
-        self._tell(kind, lost_s, text)
-
-    def _tell(self, kind: EventKind, lost_s: float, text: str) -> None:
-        self._notify(RecoveryEvent(time.time(), kind, None, lost_s, text))
+        self._shared.tell(kind, lost_s, text)
 
     def _notify(self, event: RecoveryEvent) -> None:
         if event.kind not in UNDISTURBED:

@@ -21,7 +21,7 @@ class RunSize:
     resumed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunSummary:
     """Figures of a run that has ended: `load_s` seconds until its stages were loaded, `seconds` of
     generating. `resumed` as in `RunSize`. `stages` has the figures of the stages in pipeline order,
@@ -39,6 +39,46 @@ class RunSummary:
     plan: PlanSpec | None = None
     stages_s: float | None = None
     planned_tokens_per_s: float | None = None
+
+    def __str__(self) -> str:
+        """The figures in one line."""
+        return (
+            f"{self.prompts} rows, {self.errors} with errors: {self.generated_tokens} tokens in "
+            f"{self.seconds:.1f} s ({self.tokens_per_s:.1f} tokens/s) after {self.load_s:.1f} s of "
+            "loading"
+        )
+
+    def __repr__(self) -> str:
+        return f"<RunSummary: {self}>"
+
+    def _repr_html_(self) -> str:
+        from llmpq.notebook import summary_html
+
+        return summary_html(self.figures, self._busy)
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The figures by name, as they are shown."""
+        planned = self.planned_tokens_per_s
+        return {
+            "rows": str(self.prompts),
+            "with errors": str(self.errors),
+            "tokens": str(self.generated_tokens),
+            "seconds": f"{self.seconds:.2f}",
+            "loading": f"{self.load_s:.2f}",
+            "tokens/s": f"{self.tokens_per_s:.1f}",
+            **({} if planned is None else {"planned": f"{planned:.1f}"}),
+        }
+
+    @property
+    def _busy(self) -> dict[str, str]:
+        """The share of the time in which each device computed."""
+        seconds = self.seconds if self.stages_s is None else self.stages_s
+        if self.plan is None or not seconds:
+            return {}
+        names = [f"stage {each.index} ({each.device})" for each in self.plan.stages]
+        shares = [f"{stats.busy_s / seconds:.0%}" for stats in self.stages]
+        return dict(zip(names, shares, strict=False))
 
     @property
     def tokens_per_s(self) -> float:

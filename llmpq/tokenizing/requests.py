@@ -13,6 +13,8 @@ from actors.messages import Request, Sampling
 from llmpq.rows.row import BadRow, Row, merge_sampling
 from llmpq.tokenizing.tokenizer_process import Answer, Limits, TokenizerProcess
 from planner.workload import Workload
+from quant.checkpoint.model_reference import local_model
+from quant.common.errors import CheckpointError
 
 AHEAD_ROWS = 64
 """Rows that the tokenizer has in hand while the first of them is waited for."""
@@ -221,9 +223,9 @@ def tokenizer_checked(model: str) -> Iterator[None]:
     Raises `CheckpointError` at its end if the tokenizer cannot be loaded.
     """
     try:
-        folder = Path(model).expanduser()
-        tokenizer = start_tokenizer(folder)
-    except (OSError, RuntimeError, ValueError):  # a name that is no path
+        folder = local_model(model, "give a folder or a hub id")
+        tokenizer = None if folder is None else start_tokenizer(folder)
+    except (CheckpointError, OSError, RuntimeError, ValueError):  # a name that is no path
         tokenizer = None
     if tokenizer is None:
         yield

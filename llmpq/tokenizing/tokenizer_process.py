@@ -102,6 +102,7 @@ class TokenizerProcess:
         self._waiting: deque[_Task] = deque()
         self._answers: dict[int, Answer] = {}
         self._retried = -1
+        self._forgotten = 0
         self._heard_s = time.monotonic()
         self._is_ready = False
         self._start()
@@ -145,6 +146,16 @@ class TokenizerProcess:
     def ask(self, task: Mapping[str, Any]) -> Answer:
         """The answer to one task."""
         return self.answer(self.submit(task))
+
+    def forget(self) -> None:
+        """Forget all tasks so far, whose answers nobody asks for any more."""
+        self._answers.clear()
+        self._forgotten = self._numbers
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether tasks can be given to it: it is not closed, and has not failed for good."""
+        return self._end.alive
 
     def close(self) -> None:
         """End the process; no task can be given to it, and no answer asked for, from then on."""
@@ -207,7 +218,8 @@ class TokenizerProcess:
         """Note the answer to the oldest task."""
         task = self._waiting.popleft()
         self.behind_bytes -= len(task.line)
-        self._answers[task.number] = answer
+        if task.number > self._forgotten:
+            self._answers[task.number] = answer
 
     def _take_first(self, content: Mapping[str, Any]) -> None:
         if "error" in content:

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmpq.jobs.inputs import JobInput
+from llmpq.workload.defaults import DEFAULT_WORKLOAD
 from llmpq.workload.measuring import InputMeasure
 from planner.workload import Workload
-
-# LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
-DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
 
 
 def workload_of_prompts(

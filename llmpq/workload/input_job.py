@@ -17,7 +17,7 @@ import numpy as np
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.records.input_changes import shown_id
 from llmpq.model_check import checked_shape
-from llmpq.workload.batch import DEFAULT_WORKLOAD
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, ERROR, LONG_ROWS, SEPARATE
 from llmpq.workload.long_rows import best_cut
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
@@ -33,7 +33,6 @@ from planner.lengths import (
 from planner.workload import MAX_TOKENS, Job
 from quant.common.errors import InputError, SpecError
 
-SEPARATE, ERROR = LONG_ROWS = ("separate", "error")
 SHOWN_ROWS = 3
 
 

@@ -126,7 +126,7 @@ class LayerReason:
     exchange: Exchange | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(repr=False, frozen=True, eq=False)
 class Explanation:
     """A plan's reasons: per stage, per layer, what would change it, and its simulated batch."""
 
@@ -135,6 +135,13 @@ class Explanation:
     layers: tuple[LayerReason, ...]
     answers: Answers
     simulated: Simulated
+
+    def __repr__(self) -> str:
+        bound = [
+            f"stage {stage.stage} by {' and '.join(stage.binds) or 'nothing'}"
+            for stage in self.stages
+        ]
+        return f"<Explanation of {len(self.layers)} groups of layers; bound: {', '.join(bound)}>"
 
 
 def explain(plan: PlanSpec, costs: CostModel, options: WhatIfOptions | None = None) -> Explanation:

@@ -1,4 +1,4 @@
-"""Finding the shape of a model by folder, `config.json`, built-in name or hub id."""
+"""Finding the shape of a model by folder, GGUF file, `config.json`, built-in name or hub id."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from planner.model.families.family import Family
 from planner.model.families.table import FAMILIES, supported_model_types
 from planner.model.shape import ModelShape
 from planner.model.untied_head import has_own_head
+from quant.checkpoint.gguf.files import model_name
+from quant.checkpoint.gguf.index import gguf_index, settings_place
 from quant.checkpoint.gptq_config import (
     CONFIG_FILE,
     parse_gptq_config,
     quantization_entries,
     read_gptq_config,
 )
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import local_model
 from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import SpecError
 from quant.common.json_file import read_json_object
@@ -51,7 +53,8 @@ _TUNED_END = re.compile(r"(-(instruct|chat|base|it|hf|gptq|awq|gguf))+$")
 
 
 def model_shape(name_or_path: str | Path) -> ModelShape:
-    """Find the shape of a folder or `config.json`, a built-in name, or a hub id, in this order.
+    """Find the shape of a folder, GGUF file or `config.json`, a built-in name, or a hub id, in this
+    order.
 
     Only a hub id (`owner/name`) that is not built in needs the network, and only its `config.json`
     is fetched. SpecError where nothing is found, naming the nearest built-in, and where the model
@@ -121,7 +124,7 @@ def _has_experts(config: ConfigFile) -> bool:
 def model_config(name_or_path: str | Path) -> Mapping[str, Any]:
     """Read the entries of the `config.json` that `model_shape` uses; errors as there."""
     text = str(name_or_path)
-    path = local_path(text, _REMEDY, SpecError)
+    path = local_model(text, _REMEDY, SpecError)
     if path is not None:
         return _read_config(path / CONFIG_FILE if path.is_dir() else path)
     builtin = _builtin_configs().get(text.lower())
@@ -144,7 +147,7 @@ def names_of_builtin(name: str) -> tuple[str, ...]:
 
 def _local_shape(text: str) -> ModelShape | None:
     """The shape of a local folder or file; None where there is neither."""
-    path = local_path(text, _REMEDY, SpecError)
+    path = local_model(text, _REMEDY, SpecError)
     if path is None or path.is_dir():
         return None if path is None else _folder_shape(path)
     unread = unread_file(path)
@@ -161,9 +164,16 @@ def _folder_shape(folder: Path) -> ModelShape:
             or f"model folder {folder} holds no config.json; "
             "give the folder of a Hugging Face checkpoint"
         )
-    shape = shape_from_config(folder.resolve().name, _read_config(config), str(config))
+    name, place = _folder_name(folder), settings_place(folder, CONFIG_FILE)
+    shape = shape_from_config(name, _read_config(config), place)
     tied = shape.tied_embeddings and not has_own_head(folder, shape.model_type)
     return replace(shape, stored=shape.stored or read_gptq_config(folder), tied_embeddings=tied)
+
+
+def _folder_name(folder: Path) -> str:
+    """The name of the model in `folder`: the folder's, or that of the GGUF file it describes."""
+    described = gguf_index(folder)
+    return folder.resolve().name if described is None else model_name(described.paths[0])
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from planner.model.expected_tensors import Shapes, end_tensors, layer_tensors
 from planner.model.families.table import FAMILIES
 from planner.model.shape import ModelShape
+from quant.checkpoint.gguf.architectures import ARCHITECTURES
+from quant.checkpoint.gguf.index import gguf_index, model_place
 from quant.checkpoint.gptq_config import STORED_BITS
 from quant.checkpoint.stored_tensors import (
     StoredTensor,
@@ -34,6 +36,8 @@ _PACKED_MARKS = ("qweight", "weight_packed")
 """What stands in place of a weight in GPTQ and AWQ, and in compressed-tensors."""
 
 _REMEDY = "correct config.json, or take the weights of this model"
+_GGUF_REMEDY = "download the file again, or take another conversion of the model"
+_OTHER_TYPE = "take a file of another type, such as Q8_0, Q4_K_M or F16"
 _ORIGINAL = "the checkpoint is quantized already; give the original one in 16 or 32 bit"
 
 
@@ -71,6 +75,11 @@ class _Weights:
 
     def __init__(self, folder: Path, shape: ModelShape, stored: Mapping[str, StoredTensor]) -> None:
         self.folder, self.shape, self.stored = folder, shape, stored
+        described = gguf_index(folder)
+        self.place = model_place(folder)
+        self.settings = "config.json" if described is None else "its metadata"
+        self.remedy = _REMEDY if described is None else _GGUF_REMEDY
+        self.spelling = None if described is None else ARCHITECTURES[described.architecture]
         self.names = FAMILIES[shape.model_type].architecture
         self.known: set[str] = set()
 
@@ -82,9 +91,12 @@ class _Weights:
         layers = max(found, default=-1) + 1
         if layers != self.shape.layers:
             raise CheckpointError(
-                f"{self.folder}: config.json says {self.shape.layers} layers (num_hidden_layers, "
-                f"or n_layer), but the weights have {layers}; {_REMEDY}"
+                f"{self.place}: {self._says_layers()}, but the weights have {layers}; {self.remedy}"
             )
+
+    def _says_layers(self) -> str:
+        key = "num_hidden_layers, or n_layer" if self.spelling is None else "block_count"
+        return f"{self.settings} says {self.shape.layers} layers ({key})"
 
     def check_all(self, tensors: Shapes) -> None:
         """Check that all `tensors`, by full names, are there."""
@@ -120,19 +132,23 @@ class _Weights:
         biases = [name for name in left if is_bias(name, modules)]
         zeros = {name for name in biases if self._may_be_zeros(name)}
         needed = [n for n in biases if n not in zeros] + [n for n in left if self._is_needed(n)]
-        nobody = f"{self.folder}: no part of a {self.shape.model_type} model"
+        nobody = f"{self.place}: no part of a {self.shape.model_type} model"
         if needed:
             raise CheckpointError(
-                f"{nobody} with this config.json takes {patterns(needed)} of its weights, without "
-                f"which answers would be wrong; {self._remedy(needed[0])}"
+                f"{nobody} with {self._these_settings()} takes {patterns(needed)} of its weights, "
+                f"without which answers would be wrong; {self._remedy(needed[0])}"
             )
         unknown = [name for name in left if name not in zeros]
         if not unknown:
             return None
-        return (
-            f"{nobody} takes {patterns(unknown)} of its weights; they are left out: is config.json "
-            "that of this model?"
+        return f"{nobody} takes {patterns(unknown)} of its weights; they are left out: " + (
+            "is config.json that of this model?"
+            if self.spelling is None
+            else "llama.cpp may use them"
         )
+
+    def _these_settings(self) -> str:
+        return "this config.json" if self.spelling is None else "this metadata"
 
     def _may_be_zeros(self, name: str) -> bool:
         """Whether a tensor is of zeros, or not here yet: then loading will look at it."""
@@ -147,6 +163,8 @@ class _Weights:
         """How to have the tensor `name` taken."""
         if is_adapter(name):
             return "merge the adapter into the weights first (merge_and_unload of peft)"
+        if self.spelling is not None:
+            return "take another conversion of the model, or its original checkpoint"
         module, family = name.rpartition(".")[0], FAMILIES[self.shape.model_type]
         entry = None
         if module.endswith(tuple(f".{each}" for each in self.names.attention)):
@@ -168,13 +186,21 @@ class _Weights:
         if found is None:
             raise CheckpointError(self._missing(name))
         stored_name, tensor = found
-        where = f"{self.folder / tensor.file}: tensor {stored_name}"
+        where = f"{self.folder / tensor.file}: tensor {self._spelt(stored_name)}"
         if tensor.dtype is not None and tensor.dtype not in _FLOATS:
-            raise CheckpointError(f"{where} holds {tensor.dtype}: {_ORIGINAL}")
+            raise CheckpointError(f"{where} holds {tensor.dtype}: {self._original()}")
         if tensor.shape is not None and tensor.shape != size:
             raise CheckpointError(
-                f"{where} is {list(tensor.shape)} but config.json asks for {list(size)}; {_REMEDY}"
+                f"{where} is {list(tensor.shape)} but {self.settings} asks for {list(size)}; "
+                f"{self.remedy}"
             )
+
+    def _spelt(self, name: str) -> str:
+        """A tensor's name in its file."""
+        return name if self.spelling is None else self.spelling.stored_name(name)
+
+    def _original(self) -> str:
+        return _ORIGINAL if self.spelling is None else f"a type that is not read; {_OTHER_TYPE}"
 
     def _missing(self, name: str) -> str:
         module = name.removesuffix(".weight")
@@ -188,8 +214,8 @@ class _Weights:
                 "again, or give the original checkpoint in 16 or 32 bit"
             )
         return (
-            f"{self.folder} has no tensor {name} among its {len(self.stored)}; it is incomplete or "
-            "of another model: download it again"
+            f"{self.place} has no tensor {self._spelt(name)} among its {len(self.stored)}; it is "
+            "incomplete or of another model: download it again"
         )
 
     def _check_packed(self, module: str, size: tuple[int, ...]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from planner.optimiser.assignment import evaluate
 from planner.optimiser.capacity import layer_capacity
@@ -27,6 +26,8 @@ def assign_bits(problem: AssignmentProblem, counts: IntArray) -> Candidate:
     Times and bytes are settled by the counts; inside each stage the bits go to its layers at the
     least sum of sensitivities, which is an assignment problem.
     """
+    from scipy.optimize import linear_sum_assignment  # slow to import, and not every command plans
+
     first_layer = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
     bitwidth = np.zeros(problem.layers, dtype=np.int64)
     for stage, held in enumerate(counts):

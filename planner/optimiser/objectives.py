@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.optimiser.problem import AssignmentProblem, FloatArray, Objective
+from planner.optimiser.names import Objective
+from planner.optimiser.problem import AssignmentProblem, FloatArray
 
 Seconds = float | FloatArray
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from planner.optimiser.names import Objective
 from quant.common.errors import SpecError
 
 FloatArray = npt.NDArray[np.float64]
@@ -23,10 +24,6 @@ BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
-
-Objective = Literal["pipeline", "paper", "job"]  # `planner.optimiser.objectives` states them
-JOB_OBJECTIVE: Objective = "job"
-BATCH_OBJECTIVES: tuple[Objective, ...] = ("pipeline", "paper")
 
 STAGE_TIMES = ("fixed_prefill_s", "fixed_decode_s", "prefill_comm_s", "decode_comm_s")
 

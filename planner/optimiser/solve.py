@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.automatic import solve_automatically
@@ -18,39 +17,24 @@ from planner.optimiser.heuristics.transfer import solve_by_transfer
 from planner.optimiser.heuristics.uniform import solve_uniform
 from planner.optimiser.milp.method import solve_exactly
 from planner.optimiser.milp.solvers.table import require_known
+from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.sensitivity_tables import SensitivityTables
-from planner.optimiser.solve_options import DEFAULT_SOLVER, SolveOptions
+from planner.optimiser.solve_options import SolveOptions
 from quant.common.errors import SpecError
 
-
-@dataclass(frozen=True)
-class Method:
-    """A way to solve one problem; the tables of its sensitivity serve many problems.
-
-    `takes_solver`: it heeds `SolveOptions.solver`. `is_baseline`: it stands for a published system,
-    which decides order and micro-batches by itself (`planner.search.baselines.policies`).
-    """
-
-    solve: Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]
-    takes_solver: bool = False
-    is_baseline: bool = False
-
+Method = Callable[[AssignmentProblem, SolveOptions, SensitivityTables], Assignment]
+"""A way to solve one problem; the tables of its sensitivity serve many problems."""
 
 METHODS: dict[str, Method] = {
-    "auto": Method(solve_automatically, takes_solver=True),
-    "ilp": Method(lambda problem, options, _: solve_exactly(problem, options), takes_solver=True),
-    "transfer": Method(solve_by_transfer),
-    "adabits": Method(solve_adabits),
-    "uniform": Method(
-        lambda problem, options, _: solve_uniform(problem, options), is_baseline=True
-    ),
-    "pipeedge": Method(
-        lambda problem, options, _: solve_pipeedge(problem, options), is_baseline=True
-    ),
+    "auto": solve_automatically,
+    "ilp": lambda problem, options, _: solve_exactly(problem, options),
+    "transfer": solve_by_transfer,
+    "adabits": solve_adabits,
+    "uniform": lambda problem, options, _: solve_uniform(problem, options),
+    "pipeedge": lambda problem, options, _: solve_pipeedge(problem, options),
 }
-"""Exact search followed by a heuristic if time runs out, the integer programme, bitwidth transfer
-(LLM-PQ Alg. 2), the plan of best quality (section 6.9), and two baselines (section 6.1)."""
+"""`planner.optimiser.names` says what they are."""
 
 
 def solve(
@@ -86,4 +70,4 @@ def solve_by(
     require_known(options.solver)
     if method == "auto" and options.solver != DEFAULT_SOLVER:
         method = "ilp"
-    return METHODS[method].solve(problem, options, tables or SensitivityTables(problem.sensitivity))
+    return METHODS[method](problem, options, tables or SensitivityTables(problem.sensitivity))

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from planner.optimiser.names import DEFAULT_SOLVER
 from quant.common.errors import SpecError
-
-DEFAULT_SOLVER = "highs"
 
 
 @dataclass(frozen=True)

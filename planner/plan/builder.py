@@ -11,7 +11,7 @@ from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, stage_times
-from planner.optimiser.solve_options import DEFAULT_SOLVER
+from planner.optimiser.names import DEFAULT_SOLVER
 from planner.plan.job_forecast import JobForecast
 from planner.plan.modelled_times import ModelledTimes, modelled_times
 from planner.plan.spec import (

@@ -23,7 +23,8 @@ from planner.costs.memory import (
 )
 from planner.model.finding import ModelShape
 from planner.optimiser.assignment import stage_times
-from planner.optimiser.problem import BATCH_OBJECTIVES, JOB_OBJECTIVE, AssignmentProblem, Objective
+from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
+from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO
 from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import PlanOrigin

@@ -16,7 +16,6 @@ from statistics import median
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from planner.cluster.device import CPU_TOKENS_AT_ONCE, Device
 from planner.costs.latency_model import LatencyModel
@@ -262,8 +261,7 @@ def fit_rows(
     weight = np.sqrt(_PRIOR_WEIGHT)
     matrix = np.vstack([relative * units, weight * np.eye(len(units))])
     target = np.concatenate([np.ones(len(rows)), weight * scaled_prior / units])
-    coefficients, _ = nnls(matrix, target)
-    return np.asarray(coefficients * units)
+    return np.asarray(_least_squares(matrix, target) * units)
 
 
 def _tokens_at_once(device: Device) -> float:
@@ -298,5 +296,12 @@ def _proportions(
     features = np.stack([layer_features(phase, layer, *point, at_once) for point in points])
     relative = features / seconds[:, None]
     units = _units(relative)
-    coefficients, _ = nnls(relative * units, np.ones(len(points)))
-    return np.asarray(coefficients * units)
+    return np.asarray(_least_squares(relative * units, np.ones(len(points))) * units)
+
+
+def _least_squares(matrix: Vector, target: Vector) -> Vector:
+    """The non-negative solution."""
+    from scipy.optimize import nnls  # slow to import, and not every command plans
+
+    solution, _ = nnls(matrix, target)
+    return np.asarray(solution)

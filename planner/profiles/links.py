@@ -9,7 +9,6 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from scipy.optimize import nnls
 
 from planner.cluster.accelerators import Accelerator, find_accelerator
 from planner.cluster.links import MeasuredLink, Place, Way
@@ -107,6 +106,8 @@ def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, 
 
 def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
     """Fit the seconds of a hop without bytes, and those of a byte."""
+    from scipy.optimize import nnls  # slow to import, and few plans need it
+
     seconds = np.array([row.seconds for row in rows])
     payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
     unit = float(payload.max())  # so that both columns are of one magnitude

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 from planner.plan.spec import PerplexityForecast
 from planner.quality.sensitivity import Omega, WeighedPoint
@@ -95,6 +94,8 @@ def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit
             f"bit by more than their error, {LEAST_POINTS} are needed; measure on a longer text or "
             "with lower bitwidths"
         )
+    from scipy.special import stdtrit  # slow to import, and few plans need it
+
     x, y = np.log(np.array(above)).T
     slope = float(((x - x.mean()) * y).sum() / np.square(x - x.mean()).sum())
     exponent = float(np.clip(slope, *_EXPONENTS))

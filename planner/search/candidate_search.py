@@ -17,10 +17,11 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.milp.solvers.solver import SolverUnavailableError
+from planner.optimiser.names import DEFAULT_SOLVER
 from planner.optimiser.relaxation.relax import ROUNDING
 from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve import solve_by
-from planner.optimiser.solve_options import DEFAULT_SOLVER, SolveOptions
+from planner.optimiser.solve_options import SolveOptions
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate

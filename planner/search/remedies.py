@@ -118,10 +118,13 @@ def naming_remedies(request: PlanningRequest, planner: Planner) -> Iterator[None
     except BoundNotMetError as error:
         remedies = remedies_of_bound(request, error, planner)
         text = _sentence(error, "A plan is found with", remedies)
-        raise BoundNotMetError(text, error.option, error.reachable) from error
+        parts = str(error), tuple(remedy.text for remedy in remedies)
+        raise BoundNotMetError(text, error.option, error.reachable, *parts) from error
     except DoesNotFitError as error:
         remedies = remedies_of_memory(request, planner)
-        raise DoesNotFitError(_sentence(error, "It would fit with", remedies)) from error
+        text = _sentence(error, "It would fit with", remedies)
+        parts = str(error), tuple(remedy.text for remedy in remedies)
+        raise DoesNotFitError(text, *parts) from error
 
 
 def remedies_of_memory(request: PlanningRequest, planner: Planner) -> list[Remedy]:

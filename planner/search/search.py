@@ -11,7 +11,8 @@ from typing import TypeVar
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.model.finding import ModelShape
-from planner.options import AUTO, BASELINE_METHODS, PlanOptions, quality_of
+from planner.optimiser.names import BASELINE_METHODS
+from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.builder import build_plan
 from planner.plan.origin import origin_of
 from planner.plan.spec import PlanSpec

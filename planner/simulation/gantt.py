@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from planner.phases import Phase
 from planner.schedule.static import Pass
 from planner.simulation.simulation import Simulated
 from planner.simulation.trace import check_labels, write_text
@@ -18,11 +19,35 @@ COLOURS = {
     "decode": ("#843c0c", "#c55a11", "#ed7d31", "#f4b183"),
 }
 
+DARK_COLOURS = {
+    "prefill": ("#3f7cb8", "#5b9bd5", "#8bbbe8", "#bcdcf7"),
+    "decode": ("#b8601f", "#ed7d31", "#f4a26a", "#f9cba8"),
+}
+
 LINK_COLOUR = "#7f7f7f"
 
-LABEL_WIDTH, ROW_HEIGHT, BAR_HEIGHT, LINK_HEIGHT = 190, 30, 18, 4
+LABEL_WIDTH, ROW_HEIGHT, LINK_HEIGHT = 190, 30, 4
 
-AXIS_HEIGHT, TICKS = 50, 8
+# Decode is lower than prefill too, for those to whom blue and orange look alike.
+BAR_HEIGHTS = {"prefill": 18, "decode": 12}
+TALLEST = max(BAR_HEIGHTS.values())
+
+_DARK_SHADES = " ".join(
+    f".gantt-picture .{phase}{shade} {{ fill: {colour}; }}"
+    for phase, colours in DARK_COLOURS.items()
+    for shade, colour in enumerate(colours)
+)
+_STYLE = f"""<style>
+.gantt-picture .ground {{ fill: #ffffff; }} .gantt-picture text {{ fill: #1b1f24; }}
+.gantt-picture line {{ stroke: #57606a; }}
+@media (prefers-color-scheme: dark) {{
+  .gantt-picture .ground {{ fill: #1c2026; }} .gantt-picture text {{ fill: #e6e9ee; }}
+  .gantt-picture line {{ stroke: #a3acb8; }} .gantt-picture .link {{ fill: #a3acb8; }}
+  {_DARK_SHADES}
+}}
+</style>"""
+
+AXIS_HEIGHT, TICKS = 52, 8
 
 MORE = ", and more"  # in the title of a bar that stands for several
 
@@ -55,7 +80,8 @@ class _Bar:
 
     left: float
     right: float
-    colour: str
+    phase: Phase
+    shade: int
     title: str
 
 
@@ -79,13 +105,26 @@ def gantt_svg(
     height = len(labels) * ROW_HEIGHT + AXIS_HEIGHT
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL_WIDTH + options.width + 20}" '
-        f'height="{height}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
+        f'height="{height}" class="gantt-picture" role="img" '
+        f'aria-label="{_described(simulated, labels, view)}" font-family="sans-serif" '
+        'font-size="12">',
+        _STYLE,
+        '<rect width="100%" height="100%" class="ground" fill="#ffffff"/>',
     ]
     for stage, label in enumerate(labels):
         lines += _row(simulated, stage, label, view)
     lines += [*_axis(view, len(labels) * ROW_HEIGHT), "</svg>"]
     return "\n".join(lines) + "\n"
+
+
+def _described(simulated: Simulated, labels: Sequence[str], view: _View) -> str:
+    """The picture in words, for those who do not see it."""
+    shares = "; ".join(
+        f"stage {stage} {label} {share:.0%}"
+        for stage, (label, share) in enumerate(zip(labels, simulated.busy_share, strict=True))
+    )
+    text = f"what each stage computes from {view.start_s:.4g} to {view.end_s:.4g} s; busy: {shares}"
+    return escape(text, {'"': "&quot;"})
 
 
 def write_gantt(
@@ -117,11 +156,13 @@ def _row(simulated: Simulated, stage: int, label: str, view: _View) -> Iterator[
     yield f'<text x="4" y="{top + 13}">{escape(f"{stage}: {label}")}<title>{share}</title></text>'
     starts, ends = simulated.stage_start_s[:, stage], simulated.stage_end_s[:, stage]
     for bar in _bars(simulated.passes, starts.tolist(), ends.tolist(), view):
-        yield _rectangle(bar, top, BAR_HEIGHT)
+        height = BAR_HEIGHTS[bar.phase]
+        colour, name = COLOURS[bar.phase][bar.shade], f"{bar.phase}{bar.shade}"
+        yield _rectangle(bar, (top + (TALLEST - height) // 2, height), colour, name)
     starts, ends = simulated.link_start_s[:, stage], simulated.link_end_s[:, stage]
     for bar in _bars(simulated.passes, starts.tolist(), ends.tolist(), view):
-        link = _Bar(bar.left, bar.right, LINK_COLOUR, f"transfer of {bar.title}")
-        yield _rectangle(link, top + BAR_HEIGHT + 1, LINK_HEIGHT)
+        link = replace(bar, title=f"transfer of {bar.title}")
+        yield _rectangle(link, (top + TALLEST + 1, LINK_HEIGHT), LINK_COLOUR, "link")
 
 
 def _bars(
@@ -133,14 +174,14 @@ def _bars(
         if end_s <= view.start_s or start_s >= view.end_s or end_s <= start_s:
             continue
         left, right = view.pixel(start_s), view.pixel(end_s)
-        shades = COLOURS[each.phase]
+        shade = each.index % len(COLOURS[each.phase])
         title = f"{each.phase} {each.index}, step {each.step}: {start_s:.6g} to {end_s:.6g} s"
-        bar = _Bar(left, right, shades[each.index % len(shades)], title)
+        bar = _Bar(left, right, each.phase, shade, title)
         if waiting is None:
             waiting = bar
         elif bar.right - waiting.left < 1 and bar.left - waiting.right < 0.5:
             title = waiting.title.removesuffix(MORE) + MORE
-            waiting = _Bar(waiting.left, bar.right, waiting.colour, title)
+            waiting = replace(waiting, right=bar.right, title=title)
         else:
             yield waiting
             waiting = bar
@@ -148,22 +189,27 @@ def _bars(
         yield waiting
 
 
-def _rectangle(bar: _Bar, top: int, height: int) -> str:
+def _rectangle(bar: _Bar, rows: tuple[int, int], colour: str, name: str) -> str:
+    """A bar over the pixel `rows` (first, count), in `colour` where no style names another."""
+    top, height = rows
     return (
         f'<rect x="{LABEL_WIDTH + bar.left:.2f}" y="{top}" width="{bar.right - bar.left:.2f}" '
-        f'height="{height}" fill="{bar.colour}"><title>{escape(bar.title)}</title></rect>'
+        f'height="{height}" class="{name}" fill="{colour}">'
+        f"<title>{escape(bar.title)}</title></rect>"
     )
 
 
 def _axis(view: _View, top: int) -> Iterator[str]:
     right = LABEL_WIDTH + view.width
-    yield f'<line x1="{LABEL_WIDTH}" y1="{top}" x2="{right}" y2="{top}" stroke="black"/>'
+    yield f'<line x1="{LABEL_WIDTH}" y1="{top}" x2="{right}" y2="{top}" stroke="#57606a"/>'
     for tick in range(TICKS + 1):
         x = LABEL_WIDTH + view.width * tick / TICKS
         at_s = view.start_s + (view.end_s - view.start_s) * tick / TICKS
-        yield f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{top + 5}" stroke="black"/>'
+        yield f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{top + 5}" stroke="#57606a"/>'
         yield f'<text x="{x:.1f}" y="{top + 19}" text-anchor="middle">{at_s:.4g} s</text>'
-    colours = [(COLOURS[phase][1], f"{phase} micro-batches") for phase in COLOURS]
-    for index, (colour, text) in enumerate([*colours, (LINK_COLOUR, "transfers to the next")]):
-        x = LABEL_WIDTH + 180 * index
-        yield f'<text x="{x}" y="{top + 40}" fill="{colour}">{text}</text>'
+    words = {"prefill": "prefill micro-batches (tall)", "decode": "decode micro-batches (low)"}
+    keys = [(COLOURS[phase][1], f"{phase}1", words[phase]) for phase in COLOURS]
+    for index, (colour, name, text) in enumerate([*keys, (LINK_COLOUR, "link", "to the next")]):
+        x = LABEL_WIDTH + 210 * index
+        swatch = f'<rect x="{x}" y="{top + 30}" width="12" height="12" class="{name}"'
+        yield f'<g>{swatch} fill="{colour}"/><text x="{x + 18}" y="{top + 40}">{text}</text></g>'

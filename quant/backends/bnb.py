@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from quant.backends.base import copy_of, tensor_bytes
-from quant.backends.nf4_maxima import fit_maxima
+from quant.backends.nf4_maxima import decoded, fit_maxima
 from quant.backends.table import NF4_BLOCK
 from quant.common.errors import DeviceError
 from quant.importance.statistics import InputStatistics
@@ -67,10 +67,8 @@ class BnbNf4:
         inputs: InputStatistics | None = None,
     ) -> torch.Tensor:
         packed = cls.from_weight(weight, torch.float32, weight.device, rounding, inputs)
-        restored: torch.Tensor = _bitsandbytes().functional.dequantize_4bit(
-            packed.packed, packed.quantized
-        )
-        return restored
+        # bitsandbytes itself decodes blocks across rows wrongly on CPUs with AVX-512 (0.50)
+        return decoded(packed.packed, packed.quantized.absmax, packed.quantized.code, weight.shape)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {

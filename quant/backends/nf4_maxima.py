@@ -1,4 +1,5 @@
-"""Fitting the maximum of each nf4 block to its weights, columns weighed by their inputs.
+"""Codes and maxima of nf4: decoding them, and fitting each block's maximum to its weights, columns
+weighed by their inputs.
 
 A weight is a value of a table of 16, from -1 to 1, times the block's maximum. Any positive number
 may stand as this maximum: it need not be that of the weights, of which the largest are then cut.
@@ -44,6 +45,13 @@ def fit_maxima(
         codes = _codes(values, best, table).to(torch.uint8)
         maxima[own] = best
         codes_at[own] = (codes[:, ::2] << 4) | codes[:, 1::2]
+
+
+def decoded(packed: Tensor, maxima: Tensor, table: Tensor, shape: torch.Size) -> Tensor:
+    """The weight of `shape` that codes and maxima stand for, which are as in `fit_maxima`."""
+    codes = torch.stack((packed.view(-1) >> 4, packed.view(-1) & 15), -1).view(-1)
+    blocks = maxima.repeat_interleave(NF4_BLOCK)[: shape.numel()]
+    return (table[codes[: shape.numel()].int()] * blocks).view(shape)
 
 
 def _best_maxima(values: Tensor, importance: Tensor, maxima: Tensor, table: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from quant.common.errors import SpecError
+from quant.common.user_cache import user_cache_folder
 
 DEFAULT_LIMIT_BYTES = 100 << 30
 """The default limit, or half of the free space if that is less: several 70B models at 4 bit."""
@@ -57,15 +57,21 @@ NO_CACHE = CacheSettings(enabled=False)
 
 def default_folder() -> Path:
     """The folder `llmpq/shards` in the user's cache folder (XDG base directories)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else _expanded("~/.cache")) / "llmpq/shards"
+    try:
+        return user_cache_folder() / "shards"
+    except RuntimeError as error:
+        raise _no_home("~/.cache") from error
 
 
 def _expanded(folder: str | Path) -> Path:
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:  # no such user, or one without a home
-        raise SpecError(
-            f"cache folder {folder}: no home folder is known for ~; give another cache_dir, or "
-            "switch the cache off (no_cache)"
-        ) from error
+        raise _no_home(folder) from error
+
+
+def _no_home(folder: str | Path) -> SpecError:
+    return SpecError(
+        f"cache folder {folder}: no home folder is known for ~; give another cache_dir, or "
+        "switch the cache off (no_cache)"
+    )

@@ -6,6 +6,7 @@ The target appears only when it is complete: it is written beside it, and then r
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError  # what torch.load raises for anything but tensors
@@ -48,13 +49,16 @@ class _Shard:
     aliases: tuple[tuple[str, str], ...]
 
 
-def convert(source: Path, target: Path) -> ConvertSummary:
+def convert(
+    source: Path, target: Path, progress: Callable[[int, int], None] | None = None
+) -> ConvertSummary:
     """Write the `.bin` checkpoint in folder `source` as safetensors into the new folder `target`.
 
     Tensors that share memory are written once, with the names left out in the file's metadata,
     unless `config.json` says that embeddings are not tied. CheckpointError if `target` exists, lies
     in `source` or cannot be written, if `source` has no `.bin` weights or configuration, or if a
     file is missing, damaged, or holds anything but tensors; nothing is left behind then.
+    `progress` is called with the number of files done and of all.
     """
     try:
         if target.exists():
@@ -66,7 +70,7 @@ def convert(source: Path, target: Path) -> ConvertSummary:
         files = _bin_files(source)
         tied = _ties_embeddings(source)
         with new_folder(target) as staging:
-            shards = _convert_files(source, files, staging, tied)
+            shards = _convert_files(source, files, staging, tied, progress)
             copied = copy_settings(source, staging)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -83,12 +87,19 @@ def convert(source: Path, target: Path) -> ConvertSummary:
     )
 
 
-def _convert_files(source: Path, files: list[str], target: Path, tied: bool) -> list[_Shard]:
+def _convert_files(
+    source: Path,
+    files: list[str],
+    target: Path,
+    tied: bool,
+    progress: Callable[[int, int], None] | None,
+) -> list[_Shard]:
     """Write every weight file as a shard in `target`, with an index where there are several."""
-    shards = [
-        _convert_file(source / file, target / _shard_name(number, len(files)), tied)
-        for number, file in enumerate(files, start=1)
-    ]
+    shards: list[_Shard] = []
+    for number, file in enumerate(files, start=1):
+        shards.append(_convert_file(source / file, target / _shard_name(number, len(files)), tied))
+        if progress is not None:
+            progress(number, len(files))
     if len(files) > 1:
         _write_index(target / INDEX_FILE, shards)
     return shards

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quant.checkpoint.gguf.files import is_gguf
+from quant.checkpoint.gguf.folder import folder_of_gguf
 from quant.common.errors import CheckpointError, LlmpqError
 from quant.common.library_errors import path_reason
 
@@ -24,14 +26,31 @@ def local_path(
         raise refuse(f"model {reference!s:.200}: {path_reason(error)}; {remedy}") from error
 
 
+def local_model(
+    reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
+) -> Path | None:
+    """As `local_path`, but for a GGUF file, and a folder of one, the folder that describes it.
+
+    Raises what `folder_of_gguf` does too.
+    """
+    here = local_path(reference, remedy, refuse)
+    return here if here is None else folder_of_gguf(here) or here
+
+
+def is_local_model(path: Path) -> bool:
+    """Whether `path` is a model on this machine: a folder or a GGUF file."""
+    return path.is_dir() or is_gguf(path)
+
+
 def resolve(path: str | Path, weights: bool = True) -> Path:
-    """Find the local folder of a checkpoint: `path` itself, or the hub's snapshot of that id.
+    """Find the local folder of a checkpoint: `path` itself, the one that describes it where it is
+    a GGUF file, or the hub's snapshot of that id.
 
     Without `weights`, only configuration and tokenizer of a hub id are downloaded.
 
     CheckpointError if it is neither a folder nor an id that the hub or its cache knows.
     """
-    here = local_path(path, "give the folder that holds the weights")
+    here = local_model(path, "give the folder that holds the weights")
     if here is not None and here.is_dir():
         return here
     if here is not None:

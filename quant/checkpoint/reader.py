@@ -1,4 +1,4 @@
-"""Reading the weights of a model one tensor at a time from safetensors files.
+"""Reading the weights of a model one tensor at a time, from safetensors or GGUF files.
 
 Files are mapped, not read: a tensor is a view of the file until it is copied, so that a stage never
 holds more of a checkpoint in memory than what it keeps. With `reading_ahead` another thread brings
@@ -14,24 +14,17 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from quant.checkpoint.gguf.index import gguf_index, model_place
+from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.gptq_config import GptqConfig, read_gptq_config
 from quant.checkpoint.model_reference import resolve
 from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange, ReadAhead
-from quant.checkpoint.stored_tensors import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    read_index,
-    shard_path,
-    spellings,
-    unreadable,
-)
-from quant.checkpoint.tensor_header import DamagedFileError, TensorPlace, read_header
-from quant.checkpoint.weight_files import unread_weights
+from quant.checkpoint.safetensors_files import SafetensorsFiles
+from quant.checkpoint.stored_tensors import shard_path, spellings, unreadable
 from quant.common.errors import CheckpointError
 from quant.common.file_identity import FileIdentity
 
@@ -39,20 +32,38 @@ _SETTINGS_FILES = ("config.json", "quantize_config.json")
 """Files that say how the stored tensors have to be read."""
 
 
-class Checkpoint:
-    """The tensors of a local folder of safetensors files, or of a model on the hub.
+class TensorFiles(Protocol):
+    """Files of one format: `file_of` has the file of each tensor, below the model's folder or with
+    an absolute path. The methods raise what those of `Checkpoint` do; names are in `file_of`.
+    """
 
-    `path` is a folder, or a hub id such as `facebook/opt-125m` (taken from the local cache where
-    the hub cannot be reached). CheckpointError if there are no weights to read.
+    @property
+    def file_of(self) -> Mapping[str, str]: ...
+
+    def check(self) -> None: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+    def shape_of(self, name: str) -> tuple[int, ...]: ...
+
+    def range_of(self, name: str) -> FileRange: ...
+
+
+class Checkpoint:
+    """The tensors of a local folder of safetensors files, a GGUF file, or a model on the hub.
+
+    `path` is a folder, a GGUF file, or a hub id such as `facebook/opt-125m` (taken from the local
+    cache where the hub cannot be reached). `folder` has its settings, `place` is what messages call
+    it. CheckpointError if there are no weights to read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.folder = resolve(path)
-        self._files: dict[str, Any] = {}
-        self._places: dict[str, Mapping[str, TensorPlace]] = {}
+        self.place = model_place(self.folder)
         self._identities: dict[str, FileIdentity] = {}
         self._ahead: ReadAhead | None = None
-        self._file_of = self._list_tensors()
+        self._files = self._tensor_files()
+        self._file_of = self._files.file_of
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -60,43 +71,32 @@ class Checkpoint:
 
     def check_files(self) -> None:
         """Open every file's header; CheckpointError names one that is missing or damaged."""
-        for file in dict.fromkeys(self._file_of.values()):
-            self._open(file)
+        self._files.check()
 
     def read(self, name: str) -> torch.Tensor:
-        """Map the tensor `name` as a view of its file; copy it to keep it, and do not write to it.
+        """Map the tensor `name` as a view of its file, or, where it is of blocks of a GGUF file,
+        dequantize it to float32; copy it to keep it, and do not write to it.
 
         CheckpointError if it is missing or its file is missing or damaged.
         """
-        handle = self._handle(name)
-        try:
-            if self._ahead is not None:
-                self._ahead.wait_for(self.range_of(name))
-            tensor: torch.Tensor = handle.get_tensor(name)
-        except (SafetensorError, RuntimeError, TypeError, OSError) as error:  # TypeError: a shape
-            raise unreadable(self.folder / self._file_of[name], error) from error
-        return tensor
+        self._check_has(name)
+        if self._ahead is not None:
+            wanted = self._files.range_of(name)
+            try:
+                self._ahead.wait_for(wanted)
+            except OSError as error:
+                raise unreadable(wanted.path, error) from error
+        return self._files.read(name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor `name`, from its file's header; errors as in `read`."""
-        try:
-            return tuple(self._handle(name).get_slice(name).get_shape())
-        except SafetensorError as error:
-            raise unreadable(self.folder / self._file_of[name], error) from error
+        self._check_has(name)
+        return self._files.shape_of(name)
 
     def range_of(self, name: str) -> FileRange:
         """The file and bytes of the tensor `name`; errors as in `read`."""
-        self._handle(name)
-        file = self._file_of[name]
-        if file not in self._places:
-            path = self.folder / file
-            try:
-                with path.open("rb") as opened:
-                    self._places[file] = read_header(opened).places
-            except (DamagedFileError, OSError) as error:
-                raise unreadable(self.folder / file, error) from error
-        place = self._places[file][name]
-        return FileRange(self.folder / file, place.start, place.stop)
+        self._check_has(name)
+        return self._files.range_of(name)
 
     @contextmanager
     def reading_ahead(
@@ -156,7 +156,7 @@ class Checkpoint:
             if candidate in self._file_of:
                 return candidate
         raise CheckpointError(
-            f"{self.folder} has no tensor {name} (tried {', '.join(dict.fromkeys(candidates))}) "
+            f"{self.place} has no tensor {name} (tried {', '.join(dict.fromkeys(candidates))}) "
             f"among its {len(self._file_of)}; it is incomplete or of another model"
         )
 
@@ -168,47 +168,20 @@ class Checkpoint:
         """The storage of quantized linears; None for plain weights, SpecError if unknown."""
         return read_gptq_config(self.folder)
 
-    def _handle(self, name: str) -> Any:
-        """The open file that holds `name`."""
-        file = self._file_of.get(name)
-        if file is None:
+    def _check_has(self, name: str) -> None:
+        if name not in self._file_of:
             raise CheckpointError(
-                f"{self.folder} has no tensor {name} among its {len(self._file_of)}; "
+                f"{self.place} has no tensor {name} among its {len(self._file_of)}; "
                 "it is incomplete or of another model"
             )
-        handle = self._open(file)
-        if name not in handle.keys():  # noqa: SIM118  (the handle is no mapping)
-            raise CheckpointError(
-                f"{self.folder / INDEX_FILE} places tensor {name} in {file}, which lacks it; "
-                "download the checkpoint again"
-            )
-        return handle
 
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = shard_path(self.folder, file)
-            self._identity(file)  # before its content
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except (SafetensorError, RuntimeError, OSError) as error:
-                raise unreadable(self.folder / file, error) from error
-        return self._files[file]
+    def _tensor_files(self) -> TensorFiles:
+        index = gguf_index(self.folder)
+        if index is None:
+            return SafetensorsFiles(self.folder, before_open=self._identity)
+        return GgufTensors(index)
 
     def _identity(self, file: str) -> FileIdentity:
         if file not in self._identities:
             self._identities[file] = FileIdentity.of(shard_path(self.folder, file))
         return self._identities[file]
-
-    def _list_tensors(self) -> dict[str, str]:
-        """The file of each tensor."""
-        if (self.folder / INDEX_FILE).is_file():
-            return read_index(self.folder / INDEX_FILE)
-        if (self.folder / SINGLE_FILE).is_file():
-            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
-        unread = unread_weights(self.folder)
-        if unread is not None:
-            raise CheckpointError(unread)
-        raise CheckpointError(
-            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-            "give the folder that holds the weights"
-        )

@@ -1,4 +1,4 @@
-"""Listing the tensors in a folder of safetensors files by index and headers, without torch."""
+"""Listing the tensors of a model by the headers of its files, without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from quant.checkpoint.gguf.index import gguf_index
 from quant.common.errors import CheckpointError
 from quant.common.json_file import read_json_object
 
@@ -30,10 +31,19 @@ class StoredTensor:
 
 def stored_tensors(folder: Path) -> Mapping[str, StoredTensor]:
     """List the tensors of `folder` by name; none where it has neither safetensors file nor index.
+    Tensors of a GGUF file have absolute paths as files, and the type in which they are read.
 
     CheckpointError names a file that is missing, cut or damaged. Shards of a snapshot in the hub's
     cache may be missing: they are downloaded when they are needed.
     """
+    described = gguf_index(folder)
+    if described is not None:
+        described.check_unchanged()
+        paths = [str(path) for path in described.paths]
+        found = described.tensors.items()
+        return {
+            name: StoredTensor(paths[each.part], each.dtype, each.shape) for name, each in found
+        }
     if (folder / INDEX_FILE).is_file():
         file_of = read_index(folder / INDEX_FILE)
     elif (folder / SINGLE_FILE).is_file():

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from quant.checkpoint.gguf.index import GGUF_INDEX_FILE
 from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 _BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin")
-_GGUF = ".gguf"
 _OTHER_FORMATS = ("consolidated*.pth", "tf_model.h5", "flax_model*.msgpack", "*.ggml", "*.onnx")
 """Weights as LLaMA's authors, TensorFlow, JAX, older llama.cpp and ONNX store them."""
 
-_WEIGHT_SUFFIXES = (".safetensors", _GGUF, ".bin", ".pth", ".pt", ".ggml", ".onnx")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".ggml", ".onnx")
 _ORIGINAL = "give the original checkpoint, a Hugging Face folder of safetensors files"
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether `folder` has the file or the index of safetensors that are read."""
-    return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
+    """Whether `folder` has the file or the index of safetensors that are read, or the index of a
+    GGUF file's tensors.
+    """
+    return any((folder / name).is_file() for name in (INDEX_FILE, SINGLE_FILE, GGUF_INDEX_FILE))
 
 
 def unread_weights(folder: Path) -> str | None:
@@ -48,14 +50,12 @@ def unread_weights(folder: Path) -> str | None:
             f"{folder} holds {shard}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which says where "
             "each tensor is; download the missing file"
         )
-    other = _first(folder, (f"*{_GGUF}", *_OTHER_FORMATS))
+    other = _first(folder, _OTHER_FORMATS)
     return None if other is None else unread_file(folder / other)
 
 
 def unread_file(path: Path) -> str | None:
     """Why the file `path` is no model to give, and what helps; None where it may be one."""
-    if path.suffix == _GGUF:
-        return f"{path} is in llama.cpp's format GGUF, which is not read; {_ORIGINAL}"
     if any(path.match(pattern) for pattern in _OTHER_FORMATS):
         return f"{path} holds weights in a format that is not read; {_ORIGINAL}"
     if path.suffix in _WEIGHT_SUFFIXES:

@@ -19,7 +19,14 @@ class SpecError(LlmpqError):
 
 
 class InfeasibleError(LlmpqError):
-    """No plan fits; the message says which resource is short by how much, and what would fit."""
+    """No plan fits; the message says which resource is short by how much, and what would fit: the
+    `problem`, and each of the `remedies` that were tried, by themselves.
+    """
+
+    def __init__(self, message: str, problem: str = "", remedies: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problem = problem or message
+        self.remedies = remedies
 
 
 class DoesNotFitError(InfeasibleError):
@@ -32,8 +39,15 @@ class BoundNotMetError(InfeasibleError):
     `option` is the bound's name, `reachable` the least value of it that a plan was found for.
     """
 
-    def __init__(self, message: str, option: str, reachable: float) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        option: str,
+        reachable: float,
+        problem: str = "",
+        remedies: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, problem, remedies)
         self.option = option
         self.reachable = reachable
 

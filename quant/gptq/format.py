@@ -79,7 +79,7 @@ def read_gptq(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> Gp
     assert checkpoint.gptq is not None, "read where a GPTQ configuration is"
     prefix = module.partition(".")[0]
     stem = checkpoint.find(f"{module}.qweight", prefix).removesuffix(".qweight")
-    place = f"tensor {stem}.qweight in {checkpoint.folder}"
+    place = f"tensor {stem}.qweight in {checkpoint.place}"
     rows, columns = shape
     qweight, scales = checkpoint.read(f"{stem}.qweight"), checkpoint.read(f"{stem}.scales")
     bits = _stored_bits(qweight, columns, rows, place)
@@ -261,7 +261,7 @@ def _group_of_column(checkpoint: Checkpoint, stem: str, columns: int, groups: in
     valid = index.dtype in (torch.int32, torch.int64) and tuple(index.shape) == (columns,)
     if not valid or int(index.min()) < 0 or int(index.max()) >= groups:
         raise CheckpointError(
-            f"tensor {name} in {checkpoint.folder} does not give each of {columns} inputs one of "
+            f"tensor {name} in {checkpoint.place} does not give each of {columns} inputs one of "
             f"{groups} groups; the checkpoint is damaged"
         )
     return index.int()

@@ -34,7 +34,7 @@ def _mismatch(
     checkpoint: Checkpoint, module: str, stored_bits: int, planned_bits: int
 ) -> PlanMismatchError:
     return PlanMismatchError(
-        f"{module} in {checkpoint.folder} is stored with {stored_bits} bits, but the plan gives "
+        f"{module} in {checkpoint.place} is stored with {stored_bits} bits, but the plan gives "
         f"its layer {planned_bits}; run the plan that the checkpoint was quantized for, plan for "
         "the checkpoint itself, or give the original 16-bit checkpoint"
     )

@@ -143,7 +143,7 @@ def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
             continue
         if is_adapter(name) or is_norm(name) or _is_used_bias(name, modules, stored, checkpoint):
             raise CheckpointError(
-                f"tensor {stored} in {checkpoint.folder}: the model's configuration has no place "
+                f"tensor {stored} in {checkpoint.place}: the model's configuration has no place "
                 "for it, and without it answers would be wrong; plan again for these weights, "
                 "which says what to do"
             )
@@ -248,7 +248,7 @@ def _named(full_name: str, checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"tensor {full_name} in {checkpoint.folder}: {error}") from error
+        raise CheckpointError(f"tensor {full_name} in {checkpoint.place}: {error}") from error
 
 
 def _return_freed_memory() -> None:
@@ -286,14 +286,14 @@ def _read(checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor) -> torch
     stored_shape = checkpoint.shape_of(stored_name)
     if stored_shape != tuple(wanted.shape):
         raise CheckpointError(
-            f"tensor {stored_name} in {checkpoint.folder} is {list(stored_shape)} but the model's "
+            f"tensor {stored_name} in {checkpoint.place} is {list(stored_shape)} but the model's "
             f"configuration wants {list(wanted.shape)}; the checkpoint is of another model"
         )
     tensor = checkpoint.read(stored_name)
     is_codes = not tensor.is_floating_point() or tensor.element_size() < 2
     if is_codes and wanted.is_floating_point():
         raise CheckpointError(
-            f"tensor {stored_name} in {checkpoint.folder} holds {tensor.dtype}: the checkpoint is "
+            f"tensor {stored_name} in {checkpoint.place} holds {tensor.dtype}: the checkpoint is "
             "quantized already; give the original one in 16 or 32 bit"
         )
     return tensor

@@ -147,12 +147,12 @@ def answer(rows: Iterable[Row | BadRow]) -> Iterator[Result]:
     """What the model says: the prompt backwards; a prompt that begins with `bad` fails."""
     for row in rows:
         if isinstance(row, BadRow):
-            yield Result(row.custom_id, None, (), None, row.error)
+            yield Result(row.custom_id, None, (), None, row.error, row.columns)
         elif (row.text or "").startswith("bad"):
-            yield Result(row.custom_id, None, (), None, "failed")
+            yield Result(row.custom_id, None, (), None, "failed", row.columns)
         else:
             text = (row.text or "")[::-1]
-            yield Result(row.custom_id, text, tuple(text.encode()), "stop")
+            yield Result(row.custom_id, text, tuple(text.encode()), "stop", None, row.columns)
 
 
 def run_job(

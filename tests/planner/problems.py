@@ -12,7 +12,8 @@ import pytest
 
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import is_feasible
-from planner.optimiser.problem import AssignmentProblem, JobPasses, Objective
+from planner.optimiser.names import Objective
+from planner.optimiser.problem import AssignmentProblem, JobPasses
 
 PRECISION = 1e-6  # relative difference to brute force
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from llmpq.cli.parser import OptionGroup, Parser
-from llmpq.workload.batch import DEFAULT_WORKLOAD
-from llmpq.workload.input_job import LONG_ROWS, SEPARATE
-from planner.optimiser.milp.solvers.table import SOLVERS
-from planner.optimiser.problem import BATCH_OBJECTIVES
-from planner.optimiser.solve import METHODS
+from llmpq.workload.defaults import DEFAULT_WORKLOAD, LONG_ROWS, SEPARATE
+from planner.optimiser.names import BATCH_OBJECTIVES, METHOD_NAMES, SOLVER_NAMES
 from planner.option_rules import Rule
 from planner.options import (
     AUTO,
     FRONT_RULES,
     HEADS,
+    JOB_GAP,
     KV_CHOICES,
     PLAN_RULES,
     PROFILE_USES,
@@ -22,7 +20,6 @@ from planner.options import (
     PlanOptions,
 )
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
-from planner.search.job.in_flight import JOB_GAP
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, PLAN_ROUNDINGS
 
 PLANNING = tuple(field.name for field in dataclasses.fields(PlanOptions))
@@ -59,10 +56,10 @@ _WORKLOAD_RULES = (
 """Options of what is planned for that others make useless."""
 
 ALGO_RULES = (
-    Rule(("model_size",), "give the size of the family of --model-name", without=("model_name",)),
+    Rule(("model_size",), "give the size of the family of --model_name", without=("model_name",)),
     Rule(
         ("method",),
-        "--shaq-efficient is --method transfer; give one of them",
+        "--shaq_efficient is --method transfer; give one of them",
         beside="shaq_efficient",
         honoured=("transfer",),
     ),
@@ -382,7 +379,7 @@ def _add_search(group: OptionGroup) -> None:
     default, add = PlanOptions(), group.option
     add(
         "--method",
-        choices=tuple(METHODS),
+        choices=METHOD_NAMES,
         help="how to solve; uniform and pipeedge are baselines of the paper (default: auto)",
     )
     add(
@@ -390,7 +387,7 @@ def _add_search(group: OptionGroup) -> None:
         action="store_true",
         help="bitwidth transfer (LLM-PQ Alg. 2): --method transfer, as in the paper",
     )
-    add("--solver", choices=tuple(SOLVERS), help="of integer programmes (default: highs)")
+    add("--solver", choices=SOLVER_NAMES, help="of integer programmes (default: highs)")
     add(
         "--objective",
         choices=BATCH_OBJECTIVES,

@@ -28,7 +28,8 @@ _DESCRIPTION = """
 Train and judge predictors of output lengths, by which requests reserve memory under policy s3.
 """
 _TRAIN = "train --input prompts.jsonl --lengths results.jsonl -o predictor"
-_EVALUATE = "evaluate --predictor predictor --input more.jsonl --lengths results2.jsonl"
+_EVALUATE = """evaluate --predictor predictor --input new.jsonl \\
+      --lengths new_results.jsonl"""
 
 
 def lengths_parser(prog: str | None = PROG) -> Parser:

@@ -17,8 +17,8 @@ _DESCRIPTION = (
 )
 _EXAMPLES = (
     "%(prog)s --plan plan.json",
-    "%(prog)s --plan plan.json --host 0.0.0.0 --api_key_file key.txt --replicas auto \\\n"
-    "      --address auto",
+    "%(prog)s --plan plan.json --host 0.0.0.0 --api_key_file key.txt \\\n"
+    "      --replicas auto --address auto",
 )
 
 

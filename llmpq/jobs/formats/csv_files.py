@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,19 @@ from llmpq.jobs.formats import streams
 from llmpq.jobs.formats.file_format import Compression
 from llmpq.jobs.formats.parquet import plain_row
 from llmpq.jobs.formats.streams import numbered_lines
-from llmpq.rows.results import Result
+from llmpq.rows.field_names import KNOWN_FIELDS
+from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS
 from quant.common.errors import InputError
 
-RESULT_COLUMNS = (*(field.name for field in fields(Result)), "fingerprint")
+RESULT_COLUMNS = (*RESULT_FIELDS, FINGERPRINT)
+"""Columns that every table of results begins with."""
+
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 
 _PROMPT_COLUMNS = ("prompt", "messages", "body")
 _TEXT = frozenset(("custom_id", "prompt", "messages", "sampling", "logit_bias"))
-"""Columns that stay text here; `plain_row` reads the JSON of the last three."""
+"""Columns that stay text here, as all own columns do; `plain_row` reads the JSON of the last three.
+"""
 
 _WHOLE = frozenset(("top_k", "seed", "max_new_tokens", "max_tokens", "max_completion_tokens", "n"))
 """Columns in which 40.0 means 40: pandas writes whole numbers so in a table with empty cells."""
@@ -49,32 +53,43 @@ def csv_rows(path: Path, compression: Compression) -> Iterator[tuple[int, Mappin
             yield line, plain_row({name: _value(name, cell) for name, cell in given})
 
 
-def csv_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Results as lines of CSV, the header first: token ids as JSON, None as an empty cell."""
+def csv_lines(rows: Iterable[Mapping[str, Any]], own: Sequence[str] = ()) -> Iterator[bytes]:
+    """Results as lines of CSV, the header first, with the `own` columns of their rows at the end.
+
+    What is no text is written as JSON, None and what is missing as an empty cell.
+    """
     writer = csv.writer(_Echo())
-    yield writer.writerow(RESULT_COLUMNS).encode()
+    names = (*RESULT_COLUMNS, *own)
+    yield writer.writerow(names).encode()
     for row in rows:
-        cells = {**row, "token_ids": json.dumps(row["token_ids"])}
-        yield writer.writerow([cells[name] for name in RESULT_COLUMNS]).encode()
+        yield writer.writerow([_cell(row.get(name)) for name in names]).encode()
+
+
+def _cell(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else _ENCODE(value)
 
 
 def read_csv_results(path: Path, compression: Compression) -> Iterator[object]:
     """Results as `csv_lines` was given them; a row that is no result is a list of cells.
 
-    An empty text is None in a row with an error, else empty. Raises what `csv_rows` raises.
+    An empty text is None in a row with an error, else empty. Own columns are texts, and missing
+    where they are empty. Raises what `csv_rows` raises.
     """
     records = _records(path, compression)
     header = next(records, None)
-    if header is None or tuple(header[1]) != RESULT_COLUMNS:
+    names = header[1] if header is not None else []
+    if tuple(names[: len(RESULT_COLUMNS)]) != RESULT_COLUMNS:
         raise InputError(
             f"{path} has not the columns of a CSV file of results ({', '.join(RESULT_COLUMNS)})"
         )
     for _, cells, is_text in records:
-        yield _result(cells) if is_text and len(cells) == len(RESULT_COLUMNS) else cells
+        yield _result(names, cells) if is_text and len(cells) == len(names) else cells
 
 
-def _result(cells: list[str]) -> object:
-    row: dict[str, Any] = dict(zip(RESULT_COLUMNS, cells, strict=True))
+def _result(names: list[str], cells: list[str]) -> object:
+    known = len(RESULT_COLUMNS)
+    row: dict[str, Any] = dict(zip(names[:known], cells[:known], strict=True))
+    row |= {name: cell for name, cell in zip(names[known:], cells[known:], strict=True) if cell}
     try:
         row["token_ids"] = json.loads(row["token_ids"])
     except (ValueError, RecursionError):
@@ -161,8 +176,12 @@ def _checked(header: list[str], path: Path) -> list[str]:
 
 
 def _value(name: str, cell: str) -> Any:
-    """The value of a cell: of its JSON where that is no text, as `TRUE` and 0.5; else the cell."""
-    if name in _TEXT or (name == "stop" and not cell.lstrip().startswith("[")):
+    """The value of a cell: of its JSON where that is no text, as `TRUE` and 0.5; else the cell.
+
+    Own columns stay the texts that they are, so that none loses a zero.
+    """
+    is_one_stop = name == "stop" and not cell.lstrip().startswith("[")
+    if name in _TEXT or name not in KNOWN_FIELDS or is_one_stop:
         return cell
     try:
         value = json.loads(cell.lower() if cell.strip().lower() in ("true", "false") else cell)

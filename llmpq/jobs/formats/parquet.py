@@ -9,12 +9,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from llmpq.jobs.formats.column_kinds import JSON, ColumnKinds, Kind
+from llmpq.rows.results import FINGERPRINT
 from quant.common.errors import InputError
 
 ROWS_AT_ONCE = 2048
 ROWS_PER_GROUP = 16384
 DECODED_BYTES = 2**29
 """Size of a column of the rows that are read at once, as far as it is known."""
+
+_JSON_TEXT = {b"llmpq": b"json"}
+"""Metadata of a column whose texts are JSON, as an own column of objects is written."""
 
 _NOT_PYTHON = (ValueError, OverflowError, LookupError)
 """Errors for values that Python has no form of: text that is not UTF-8, a time too far off, an
@@ -55,31 +60,49 @@ def read_results(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[
     return _read(path, columns)
 
 
-def write_results(sink: io.RawIOBase, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write results as one Parquet file."""
+def write_results(sink: io.RawIOBase, rows: Iterable[Mapping[str, Any]], own: ColumnKinds) -> None:
+    """Write results, with the `own` columns of their rows, as one Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = result_schema().append(pa.field("fingerprint", pa.string()))
+    schema = result_schema(own, pa.field(FINGERPRINT, pa.string()))
     with pq.ParquetWriter(sink, schema, compression="zstd") as writer:
-        rest = iter(rows)
-        while group := [dict(row) for row in islice(rest, ROWS_PER_GROUP)]:
+        rest = map(own.cells, rows)
+        while group := list(islice(rest, ROWS_PER_GROUP)):
             writer.write_table(pa.Table.from_pylist(group, schema))
 
 
-def result_schema() -> Any:
-    """Columns of a table of results."""
+def result_schema(own: ColumnKinds, *more: Any) -> Any:
+    """Columns of a table of results: their fields, `more` fields, and `own` columns of rows."""
     import pyarrow as pa
 
-    return pa.schema(
-        {
-            "custom_id": pa.string(),
-            "text": pa.string(),
-            "token_ids": pa.list_(pa.int32()),
-            "finish_reason": pa.string(),
-            "error": pa.string(),
-        }
-    )
+    types = {
+        "custom_id": pa.string(),
+        "text": pa.string(),
+        "token_ids": pa.list_(pa.int32()),
+        "finish_reason": pa.string(),
+        "error": pa.string(),
+    }
+    fields = [pa.field(name, type_) for name, type_ in types.items()]
+    return pa.schema([*fields, *more, *(_field(*each) for each in own.kinds.items())])
+
+
+def with_json_values(rows: Iterable[Mapping[str, Any]], schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The `rows` of a table of results with the values of columns that hold JSON text."""
+    marked = [each.name for each in schema if _JSON_TEXT.items() <= (each.metadata or {}).items()]
+    for row in rows:
+        yield {**row, **{name: _plain(row[name]) for name in marked}} if marked else row
+
+
+def _field(name: str, kind: Kind) -> Any:
+    """The column of an own column; one of JSON text says so, for when it is read again."""
+    import pyarrow as pa
+
+    types = {"bool": pa.bool_(), "int": pa.int64(), "long": pa.int64(), "float": pa.float64()}
+    found = types.get(kind.scalar, pa.string())
+    for _ in range(kind.levels):
+        found = pa.list_(found)
+    return pa.field(name, found, metadata=_JSON_TEXT if kind == JSON else None)
 
 
 def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, Any]]:
@@ -94,7 +117,7 @@ def _read(path: Path, columns: Sequence[str] | None) -> Iterator[Mapping[str, An
                 raise InputError(f"{path} has no column {sorted(missing)[0]!r}")
             names = None if columns is None else list(columns)
             for batch in file.iter_batches(_rows_at_once(file.metadata), columns=names):
-                yield from batch.to_pylist()
+                yield from with_json_values(batch.to_pylist(), batch.schema)
     except (pa.ArrowException, *_NOT_PYTHON) as error:
         raise InputError(f"{path} cannot be read as Parquet: {error}") from error
 

@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from llmpq.jobs.formats.tables_of_rows import Table, is_table, rows_of_table
 from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.rows.ids import Occurrences
 from llmpq.rows.row import BadRow, Row, RowInput, row_from_mapping
 from quant.common.errors import InputError
 
+RowsInput = Iterable[RowInput] | Table
+"""Strings, lists of token ids and dictionaries, or a table whose columns are named as the fields of
+a JSONL line."""
 
-def rows_of(items: Iterable[RowInput]) -> Iterator[Row | BadRow]:
+
+def rows_of(items: RowsInput) -> Iterator[Row | BadRow]:
     """Rows from Python as they are asked for; those without an id become `row-0` and so on.
 
-    An item is a string, a list of token ids, or a dictionary as in a JSONL line. Raises
+    An item is a string, a list of token ids, or a dictionary as in a JSONL line; tables are those
+    of pandas, polars and Arrow. Raises
     `InputError` for a single string, whose characters nobody means as prompts, and where an id
     comes twice or there are no rows: at once if `items` is a list, else when it is met.
     """
     if isinstance(items, str | bytes):
         raise InputError("rows is one string; pass a list of prompts")
+    if is_table(items):
+        return _from_items(rows_of_table(items), None)
+    assert isinstance(items, Iterable)
     if isinstance(items, Sequence):
         for _ in _from_items(items, None):
             pass
@@ -43,7 +52,7 @@ def _from_items(
         place = f"row-{number}"
         row = row_from_mapping(item if isinstance(item, Mapping) else {"prompt": item}, place)
         if not row.custom_id and isinstance(row, Row):
-            made = place if occurrences is None else occurrences.custom_id(row.content)
+            made = place if occurrences is None else occurrences.custom_id(row.named_by)
             row = row.named(made)
         earlier = database.want(row.custom_id, "", number)
         if earlier is not None:

@@ -1,4 +1,4 @@
-"""The folder of a job: its manifest, its shards, the list of its rows, and unfinished files."""
+"""The folder of a job: manifest, shards, the list of its rows, journal, and unfinished files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmpq.jobs.records.row_database import RowDatabase
 from llmpq.jobs.records.row_list import ROWS_ASIDE, RowList, is_row_list, row_lists_in
 from llmpq.jobs.records.shards import SHARD_ASIDE, Shard, shards_in
 
-MANIFEST, LOCK = "job.json", "lock"
+MANIFEST, LOCK, JOURNAL = "job.json", "lock", "job.journal"
 _ASIDE, _JOINED = "job.json.part", "joined.part"
 _ASIDES = frozenset({_ASIDE, _JOINED, SHARD_ASIDE, ROWS_ASIDE})
 
@@ -22,6 +22,11 @@ class JobFolder:
 
     path: Path
     disk: Disk
+
+    @property
+    def journal(self) -> Path:
+        """Path of the journal, which stays when the job is done."""
+        return self.path / JOURNAL
 
     @property
     def joined(self) -> Path:
@@ -52,7 +57,7 @@ class JobFolder:
         self._keep(manifest.generation, manifest.input_digest)
 
     def clean_up(self, generation: int | None) -> None:
-        """Remove all but the manifest and the shards of that generation."""
+        """Remove all but the manifest, the journal and the shards of that generation."""
         self._keep(generation, None)
         for path in self.path.iterdir():
             if path.name in _ASIDES:
@@ -67,7 +72,7 @@ class JobFolder:
         """Name of a file that belongs to no job, in a folder that is none of a job."""
         if (self.path / MANIFEST).exists() or shards_in(self.path):
             return None
-        ours = {LOCK, *_ASIDES}
+        ours = {LOCK, JOURNAL, *_ASIDES}
         found = (path for path in self.path.iterdir() if not is_row_list(path))
         return next((path.name for path in found if path.name not in ours), None)
 

@@ -9,17 +9,19 @@ lines of one id the database counts one, so that joining again gives the same ro
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from llmpq.jobs.formats.column_kinds import MOST_COLUMNS
+from llmpq.jobs.formats.file_format import output_format
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.output.earlier_results import EarlierResults
 from llmpq.jobs.output.job_folder import LOCK, JobFolder
 from llmpq.jobs.output.joining import JoinedResults
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.options import JournalPlace, OutputOptions
 from llmpq.jobs.output.result_rows import check_writable
 from llmpq.jobs.output.shard_writer import ShardWriter
 from llmpq.jobs.records.completion_record import (
@@ -223,6 +225,15 @@ class JobOutput:
             return None
         return iter(()) if self._manifest.complete else RowList(self.folder, known).blocks()
 
+    def check_columns(self, names: Collection[str]) -> None:
+        """Raise `InputError` where a table would have too many own columns of rows."""
+        is_table = not self._in_folder and output_format(self.path).rows != "jsonl"
+        if is_table and len(names) > MOST_COLUMNS:
+            raise InputError(
+                f"output {self.path} would be a table of more than {MOST_COLUMNS} own columns of "
+                "the input's rows; name an output that ends in .jsonl, or have fewer columns"
+            )
+
     def results_without_row(self) -> Iterator[str]:
         """Ids of results whose rows are not in the database."""
         return self._joined().results_without_row()
@@ -307,6 +318,13 @@ class JobOutput:
         return not self._in_folder and self.path.exists() and self.path.stat().st_size > 0
 
     @property
+    def journal(self) -> JournalPlace:
+        """Where the journal of the job is, and what lies beside it now."""
+        newest = max(shards_in(self.folder), default=None)
+        after = None if newest is None else (newest.generation, newest.number)
+        return JournalPlace(self._job.journal, self._options.overwrite, after)
+
+    @property
     def committed(self) -> int:
         """Rows of this run that are on disk."""
         return self._writer.committed if self._writer is not None else 0
@@ -338,4 +356,5 @@ class JobOutput:
         self._lock.release()
         if self._is_new and not (self._writer is not None and self._writer.begun):
             with suppress(OSError):  # somebody else has put something there
+                self._job.journal.unlink(missing_ok=True)
                 self.folder.rmdir()

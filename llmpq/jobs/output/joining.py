@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from llmpq.jobs.formats.column_kinds import ColumnKinds
 from llmpq.jobs.formats.csv_files import csv_lines
 from llmpq.jobs.formats.file_format import FileFormat, output_format
 from llmpq.jobs.formats.parquet import write_results
@@ -41,9 +42,15 @@ class JoinedResults:
     def write(self, disk: Disk, target: Path, aside: Path) -> str:
         """Replace `target` by a file of them, whole or not at all; returns its digest."""
         named = output_format(target)
+        if named.rows == "jsonl":
+            lines = self._lines()
+            return commit_file(disk, target, aside, lambda sink: _fill(sink, named, lines))
+        own = ColumnKinds()
+        own.note(self._rows())  # a table's columns stand before its rows
         if named.rows == "parquet":
-            return commit_file(disk, target, aside, lambda sink: write_results(sink, self._rows()))
-        lines = self._lines() if named.rows == "jsonl" else csv_lines(self._rows())
+            rows = self._rows()
+            return commit_file(disk, target, aside, lambda sink: write_results(sink, rows, own))
+        lines = csv_lines(self._rows(), own.names)
         return commit_file(disk, target, aside, lambda sink: _fill(sink, named, lines))
 
     def results_without_row(self) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""Options of a job's output."""
+"""Options of a job's output, and the place that it has for a journal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 SHARD_ROWS = 1000
 SHARD_S = 10.0
@@ -19,3 +20,14 @@ class OutputOptions:
     resume: bool = False
     shard_rows: int = SHARD_ROWS
     shard_s: float | None = SHARD_S
+
+
+@dataclass(frozen=True)
+class JournalPlace:
+    """Path of a job's journal; `anew`: what was done before does not count. `after`: generation and
+    number of the newest shard.
+    """
+
+    path: Path
+    anew: bool
+    after: tuple[int, int] | None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.output.job_output import JobOutput
-from llmpq.jobs.output.options import OutputOptions
+from llmpq.jobs.output.options import JournalPlace, OutputOptions
 from llmpq.jobs.output.result_stream import ResultStream
 from llmpq.jobs.records.completion_record import InputRecord, ReadInputAgain
 from llmpq.jobs.records.input_changes import InputChanges
@@ -26,6 +26,10 @@ class Output(Protocol):
     def path(self) -> Path:
         """The place as the user named it."""
 
+    @property
+    def journal(self) -> JournalPlace | None:
+        """The place for a journal; None where nothing is kept."""
+
     def recorded(
         self, identity: JobIdentity, source: JobInput, retry_errors: bool = False
     ) -> InputRecord | None:
@@ -41,6 +45,9 @@ class Output(Protocol):
 
         With `extend`, only rows that a result stands in the way of count.
         """
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Raise `InputError` where results with these own columns of rows cannot be written."""
 
     def results_without_row(self) -> Iterator[str]:
         """Ids of results whose rows are not in the database."""

@@ -12,10 +12,10 @@ from llmpq.jobs.formats.csv_files import read_csv_results
 from llmpq.jobs.formats.file_format import FileFormat, output_format
 from llmpq.jobs.formats.parquet import read_results, require_pyarrow
 from llmpq.jobs.formats.streams import contradiction, numbered_lines
-from llmpq.rows.results import Result
+from llmpq.rows.results import FINGERPRINT, RESULT_FIELDS, Result
 from quant.common.errors import InputError
 
-_KEYS = ("custom_id", "error", "fingerprint")
+_KEYS = ("custom_id", "error", FINGERPRINT)
 _FINGERPRINT = re.compile(r"[0-9a-f]{12}-[0-9a-f]{20}")
 _REMEDY = "name another output or pass --overwrite"
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
@@ -37,7 +37,8 @@ class ResultIdentity:
 
 def line_of(result: Result, fingerprint: str) -> bytes:
     """A result as a line of JSON."""
-    row = result.as_dict() | {"fingerprint": fingerprint}
+    row = {name: getattr(result, name) for name in RESULT_FIELDS}
+    row |= {FINGERPRINT: fingerprint} | dict(result.columns)
     return _ENCODE(row).encode() + b"\n"
 
 

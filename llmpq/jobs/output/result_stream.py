@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ class ResultStream:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.journal = None
         self._database = RowDatabase()
 
     def recorded(
@@ -39,6 +40,9 @@ class ResultStream:
     def changes(self, extend: bool = False) -> InputChanges:
         """No changes, as nothing is done yet."""
         return InputChanges()
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Accept any: each line names its own."""
 
     def results_without_row(self) -> Iterator[str]:
         """No ids, as nothing is done yet."""

@@ -6,6 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from quant.checkpoint.gguf.index import gguf_index
+from quant.checkpoint.model_reference import is_local_model
 from quant.common.errors import CheckpointError
 
 MODEL_HEX = 12
@@ -37,8 +39,10 @@ def model_digest(folder: Path, reference: str) -> str:
         for name in _READ_WHOLE:
             if (folder / name).is_file():
                 seen.update(name.encode() + (folder / name).read_bytes())
-        if Path(reference).is_dir():
-            for path in sorted(folder.glob("*.safetensors")):
+        if is_local_model(Path(reference)):
+            described = gguf_index(folder)
+            files = sorted(folder.glob("*.safetensors")) if described is None else described.paths
+            for path in files:
                 _add_samples(seen, path)
         else:
             seen.update(f"{reference}@{folder.name}".encode())

@@ -182,4 +182,4 @@ def write_curve(path: str | Path, plan: PlanSpec) -> None:
         )
     if target.suffix != ".svg":
         raise SpecError(f"{target}: the curve is written as .svg")
-    write_picture(target, render("curve.svg.j2", curve=curve, background=True))
+    write_picture(target, render("curve.svg.j2", curve=curve, alone=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,12 @@ from planner.plan.spec import PlanSpec
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from quant.common.errors import SpecError
 
-WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 74, 24, 22, 56
+WIDTH, HEIGHT = 560, 340
+LEFT, RIGHT, TOP, BOTTOM = 84, 28, 44, 62
+SAME_S = 1e-2
+"""Share of the seconds by which two searches may differ that end at the same sensitivity: there the
+picture has one plan.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,16 @@ class PlanPoint:
             f"theta {number(self.theta)}: {seconds(self.latency_s)}, "
             f"sensitivity {number(self.sensitivity)}{bits}"
         )
+
+
+@dataclass(frozen=True)
+class EndLabel:
+    """Words beside a spot, at the pixels where they begin, or end where `anchor` is "end"."""
+
+    text: str
+    x: float
+    y: float
+    anchor: str
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,26 @@ class Chart:
         x, y = self.latency, self.sensitivity
         return [(x.at(point.latency_s), y.at(point.sensitivity), point) for point in self.points]
 
+    @property
+    def labels(self) -> Sequence[EndLabel]:
+        """Names of the plan that the page is about and of the two ends, where they have room."""
+        spots = self.spots
+        names: dict[int, list[str]] = {}
+        for index, (_, _, point) in enumerate(spots):
+            if point == self.present:
+                names[index] = ["this plan"]
+        for index, name in ((0, "fastest"), (len(spots) - 1, "best quality")):
+            names.setdefault(index, []).append(name)
+        placed: list[EndLabel] = []
+        for index, words in names.items():
+            left, top, _ = spots[index]
+            is_right = left > self.width / 2
+            x, anchor = (left - 14, "end") if is_right else (left + 14, "start")
+            label = EndLabel(", ".join(words), x, top - 10, anchor)
+            if all(abs(label.y - other.y) > 18 or abs(label.x - other.x) > 130 for other in placed):
+                placed.append(label)
+        return placed
+
 
 @dataclass(frozen=True)
 class Front:
@@ -82,7 +117,13 @@ def front_of(
 ) -> Front | None:
     """The given front, else what other thetas gave, with `plan`; None where neither is known."""
     present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
-    others = [PlanPoint(each.theta, each.latency_s, each.omega) for each in front]
+    others = [
+        PlanPoint(each.theta, each.latency_s, each.omega)
+        for each in front
+        if not is_planned(plan, each)
+    ]
+    if front and not others:
+        return Front(present, [present], [present.theta])
     if not others and explanation is not None:
         others = [
             PlanPoint(answer.theta, answer.predicted_s, answer.sensitivity)
@@ -94,6 +135,15 @@ def front_of(
     return Front(present, _undominated([present, *others]), thetas)
 
 
+def is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
+    """Whether a point of a front is `plan`, which another search with another theta found again, a
+    little faster or slower by its gap.
+    """
+    latency_s, sensitivity = plan.predicted.latency_s, plan.solver.sensitivity
+    same = math.isclose(point.omega, sensitivity, rel_tol=1e-6, abs_tol=1e-12)
+    return same and math.isclose(point.latency_s, latency_s, rel_tol=SAME_S)
+
+
 def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     """Points that no other one beats in both, fastest first; the first given one of equals."""
     kept: list[PlanPoint] = []
@@ -103,15 +153,16 @@ def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
     return kept
 
 
-def write_front(path: str | Path, points: Sequence[FrontPoint]) -> None:
-    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all.
+def write_front(path: str | Path, points: Sequence[FrontPoint], whole: str = "batch") -> None:
+    """Write the picture (`.svg`) or the figures (`.json`) of a front, whole or not at all; `whole`:
+    what the seconds are of, a batch or a job.
 
     Raises SpecError for any other ending, and where it cannot be written.
     """
     target = Path(path)
     if target.suffix == ".svg":
         plans = [PlanPoint(each.theta, each.latency_s, each.omega, each.bits) for each in points]
-        text = render("front.svg.j2", chart=Chart(plans))
+        text = render("front.svg.j2", chart=Chart(plans), whole=whole, alone=True)
     elif target.suffix == ".json":
         text = front_json(points)
     else:

@@ -6,26 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from actors.messages import QueueDepth, StageStats
+from llmpq.run.monitoring.forecast import Counts, TimeLeft, time_left
 
+INTERVAL_S = 1.0  # between two states
 WINDOW_S = 15.0  # over which tokens per second are counted: long enough for several prefills
-
-EARLY_PROMPTS = 16  # must have ended before their lengths say anything of the others
-ENDS_EARLY = 0.95  # share of their limits below which answers end by themselves
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """The estimated seconds until the run ends, and what they are estimated `by`.
-
-    Estimates by tokens take every request to reach its limit; those by prompts take the others
-    to be as long as the ones that have ended.
-    """
-
-    seconds: float
-    by: Literal["tokens", "prompts"]
 
 
 @dataclass(frozen=True)
@@ -71,14 +57,15 @@ class RunMeter:
     ) -> None:
         self._prompts, self._max_tokens = prompts, max_tokens
         self._clock = clock
-        self._began_s = clock()
-        self._ended = self._ended_tokens = self._ended_limits = 0
+        self._began_s = self._loaded_s = clock()
+        self._ended = self._ended_tokens = self._ended_limits = self._read = 0
         self._stages: tuple[StageStats, ...] = ()
         self._samples = deque([_Sample(self._began_s, 0, ())])
 
     def begin(self) -> None:
         """Count time from now on, as stages are loaded; with another plan's stages tokens go on."""
         now_s = self._clock()
+        self._loaded_s = now_s
         if not self._ended:
             self._began_s = now_s
         self._stages = ()
@@ -112,6 +99,9 @@ class RunMeter:
                 ),
             )
         )
+        old = before[0]
+        read = 0 if old is None else old.prefill.requests
+        self._read += int(_increase(stages[0].prefill.requests, read))
         self._stages = tuple(stages)
         while len(self._samples) > 2 and self._samples[1].at_s <= at_s - WINDOW_S:
             self._samples.popleft()
@@ -121,18 +111,17 @@ class RunMeter:
         last = self._samples[-1]
         elapsed_s = self._clock() - self._began_s
         tokens = max(last.tokens, self._ended_tokens)
-        rate = self._tokens_per_s()
         return RunState(
             elapsed_s=elapsed_s,
             prompts=self._ended,
             total_prompts=self._prompts,
             tokens=tokens,
             max_tokens=self._max_tokens,
-            tokens_per_s=rate,
+            tokens_per_s=self._tokens_per_s(),
             busy_share=self._busy_share(),
             whole_busy_share=_shares(last.busy_s, (), last.at_s - self._began_s),
             queue=self._stages[0].queue if self._stages else None,
-            time_left=self._time_left(tokens, rate, elapsed_s),
+            time_left=self._time_left(tokens),
             stages=self._stages,
         )
 
@@ -147,18 +136,23 @@ class RunMeter:
         before, last = self._samples[-2], self._samples[-1]
         return _shares(last.busy_s, before.busy_s, last.at_s - before.at_s)
 
-    def _time_left(self, tokens: int, rate: float, elapsed_s: float) -> TimeLeft | None:
-        """The estimate by tokens, until enough prompts have ended early to estimate by prompts."""
+    def _time_left(self, tokens: int) -> TimeLeft | None:
+        """The time to go, unless too little is measured or the run's size is not known."""
         if self._prompts is None or self._max_tokens is None:
             return None
-        ends_early = self._ended_tokens < ENDS_EARLY * self._ended_limits
-        if self._ended >= EARLY_PROMPTS and ends_early and elapsed_s > 0:
-            left = max(0, self._prompts - self._ended)
-            return TimeLeft(left * elapsed_s / self._ended, "prompts")
-        if rate <= 0:
-            return None
-        unused = self._ended_limits - self._ended_tokens  # tokens that will not come
-        return TimeLeft(max(0, self._max_tokens - unused - tokens) / rate, "tokens")
+        counts = Counts(
+            self._prompts,
+            self._max_tokens,
+            tokens,
+            self._ended,
+            self._ended_tokens,
+            self._ended_limits,
+            self._read,
+        )
+        last = self._samples[-1]
+        measured_s = last.at_s - self._loaded_s
+        share = _shares(last.busy_s, (), measured_s)
+        return time_left(counts, self._stages, share, measured_s)
 
 
 def generated(stage: StageStats | None) -> int:

@@ -7,16 +7,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from actors.messages import StageStats
 from actors.stage_group import StageGroup
-from llmpq.run.monitoring.meter import RunMeter, RunState
+from llmpq.run.monitoring.meter import INTERVAL_S, RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
 from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError
 
-INTERVAL_S = 1.0
 WAIT_AT_END_S = 10.0  # for a poll in progress, which waits 5 s for the stages
 
 
@@ -69,15 +69,18 @@ def monitored(
     meter: RunMeter,
     show: Sequence[Callable[[RunState], None]],
     trace: Path | None,
-) -> Iterator[None]:
+) -> Iterator[Callable[[], tuple[StageStats, ...] | None]]:
     """Monitor a run while it generates: the functions in `show` are called with the state about
     once a second, and the trace is written however the run ends, unless Ray itself is lost.
+
+    Gives the figures of the stages, without those of runs before it.
     """
+    figures = partial(_figures_since, group.observer.figures(), group)
     if trace is not None:
         group.observer.align()
     try:
-        with Monitor(meter, group.observer.figures, show):
-            yield
+        with Monitor(meter, figures, show):
+            yield figures
     except HeadLostError:  # the stages are lost with it
         raise
     except BaseException:
@@ -87,3 +90,13 @@ def monitored(
         raise
     if trace is not None:
         save_trace(trace, plan, group.observer.traces())
+
+
+def _figures_since(
+    earlier: Sequence[StageStats] | None, group: StageGroup
+) -> tuple[StageStats, ...] | None:
+    """The figures of the stages of `group` without those that they had `earlier`."""
+    found = group.observer.figures()
+    if found is None or earlier is None:
+        return found
+    return tuple(now.since(then) for now, then in zip(found, earlier, strict=True))

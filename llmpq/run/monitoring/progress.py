@@ -1,4 +1,4 @@
-"""Showing how far a run is: live in a terminal, or as a line every few seconds in a log."""
+"""Showing how far a run is: live in a terminal, or as a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from llmpq.rows.results import Result
+from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.slow_stages import slow_stages
 from planner.plan.spec import PlanSpec
-
-LOG_INTERVAL_S = 5.0
 
 
 class RunProgress:
@@ -35,11 +34,10 @@ class RunProgress:
     ) -> None:
         self._console = console
         self._total = total
-        self._clock = clock
         self._plan = plan
         self._named: set[int] = set()
         self._done = self._tokens = 0
-        self._began = self._logged = clock()
+        self._times = LogTimes(clock)
         self._state: RunState | None = None
         self._lock = threading.Lock()  # results and states come from two threads
         self._bar = Progress(
@@ -114,13 +112,11 @@ class RunProgress:
     def _log(self, last: bool = False) -> None:
         """Print a line, unless there is a terminal or the last one was printed just now."""
         with self._lock:
-            now = self._clock()
-            if (not last and now - self._logged < LOG_INTERVAL_S) or self._console.is_terminal:
+            if self._console.is_terminal or not (self._times.is_due() or last):
                 return
-            self._logged = now
         parts = [f"{self._done} of {self._total} prompts"]
         if self._state is None or last:
-            parts += [f"{self._tokens} tokens", f"{now - self._began:.0f} s"]
+            parts += [f"{self._tokens} tokens", f"{self._times.passed_s:.0f} s"]
         else:
             parts += state_lines(self._state)
         self._print(", ".join(parts))
@@ -145,16 +141,10 @@ def state_lines(state: RunState) -> Iterator[str]:
 
 def _time_left(state: RunState) -> str:
     if state.time_left is None:
-        return "time to go not known yet"
+        is_known = state.total_prompts is not None and state.max_tokens is not None
+        return f"time to go: {'measuring' if is_known else 'not known'}"
     return f"{duration(state.time_left.seconds)} to go (by {state.time_left.by})"
 
 
 def _shares(shares: Sequence[float]) -> str:
     return "/".join(f"{share:.0%}" for share in shares)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as 1:02:03, or as 2:03 below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
-from scipy.sparse import csr_array
 
 from planner.optimiser.problem import FloatArray, IntArray
 
@@ -36,6 +35,8 @@ class LinearModel:
         row_most: FloatArray,
         bounds: tuple[FloatArray, FloatArray],
     ) -> None:
+        from scipy.sparse import csr_array  # slow to import, and not every command plans
+
         matrix = csr_array(rows)
         count, columns = rows.shape
         programme = highspy.HighsLp()

@@ -22,7 +22,7 @@ from planner.costs.model import CostModel, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.capacity import is_feasible
 from planner.optimiser.relaxation.relax import lower_bound
-from planner.options import AUTO
+from planner.options import AUTO, JOB_GAP
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.scheduling import PREDICTING
 from planner.search.candidate_search import CandidateSearch, search, untried_sets
@@ -35,10 +35,6 @@ from quant.common.errors import DoesNotFitError
 COARSE, NEAR = 2.0, 1.2
 """Ratios of neighbouring numbers in flight at first, and around a number that is known to be good.
 """
-
-JOB_GAP = 1e-3
-"""Relative gap to which plans of a job are told apart, unless more is allowed: ten times that of
-one batch, since so many more are compared, and a tenth of what the job's model leaves out."""
 
 COARSE_GAP, EXPLORING_GAP = 3e-2, 5e-3
 """Relative gaps while only halves have been tried, and while neighbours still may be better."""

@@ -10,8 +10,9 @@ from planner.cluster.device import Device
 from planner.cluster.growth import grown, kinds_of_devices
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
+from planner.optimiser.names import BASELINE_METHODS
 from planner.optimiser.solve import solve
-from planner.options import BASELINE_METHODS, PlanOptions
+from planner.options import PlanOptions
 from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.plan.plans_beside import MoreDevices, PlanChoice, PlansBeside, QualityChoice
 from planner.plan.spec import Prediction

@@ -17,7 +17,7 @@ from planner.search.tradeoffs.pareto import front
 from planner.workload import Job, Workload
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FrontPoint:
     """One plan of the front, of a batch or a whole job; plan with its `theta` to get it again.
 
@@ -32,6 +32,12 @@ class FrontPoint:
     in_flight: int
     omega: float
     bits: float
+
+    def __repr__(self) -> str:
+        return (
+            f"FrontPoint(theta={self.theta:.4g}: {self.latency_s:.4g} s, {self.tokens_per_s:.4g} "
+            f"tokens/s, omega {self.omega:.4g}, {self.bits:.3g} bits a layer)"
+        )
 
 
 def trace_front(

@@ -15,7 +15,7 @@ import pytest
 import ray.data
 
 from llmpq import Plan
-from llmpq.cli import dist
+from llmpq.cli import dist, jobs
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
@@ -54,14 +54,32 @@ def test_killed_at_once_and_resumed(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     started = {pid: name_of(pid) for pid in children_of(process.pid)}
+    output = str(tmp_path / "out.jsonl")
+    assert jobs.main(["show", output, "--json"]) == 0  # while it writes
+    assert json.loads(capsys.readouterr().out)["state"] == "running"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert {"raylet", "gcs_server"} < set(started.values())
     wait_until_gone({pid for pid, name in started.items() if name not in AGENTS})
     kept = len(list(tmp_path.glob("out.jsonl.job/part-*.jsonl")))
     assert 0 < kept < ROWS
+    assert jobs.main(["show", output]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "out.jsonl: stopped" in told
+    assert f"{kept} of {ROWS} done, {ROWS - kept} left, 0 errors" in told
+    assert "Its process was killed or its machine went down" in told
     assert dist.main([*arguments, "--resume"]) == 0
     assert f"{kept} of {ROWS} rows are done" in capsys.readouterr().err
+    assert jobs.main(["show", output, "--json"]) == 0
+    job = json.loads(capsys.readouterr().out)
+    assert (job["state"], job["rows"], job["done"], job["errors"]) == ("done", ROWS, ROWS, 0)
+    assert [session["how"] for session in job["sessions"]] == ["killed", "done"]
+    assert job["sessions"][1]["rows"] == ROWS - kept
+    assert job["sessions"][1]["tokens"] == sum(
+        len(row["token_ids"]) for row in list(results_in(tmp_path / "out.jsonl").values())[kept:]
+    )
+    assert jobs.main(["list", str(tmp_path)]) == 0
+    assert f"{ROWS}/{ROWS}" in capsys.readouterr().out
     found = results_in(tmp_path / "out.jsonl")
     expected = [reference(tiny[1], prompt, NEW_TOKENS) for prompt in drawn]
     assert len(found) == ROWS
@@ -71,7 +89,7 @@ def test_killed_at_once_and_resumed(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
 
-    monkeypatch.setattr("llmpq.run.run.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     assert dist.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
     with (tmp_path / "in.jsonl").open("a") as file:
@@ -101,7 +119,9 @@ def test_streams_of_results(one_stage: Plan, tiny: tuple[Path, Any], local_ray: 
 
     assert sorted(asyncio.run(collect())) == ["row-0", "row-1", "row-2"]
     rows = [{"prompt": [5, 6, 7], "max_new_tokens": None}, {"prompt": [5], "max_new_tokens": 2}]
+    rows = [row | {"topic": len(row["prompt"])} for row in rows]
     made = one_stage.run_dataset(ray.data.from_items(rows)).take_all()
     assert sorted(len(row["token_ids"]) for row in made) == [2, len(expected)]
     assert expected in [list(row["token_ids"]) for row in made]
+    assert sorted(row["topic"] for row in made) == [1, 3]
     assert all(row["custom_id"].startswith("p-") and row["error"] is None for row in made)

@@ -59,7 +59,7 @@ def run(main: Callable[[list[str]], int], *arguments: str) -> int:
         (
             ONE_T4.replace("SIZE", "8"),
             ["--strict-profiles"],
-            "--strict-profiles has no effect without --profiles",
+            "--strict_profiles has no effect without --profiles",
         ),
     ],
 )

@@ -54,6 +54,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, error
 
 
+@pytest.mark.rare  # `--submit` goes the same way below
 def test_the_plain_form_plans_runs_and_reports(
     head: Head, tmp_path: Path, worker_environment: dict[str, str]
 ) -> None:

@@ -121,7 +121,7 @@ def test_the_page_loads_nothing() -> None:
 def test_every_section_is_labelled_and_every_table_even() -> None:
     identifiers = {attributes["id"] for _, attributes in page().elements if "id" in attributes}
     sections = page().all_of("section")
-    assert len(sections) == 11
+    assert len(sections) == 13
     assert {each["aria-labelledby"] for each in sections} <= identifiers
     heads = cells = 0
     for name, attributes in page().elements:

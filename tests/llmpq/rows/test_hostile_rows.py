@@ -95,7 +95,7 @@ def test_bad_rows_are_errors_and_the_job_goes_on(
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started")
 
-    monkeypatch.setattr("llmpq.run.run.ray_session", no_ray)
+    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     write_prompts(tmp_path / "in.jsonl", *rows, {"custom_id": "more", "prompt": MANY_X})
     assert dist.main([*arguments, "--extend"]) == 3
     assert len(results_in(tmp_path / "out.jsonl")) == len(rows) + 1
@@ -117,7 +117,7 @@ def test_a_run_that_is_refused_leaves_no_process(
         pids.add(process.pid)
         return process
 
-    monkeypatch.setattr("llmpq.run.run.start_tokenizer", started)
+    monkeypatch.setattr("llmpq.run.shared.resources.start_tokenizer", started)
     with pytest.raises(SpecError, match="room for") as caught:
         one_stage.run(["hello"], {"max_new_tokens": 10**6}, model=str(model))
     assert caught.traceback  # as a notebook keeps it, and what its frames hold

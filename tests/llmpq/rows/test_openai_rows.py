@@ -141,7 +141,6 @@ def test_values_that_ask_for_nothing(url: str, fields: dict[str, Any]) -> None:
         ({"audio": {"voice": "a"}}, "the answer is text"),
         ({"reasoning_effort": "low"}, "ask for it in the prompt"),
         ({"tools": "x" * 10**6}, "tools must be [], not 'xxx"),
-        ({"surprise": 1}, "unknown field 'surprise'"),
     ],
 )
 def test_values_that_ask_for_what_is_not_done(fields: dict[str, Any], message: str) -> None:
@@ -149,6 +148,16 @@ def test_values_that_ask_for_what_is_not_done(fields: dict[str, Any], message: s
         assert isinstance(bad, BadRow)
         assert message in bad.error
         assert len(bad.error) < 700
+
+
+def test_a_body_has_no_fields_of_its_own() -> None:
+    for fields, message in (
+        ({"surprise": 1}, "unknown field 'surprise'; known: "),
+        ({"max_token": 5}, "unknown field 'max_token'; is max_tokens meant?"),
+    ):
+        bad = batch_line(**fields)
+        assert isinstance(bad, BadRow)
+        assert message in bad.error
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from llmpq.lengths.sources import Direct, open_source, wait_loaded
 from llmpq.rows.row import BadRow
 from llmpq.run.expected_lengths import AHEAD, TOGETHER, ExpectedLengths, figures_text
 from llmpq.run.options import RunOptions
-from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from planner.scheduling import PolicyOptions
 from quant.common.errors import InputError, SpecError
 from tests.llmpq.lengths.learnable import by_prompt_length, expected_by_hand, saved
@@ -208,4 +208,4 @@ def test_what_is_wrong_with_a_predictor_is_said_before_anything_starts(
         (tmp_path, "cannot be read as JSON"),
     ):
         with pytest.raises(SpecError, match=named):
-            Run(plan.spec, RunOptions(policy="s3", predictor=predictor))
+            RunResources(plan.spec, RunOptions(policy="s3", predictor=predictor))

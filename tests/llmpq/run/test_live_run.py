@@ -25,7 +25,10 @@ CANCELLED, TOO_LONG = "5", "too long"
 
 @pytest.mark.parametrize(
     ("transport", "policy"),
-    [("gloo", PolicyOptions("orca", prefill_chunk_tokens=4)), ("ray", PolicyOptions())],
+    [
+        ("gloo", PolicyOptions("orca", prefill_chunk_tokens=4)),
+        pytest.param("ray", PolicyOptions(), marks=pytest.mark.rare),
+    ],
 )
 def test_rows_come_one_by_one_while_a_stage_dies(
     tiny: tuple[Path, Any], plan: Plan, transport: Any, policy: PolicyOptions

@@ -172,3 +172,18 @@ def stopped_at(count: int) -> Any:
         raise KeyboardInterrupt
 
     return write
+
+
+def test_a_session_goes_back_to_the_plan_of_the_others(
+    tiny: tuple[Path, Any], spec: PlanSpec
+) -> None:
+    with Plan(spec).session(Sampling(ignore_eos=True)) as session:
+        for _ in range(2):
+            good = [result for result in session.run(rows()) if result.error is None]
+            assert {result.custom_id for result in good} == {"0", "1", "2", "3", "4", "5"}
+            for result in good:
+                most = LIMITS.get(int(result.custom_id), SHORT.new_tokens)
+                prompt = PROMPTS[int(result.custom_id)]
+                expected = reference(tiny[1], prompt, most, ignore_eos=True)
+                assert list(result.token_ids) == expected
+            assert session.spec is spec

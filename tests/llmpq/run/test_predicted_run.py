@@ -17,6 +17,7 @@ from llmpq.lengths.folder import save_predictor, tokenizer_digest
 from llmpq.lengths.process.predictor_process import PredictorProcess
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from planner.prediction import predictor_file
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
@@ -109,7 +110,7 @@ def test_a_predictor_that_dies_stops_no_run(
 
 
 def test_a_run_that_is_not_begun_leaves_no_process(one_stage: Plan, predictor: Path) -> None:
-    run = Run(one_stage.spec, RunOptions(policy="s3", predictor=predictor))
+    run = Run(RunResources(one_stage.spec, RunOptions(policy="s3", predictor=predictor)))
     assert run._expected is not None
     source = run._expected.source
     assert isinstance(source, PredictorProcess)

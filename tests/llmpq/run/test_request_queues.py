@@ -27,9 +27,13 @@ def test_requests_come_back_as_they_were(waiting: WaitingRequests) -> None:
         for i in range(1, 50)
     ]
     for request in added:
-        waiting.add(request)
+        waiting.add(request, {"topic": request.custom_id, "tags": [None, 1.5, {"é": 2**70}]})
     assert waiting.prompts == len(added)
-    assert list(waiting.take_all()) == added
+    found = list(waiting.take_all())
+    assert [each.request for each in found] == added
+    tags = [None, 1.5, {"é": 2**70}]
+    expected = [{"topic": each.custom_id, "tags": tags} for each in added]
+    assert [each.columns for each in found] == expected
     assert waiting.prompts == 0
 
 
@@ -41,7 +45,7 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(waiting._file, "write", full)
     with pytest.raises(InputError, match="No space left on device; free space"):
-        waiting.add(Request("a", (1,), 1, SAMPLING))
+        waiting.add(Request("a", (1,), 1, SAMPLING), {})
 
 
 def test_a_closed_gate_leaves_the_others() -> None:

@@ -19,6 +19,7 @@ from llmpq.run.drift.control import DriftControl
 from llmpq.run.drift.decision import Switch
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
@@ -76,17 +77,26 @@ class Group:
         return tuple(replace(each, generated=(5,)) for each in self._taken.values())
 
 
-class Pretended(Run):
-    """A run whose groups are pretend ones, the first of which may lose a device."""
+class PretendedStages(RunResources):
+    """Pretend groups, the first of which may lose a device."""
 
-    def __init__(self, plan: PlanSpec, loses_device_at: int | None = None) -> None:
+    def __init__(self, plan: PlanSpec, loses_device_at: int | None) -> None:
         super().__init__(plan, RunOptions(replan="auto"))
         self.groups: list[Group] = []
         self._loses_device_at = loses_device_at
 
-    def _group(self) -> Any:
-        self.groups.append(Group(self.plan, None if self.groups else self._loses_device_at))
+    def _group(self, plan: PlanSpec) -> Any:
+        self.groups.append(Group(plan, None if self.groups else self._loses_device_at))
         return self.groups[-1]
+
+
+class Pretended(Run):
+    """A run in pretend groups."""
+
+    def __init__(self, plan: PlanSpec, loses_device_at: int | None = None) -> None:
+        shared = PretendedStages(plan, loses_device_at)
+        super().__init__(shared)
+        self.groups = shared.groups
 
 
 @pytest.fixture
@@ -96,7 +106,7 @@ def other(plan: Plan) -> PlanSpec:
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr("llmpq.run.run.ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr("llmpq.run.shared.stages.ray_session", lambda *_: nullcontext())
     monkeypatch.setattr("llmpq.run.run.replan_after_loss", lambda *_: plan.spec)
 
 

@@ -12,7 +12,8 @@ from planner.optimiser.assignment import evaluate
 from planner.optimiser.automatic import solve_automatically
 from planner.optimiser.boxes import method as box_method
 from planner.optimiser.boxes.method import solve_by_boxes
-from planner.optimiser.problem import AssignmentProblem, Objective
+from planner.optimiser.names import Objective
+from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.relaxation.prices import PricedProblem, Prices
 from planner.optimiser.relaxation.relax import relax
 from planner.optimiser.relaxation.stage_kinds import stage_kinds

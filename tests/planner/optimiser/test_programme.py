@@ -16,9 +16,9 @@ from planner.optimiser.milp.method import solve_exactly
 from planner.optimiser.milp.solvers.solver import SolverLimits
 from planner.optimiser.milp.solvers.table import SOLVERS
 from planner.optimiser.milp.windows import BoundaryRelaxation
-from planner.optimiser.problem import Objective
+from planner.optimiser.names import DEFAULT_SOLVER, Objective
 from planner.optimiser.relaxation.relax import lower_bound
-from planner.optimiser.solve_options import DEFAULT_SOLVER, SolveOptions
+from planner.optimiser.solve_options import SolveOptions
 from quant.common.errors import InfeasibleError, SpecError
 from tests.planner.problems import (
     PRECISION,

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from planner.optimiser.assignment import evaluate, stage_times
-from planner.optimiser.problem import BATCH_OBJECTIVES, AssignmentProblem, Objective
+from planner.optimiser.names import BATCH_OBJECTIVES, Objective
+from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.solve import solve
 from planner.search.baselines.offloading import estimate_offloading
 from quant.common.errors import InfeasibleError, SpecError

@@ -73,8 +73,9 @@ def bound(name: str, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) 
 
 
 def rotated(rows: torch.Tensor) -> torch.Tensor:
-    """`rows` `[tokens or out, in]` as W8A8 mixes their features, in float64."""
-    return rotate(rows.double()) / math.sqrt(LANES)
+    """`rows` `[..., in]` as W8A8 mixes their features, in float64."""
+    mixed = rotate(rows.double().reshape(-1, rows.shape[-1])) / math.sqrt(LANES)
+    return mixed.view(rows.shape)
 
 
 def rotated_step(x: torch.Tensor) -> torch.Tensor:
@@ -276,7 +277,7 @@ def test_bitsandbytes_sizes_and_products(name: str) -> None:
 @pytest.mark.parametrize("shape", [(24, 128), (9, 96), (5, 100)])
 @pytest.mark.parametrize("known", [False, True])
 def test_fitted_nf4_has_less_weighted_error(shape: tuple[int, int], known: bool) -> None:
-    """By bitsandbytes' own decoding; 9 x 96 has blocks across rows, 5 x 100 a shorter last one."""
+    """9 x 96 has blocks across rows, 5 x 100 a shorter last one."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     squares = torch.rand(shape[1], generator=torch.Generator().manual_seed(8)) ** 6
     inputs = InputStatistics(squares, squares.sqrt()) if known else None
@@ -289,6 +290,19 @@ def test_fitted_nf4_has_less_weighted_error(shape: tuple[int, int], known: bool)
         errors.append(squared.flatten()[:count].view(-1, 64).sum(1))
     assert (errors[0] <= errors[1] * (1 + 1e-5)).all()
     assert float(errors[0].sum() / errors[1].sum()) < (0.85 if known else 0.97)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("rounding", ["weighted", "nearest"])
+def test_nf4_is_decoded_as_bitsandbytes_does(rounding: str) -> None:
+    """Its own decoding on CPUs with AVX-512 takes blocks that lie in one row alone."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = torch.randn(24, 128, generator=torch.Generator().manual_seed(12))
+    packed = BnbNf4.from_weight(weight, torch.float32, CPU, Rounding(rounding))
+    theirs = dequantize_4bit(packed.packed, packed.quantized)
+    ours = BnbNf4.represent(weight, Rounding(rounding))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

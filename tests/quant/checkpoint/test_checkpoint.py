@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quant.checkpoint.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
 from quant.common.errors import CheckpointError
 
 TENSORS = {

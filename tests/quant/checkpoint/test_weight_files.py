@@ -16,7 +16,6 @@ FOLDERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {"pytorch_model-00001-of-00002.bin": "", "pytorch_model.bin.index.json": "{}"},
         (".bin weights", "llmpq-convert"),
     ),
-    "GGUF": ({"model-Q4_K.gguf": "GGUF"}, ("model-Q4_K.gguf", "GGUF", "safetensors")),
     "an adapter": (
         {"adapter_config.json": '{"base_model_name_or_path": "a/b"}', "adapter_model.bin": ""},
         ("adapter of a/b", "merge"),
@@ -58,7 +57,11 @@ def test_what_can_be_read_is_read_whatever_lies_beside_it(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("file", "words"),
-    [("m.gguf", "GGUF"), ("model.safetensors", "give the folder"), ("a.bin", "give the folder")],
+    [
+        ("a.onnx", "not read"),
+        ("model.safetensors", "give the folder"),
+        ("a.bin", "give the folder"),
+    ],
 )
 def test_files_of_weights_are_no_models(file: str, words: str) -> None:
     assert words in (unread_file(Path(file)) or "")

@@ -150,11 +150,12 @@ def test_a_plan_without_a_curve_is_refused(tmp_path: Path) -> None:
 
 def test_the_page_has_the_answers_and_the_curve() -> None:
     page = report_page(job_plan())
-    section = page.partition('<section id="job"')[2].partition("</section>")[0]
+    section = page.partition('<section id="menu"')[2].partition("</section>")[0]
     assert "16 min 20 s at 306 tokens/s" in section
     assert section.count("<dt>") == 5
     assert section.count("<svg") == 1
     assert "<rect" not in section  # the page's own colours show through
-    assert section.count("<tr") == 1 + 6
+    # The menu has the plan, two qualities, 16 bit and two devices; the curve six plans.
+    assert section.count("<tr") == (1 + 6) + (1 + 6)
     assert "in flight at once" in page.partition("<main>")[0]
     assert 'id="job"' not in report_page(small_plan())

@@ -11,9 +11,11 @@ from rich.console import Console
 
 from actors.messages import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
-from llmpq.run.monitoring.meter import EARLY_PROMPTS, WINDOW_S, RunMeter, RunState
+from llmpq.run.monitoring.forecast import EARLY_PROMPTS
+from llmpq.run.monitoring.log_times import EVERY_S, FIRST_S, LogTimes, about, duration
+from llmpq.run.monitoring.meter import WINDOW_S, RunMeter, RunState
 from llmpq.run.monitoring.monitor import Monitor
-from llmpq.run.monitoring.progress import LOG_INTERVAL_S, RunProgress, duration, state_lines
+from llmpq.run.monitoring.progress import RunProgress, state_lines
 
 QUEUE = QueueDepth(waiting=7, in_slots=3, slots=4, micro_batches=2)
 
@@ -109,7 +111,7 @@ def test_time_to_go_is_told_by_prompts_once_enough_ended_early() -> None:
     time_left = meter.state().time_left
     assert time_left is not None
     assert time_left.by == "prompts"
-    assert time_left.seconds == pytest.approx(84)
+    assert time_left.seconds == pytest.approx((100 * 4 - 80) / 5)  # 5 tokens/s
 
 
 def test_rows_that_cannot_run_are_not_waited_for() -> None:
@@ -134,7 +136,9 @@ def test_nothing_is_foretold_of_a_run_without_an_end_or_a_beginning() -> None:
     state = meter_at(clock).state()
     assert state.time_left is None
     assert state.busy_share == ()
-    assert "not known" in next(state_lines(state))
+    assert "measuring" in next(state_lines(state))
+    unknown = meter_at(clock, prompts=None, most=None).state()
+    assert "not known" in next(state_lines(unknown))
 
 
 def test_the_monitor_polls_until_the_run_ends_and_a_failed_poll_harms_nothing() -> None:
@@ -158,7 +162,20 @@ def run_state(tokens: int = 50) -> RunState:
     return RunState(5.0, 2, 10, tokens, 100, 12.5, (0.9, 0.456), (0.8, 0.4), QUEUE, None)
 
 
-def test_a_log_has_a_line_every_few_seconds_whoever_comes() -> None:
+def test_a_log_has_a_line_soon_and_then_one_a_minute() -> None:
+    clock = Clock()
+    times, due = LogTimes(clock), []
+    for second in range(301):
+        if times.is_due():
+            due.append(second)
+        clock.now_s += 1.0
+    assert due == [*FIRST_S, 80, 140, 200, 260]
+    clock.now_s += 10 * EVERY_S  # the machine slept
+    assert times.is_due()
+    assert not times.is_due()
+
+
+def test_a_log_has_its_lines_whoever_comes() -> None:
     clock, out = Clock(), StringIO()
     progress = RunProgress(Console(file=out, width=40), 10, clock)
     result = Result("a", "text", (1, 2), "stop")
@@ -166,19 +183,19 @@ def test_a_log_has_a_line_every_few_seconds_whoever_comes() -> None:
         progress.count(result)
         progress.show(run_state())
         assert out.getvalue().count("\n") == 1
-        clock.now_s += LOG_INTERVAL_S
+        clock.now_s += FIRST_S[0]
         progress.show(run_state())
         progress.show(replace(run_state(), tokens=51))
-        clock.now_s += LOG_INTERVAL_S
+        clock.now_s += FIRST_S[1] - FIRST_S[0]
         progress.count(result)
     lines = out.getvalue().splitlines()
     assert len(lines) == 4, "loading, two while it ran, the last"
     assert lines[1] == (
-        "1 of 10 prompts, 50 of at most 100 tokens, 12.5 tokens/s, time to go not known yet, "
+        "1 of 10 prompts, 50 of at most 100 tokens, 12.5 tokens/s, time to go: measuring, "
         "busy 90%/46% (in all 80%/40%), 7 requests queued, 3 in 4 slots, 2 micro-batches under way"
     )
     assert lines[2].startswith("2 of 10 prompts, 51 of")
-    assert lines[3] == "2 of 10 prompts, 4 tokens, 10 s"
+    assert lines[3] == "2 of 10 prompts, 4 tokens, 20 s"
 
 
 def test_a_terminal_shows_bar_and_stages() -> None:
@@ -197,3 +214,11 @@ def test_a_terminal_shows_bar_and_stages() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3, "a few seconds"), (43, "about 40 s"), (190, "about 3 min"), (8000, "about 2 h")],
+)
+def test_estimates_are_worded_as_such(seconds: float, text: str) -> None:
+    assert about(seconds) == text

@@ -1,0 +1,139 @@
+"""Places of jobs: by the output that a command was given, or by the records in folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.jobs.output.job_folder import JOURNAL, LOCK, MANIFEST
+from llmpq.jobs.records.manifest import Manifest
+from llmpq.jobs.records.shards import shards_in
+from quant.common.errors import InputError
+
+DEPTH = 4
+"""Folders below the one that is named in which jobs are looked for."""
+
+MOST_FOLDERS = 20_000
+"""Folders that are looked into at most, so that a whole disk ends in seconds."""
+
+_SUFFIX = ".job"
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """A job's `output`, a file or a folder, and the folder of its records, which may be itself."""
+
+    output: Path
+    folder: Path
+
+    @property
+    def in_folder(self) -> bool:
+        """Whether the output is a folder of shards."""
+        return self.output == self.folder
+
+    @property
+    def lock(self) -> Path:
+        """The file that is locked while the job runs."""
+        return self.folder / LOCK
+
+    @property
+    def manifest(self) -> Path:
+        """The file of model, sampling and completion."""
+        return self.folder / MANIFEST
+
+    @property
+    def journal(self) -> Path:
+        """The file that tells of its runs."""
+        return self.folder / JOURNAL
+
+
+def find_job(named: str | Path) -> JobPlace:
+    """The job whose output is `named`; raises `InputError` where there is none."""
+    path = Path(named)
+    try:
+        path = path.resolve() if path.is_symlink() else path
+        if path.is_dir():
+            return _of_folder(path)
+        place = JobPlace(path, path.with_name(path.name + _SUFFIX))
+        if path.name and place.folder.is_dir() and _has_records(place):
+            return place
+        is_there = path.exists()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"cannot look at output {path}: {why}") from error
+    if is_there:
+        raise InputError(
+            f"{path} is no output of a job: the records of one, {place.folder.name}, do not lie "
+            "beside it; name the --output of a `llmpq run`"
+        )
+    raise InputError(
+        f"there is no output {path}, and no job that would write it; `llmpq jobs list FOLDER` "
+        "shows the jobs in and below a folder"
+    )
+
+
+def _of_folder(path: Path) -> JobPlace:
+    """The job of a folder: of records, which are named after the output beside it, or of shards."""
+    beside = path.with_name(path.name.removesuffix(_SUFFIX))
+    is_beside = path.name.endswith(_SUFFIX) and path.name != _SUFFIX and not _is_finished(path)
+    place = JobPlace(beside if is_beside else path, path)
+    if not _has_records(place):
+        raise InputError(
+            f"folder {path} is no output of a job; `llmpq jobs list {path}` shows the jobs in and "
+            "below it"
+        )
+    return place
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether it is the output of a job that is done: one beside a file has no shards then."""
+    try:
+        manifest = Manifest.read(folder / MANIFEST)
+    except InputError:
+        return False
+    return manifest is not None and manifest.complete and bool(shards_in(folder))
+
+
+def _has_records(place: JobPlace) -> bool:
+    if place.manifest.is_file() or place.journal.is_file() or shards_in(place.folder):
+        return True
+    return not place.in_folder and place.lock.is_file()
+
+
+def jobs_in(folder: str | Path, depth: int = DEPTH) -> Iterator[JobPlace]:
+    """The jobs in `folder` and in those at most `depth` below it, in the order of their names.
+
+    Hidden folders and links are left out. Raises `InputError` where `folder` is none.
+    """
+    top = Path(folder)
+    if not _is_folder(top):
+        raise InputError(f"{top} is no folder; `llmpq jobs show` takes the output of one job")
+    left = MOST_FOLDERS
+    for path, below, files in os.walk(top):
+        here = Path(path)
+        left -= 1
+        is_deepest = len(here.relative_to(top).parts) >= depth
+        below[:] = [] if left <= 0 else sorted(_worth_a_look(below, is_deepest))
+        if MANIFEST in files or JOURNAL in files or here.name.endswith(_SUFFIX):
+            try:
+                yield find_job(here)
+            except InputError:
+                continue
+            below[:] = []
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long a name, no access
+        return False
+
+
+def _worth_a_look(names: list[str], records_only: bool) -> Iterator[str]:
+    """Folders to look into: at the deepest only those that lie beside an output."""
+    for name in names:
+        is_record = name.endswith(_SUFFIX)
+        if is_record or not (records_only or name.startswith(".") or name == "node_modules"):
+            yield name

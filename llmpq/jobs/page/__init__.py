@@ -1,0 +1,1 @@
+"""The page of a job: one HTML file that needs only a browser."""

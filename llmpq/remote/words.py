@@ -1,0 +1,132 @@
+"""Words that a library writes to the terminal by itself: Ray's Python, C++ and processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO
+
+LOGGER = "llmpq"
+"""At level DEBUG of this logger (`--verbose`) nothing is caught."""
+
+MOST_CHARACTERS = 20_000
+"""Characters kept of the end: Ray repeats some of its lines every second."""
+
+
+def is_verbose() -> bool:
+    """Whether words of libraries are shown as they come."""
+    return logging.getLogger(LOGGER).isEnabledFor(logging.DEBUG)
+
+
+class Words:
+    """What was written so far."""
+
+    def __init__(self, file: BinaryIO | None = None) -> None:
+        self._file = file
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """The last of them."""
+        if self._file is not None and not self._file.closed:
+            number = self._file.fileno()
+            begin = max(0, os.fstat(number).st_size - 4 * MOST_CHARACTERS)
+            said = os.pread(number, 4 * MOST_CHARACTERS, begin)  # writing goes on elsewhere
+            self._text = said.decode(errors="replace")[-MOST_CHARACTERS:].strip()
+        return self._text
+
+
+@contextmanager
+def caught_words() -> Iterator[Words]:
+    """Catch what this thread, C++ code and child processes write to the standard streams.
+
+    Other threads write on, where Python has the streams as usual. Nothing is caught if words are to
+    be shown, or where the process has no such streams.
+    """
+    with ExitStack() as stack:
+        file = None if is_verbose() else _unnamed_file()
+        words = Words(file)
+        if file is not None:
+            stack.enter_context(file)
+            stack.callback(lambda: words.text)  # read before the file is closed
+            for name, descriptor in (("stdout", 1), ("stderr", 2)):
+                stack.enter_context(_redirected(name, descriptor, file))
+        yield words
+
+
+def _unnamed_file() -> BinaryIO | None:
+    """A file in memory where the system has that, as the disk may be full; None without any."""
+    try:
+        if hasattr(os, "memfd_create"):
+            return os.fdopen(os.memfd_create("llmpq-words"), "w+b", buffering=0)
+        return tempfile.TemporaryFile(buffering=0)
+    except OSError:
+        return None
+
+
+@contextmanager
+def _redirected(name: str, descriptor: int, file: BinaryIO) -> Iterator[None]:
+    """Have `descriptor` lead to `file`, while other threads find the old one in `sys`."""
+    stream = getattr(sys, name)
+    try:
+        kept = os.dup(descriptor)
+    except OSError:  # closed, as in some services
+        yield
+        return
+    is_usual = _descriptor_of(stream) == descriptor
+    with open(kept, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as real:
+        shared = _StreamByThread(stream, real)
+        if is_usual:
+            stream.flush()
+            setattr(sys, name, shared)
+        os.dup2(file.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            if is_usual:
+                stream.flush()
+                if getattr(sys, name) is shared:
+                    setattr(sys, name, stream)
+                shared.end()
+            os.dup2(kept, descriptor)
+
+
+def _descriptor_of(stream: Any) -> int | None:
+    """The descriptor that a stream of `sys` writes to; None for one that a test or notebook put
+    there.
+    """
+    try:
+        number: int = stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
+    return number
+
+
+class _StreamByThread:
+    """Text stream that is `own` for the thread that made it, and `others` for all others."""
+
+    def __init__(self, own: Any, others: Any) -> None:
+        self._own, self._others = own, others
+        self._thread = threading.get_ident()
+
+    def _stream(self) -> Any:
+        return self._own if threading.get_ident() == self._thread else self._others
+
+    def write(self, text: str) -> int:
+        count: int = self._stream().write(text)
+        return count
+
+    def flush(self) -> None:
+        self._stream().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream(), name)
+
+    def end(self) -> None:
+        """Be `own` for whoever has kept it."""
+        self._others = self._own

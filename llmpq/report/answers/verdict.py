@@ -1,0 +1,171 @@
+"""The verdict on a plan: how long, how fast, how good, what that rests on, and what to mind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.report.figures import expected_perplexity, whole
+from llmpq.report.formatting import (
+    count,
+    duration,
+    gap,
+    listed,
+    number,
+    per_second,
+    plural,
+    seconds,
+)
+from llmpq.report.sentences import LEAST_GAIN, search_outcome
+from planner.plan.spec import PlanSpec
+from quant.scheme import FULL_BITS
+
+NEAR_FULL_BITS = 8
+"""Layers of so many bits are near 16 bit: +0.07 of 26.2 and +0.016 of 44.1 in perplexity, within
+the error of the texts (docs/quantization.md).
+"""
+
+
+@dataclass(frozen=True)
+class QualityWord:
+    """How good a plan's answers are, in a word, and what that rests on."""
+
+    word: str
+    basis: str
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure that is shown large, under its name."""
+
+    name: str
+    figure: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a page begins with."""
+
+    sentence: str
+    tiles: Sequence[Tile]
+    rests_on: Sequence[str]
+    warnings: Sequence[str]
+
+
+def quality_word(plan: PlanSpec) -> QualityWord:
+    """The expected rise of perplexity where points were measured, else a word for the bits."""
+    if plan.perplexity is not None:
+        rise = f"perplexity {plan.perplexity.increase:+.3g}"
+        return QualityWord(rise, f"perplexity: {expected_perplexity(plan.perplexity)}")
+    counts = Counter(bits for stage in plan.stages for bits in stage.bitwidths)
+    shares = listed([f"{counts[bits]} at {bits} bit" for bits in sorted(counts, reverse=True)])
+    told = f"{shares} of {plural(plan.model.layers, 'layer')}"
+    if set(counts) == {FULL_BITS}:
+        return QualityWord("that of 16 bit", f"{told}: nothing is quantized")
+    return QualityWord(
+        _word(counts),
+        f"{told}, sensitivity {number(plan.solver.sensitivity)}; a word for the bits, no "
+        "measurement of this model: llmpq indicator --perplexity gives one",
+    )
+
+
+def _word(counts: Counter[int]) -> str:
+    """A word for the bits that layers have; by the layers of 4 and 3 bit, which lose most."""
+    layers = counts.total()
+    if min(counts) >= NEAR_FULL_BITS:
+        return "close to 16 bit"
+    if min(counts) == 4:
+        return "a little below 16 bit" if counts[4] < layers / 2 else "below 16 bit"
+    return "below 16 bit" if counts[3] < layers / 4 else "clearly below 16 bit"
+
+
+def verdict(plan: PlanSpec) -> Verdict:
+    """The verdict on a plan, which fits, as it was made."""
+    quality = quality_word(plan)
+    return Verdict(
+        sentence=_sentence(plan, quality),
+        tiles=_tiles(plan, quality),
+        rests_on=[_times(plan), f"Quality: {quality.basis}.", _search(plan)],
+        warnings=_warnings(plan),
+    )
+
+
+def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
+    devices = plural(len(plan.stages), "device")
+    place = f"{plan.model.name} runs on {devices} of {plan.cluster}"
+    if plan.perplexity is None:
+        good = f"at a quality {quality.word}"
+    else:
+        good = f"with {quality.word} expected"
+    speed = f"{per_second(plan.predicted.tokens_per_s)} new tokens per second"
+    if plan.job is None:
+        prompts = f"a batch of {plural(plan.workload.global_batch, 'prompt')}"
+        took = seconds(plan.predicted.latency_s)
+    else:
+        prompts, took = plural(plan.job.job.prompts, "prompt"), duration(plan.job.seconds)
+    return f"{place}. It should finish {prompts} in {took}, {speed}, {good}."
+
+
+def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
+    job, in_flight = plan.job, count(plan.workload.global_batch)
+    took = seconds(plan.predicted.latency_s) if job is None else duration(job.seconds)
+    prompts = plan.workload.global_batch if job is None else job.job.prompts
+    tiles = [
+        Tile(plural(prompts, "prompt"), took),
+        Tile("new tokens per second", per_second(plan.predicted.tokens_per_s)),
+        Tile("quality", quality.word),
+    ]
+    if job is None:
+        return [*tiles, Tile("until all first tokens", seconds(plan.predicted.prefill_s))]
+    return [*tiles, Tile("prompts in flight", in_flight)]
+
+
+def _times(plan: PlanSpec) -> str:
+    """What the seconds rest on: stages that were measured and stages that were not."""
+    measured = [each for each in plan.stages if not _is_estimated(each.provenance)]
+    if not measured:
+        return "Seconds: estimated from datasheets for every stage, simulated; nothing is measured."
+    if len(measured) == len(plan.stages):
+        return "Seconds: from measured layer times of every stage, simulated."
+    return (
+        f"Seconds: from measured layer times of {len(measured)} of "
+        f"{plural(len(plan.stages), 'stage')}, the others estimated from datasheets; simulated."
+    )
+
+
+def _is_estimated(provenance: str) -> bool:
+    return "estimated" in provenance
+
+
+def _search(plan: PlanSpec) -> str:
+    s = plan.solver
+    return (
+        f"Search: {search_outcome(plan)}, proven to be within {gap(s.gap)} of the best plan that "
+        f"was looked for, by {s.method} with {s.solver}."
+    )
+
+
+def _warnings(plan: PlanSpec) -> list[str]:
+    """What may make the figures wrong, or a better plan possible."""
+    found: list[str] = []
+    estimated = [each for each in plan.stages if _is_estimated(each.provenance)]
+    if estimated:
+        kinds = listed(list(dict.fromkeys(each.accelerator for each in estimated)))
+        found.append(
+            f"Times of {kinds} are estimates from datasheets: llmpq profile measures them on the "
+            "devices, and --profiles FILE plans with them."
+        )
+    if plan.solver.gap >= LEAST_GAIN:
+        found.append(
+            f"The search ended before it had proven more: a plan up to {gap(plan.solver.gap)} "
+            "better may exist; --search_time_limit S gives it more time."
+        )
+    if any(stage.emulated for stage in plan.stages):
+        found.append(
+            "Some devices are emulated on CPUs: the seconds are those of the devices that they "
+            f"stand for, and the {whole(plan)} takes longer here."
+        )
+    if plan.unused_devices:
+        found.append(f"Not used: {', '.join(plan.unused_devices)}.")
+    return found

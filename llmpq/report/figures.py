@@ -1,0 +1,104 @@
+"""The figures of a plan in words: terminal and page take every number from here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from llmpq.report.formatting import gap, number, per_second, plural, seconds, times
+from llmpq.report.sentences import search_outcome
+from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
+from planner.scheduling import TOKEN_POLICIES
+
+MOST_RUNS = 6  # of equal bits that are told in the order of the layers
+
+
+def whole(plan: PlanSpec) -> str:
+    """What the seconds of a plan are of."""
+    return "batch" if plan.job is None else "job"
+
+
+def micro_batches(plan: PlanSpec) -> str:
+    """How many requests the stages take at once."""
+    sizes, policy = plan.micro_batches, plan.policy
+    if policy.name not in TOKEN_POLICIES:
+        return f"{sizes.prefill} (prefill), {sizes.decode} (decode)"
+    parts = f", prompts in parts of {policy.prefill_chunk_tokens} tokens"
+    most = f"of up to {policy.max_batch_size} requests of both phases (policy {policy.name}"
+    return f"{most}{parts if policy.prefill_chunk_tokens else ''})"
+
+
+def bits_of(stage: StagePlan) -> list[str]:
+    """Runs of equal bits in layer order, or counts where there are too many runs to read."""
+    runs = [(bits, len(list(group))) for bits, group in groupby(stage.bitwidths)]
+    if len(runs) <= MOST_RUNS:
+        return [f"{bits}x{count}" for bits, count in runs]
+    counts = Counter(stage.bitwidths)
+    return [*(f"{bits}x{counts[bits]}" for bits in sorted(counts)), "(mixed)"]
+
+
+def predicted(plan: PlanSpec) -> str:
+    """Seconds and tokens per second; of the two phases where they follow one another."""
+    p = plan.predicted
+    text = f"{seconds(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
+    if plan.job is not None:
+        return text
+    return f"{text} (prefill {seconds(p.prefill_s)}, decode {seconds(p.decode_s)})"
+
+
+def searched(plan: PlanSpec) -> str:
+    """How the plan was found, and how far from the best it can be."""
+    s = plan.solver
+    return (
+        f"{s.method} with {s.solver}, {search_outcome(plan)}, gap {gap(s.gap)}, "
+        f"{seconds(s.seconds)} for {plural(s.candidates, 'candidate')} of order and micro-batches "
+        f"({s.solved:,} solved)"
+    )
+
+
+def priced(plan: PlanSpec) -> str:
+    """The price of quality, and how much the plan loses."""
+    s = plan.solver
+    return (
+        f"theta {number(s.theta)}, sensitivity {number(s.sensitivity)} ({plan.sensitivity_source})"
+    )
+
+
+def expected_perplexity(forecast: PerplexityForecast) -> str:
+    """The rise of perplexity, its interval, and the bound where one was asked for."""
+    text = (
+        f"{forecast.increase:+.3g} over {number(forecast.baseline)} at 16 bit expected "
+        f"({forecast.low:+.3g} to {forecast.high:+.3g}, from {forecast.points} measured points)"
+    )
+    if forecast.max_increase is None or forecast.max_omega is None:
+        return text
+    return (
+        f"{text}; at most {forecast.max_increase:+.3g} asked for, which is a sensitivity of "
+        f"{number(forecast.max_omega)}"
+    )
+
+
+def beside(plan: PlanSpec, baseline: Baseline) -> str:
+    """A simpler plan against this one."""
+    if baseline.latency_s is None or baseline.sensitivity is None:
+        return f"{baseline.name}: does not fit at any bitwidth"
+    ratio = baseline.latency_s / plan.predicted.latency_s
+    return (
+        f"{baseline.name} ({baseline.bitwidth} bit): {seconds(baseline.latency_s)} "
+        f"{_of_what(plan)}, sensitivity {number(baseline.sensitivity)}; this plan is "
+        f"{times(ratio)} as fast"
+    )
+
+
+def times_from(plan: PlanSpec) -> list[str]:
+    """Lines that say where the stages' times come from; stages of one source share a line."""
+    stages: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        stages.setdefault(stage.provenance, []).append(str(stage.index))
+    if len(stages) == 1:
+        return [f"times: {source}" for source in stages]
+    return [f"times of stage {', '.join(of)}: {source}" for source, of in stages.items()]
+
+
+def _of_what(plan: PlanSpec) -> str:
+    return "a batch" if plan.job is None else "for the job"

@@ -1,0 +1,274 @@
+"""Telling a job's journal how its run goes: plans, points, events, errors, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+
+from actors.messages import StageStats
+from actors.recovery.policy import RecoveryEvent
+from llmpq.jobs.journal.entries import (
+    JOURNAL_VERSION,
+    End,
+    Entry,
+    ErrorNote,
+    EventNote,
+    Loaded,
+    MoreEvents,
+    PlanChange,
+    PlannedStage,
+    PlanNote,
+    Point,
+    StageWork,
+    Start,
+    Work,
+)
+from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
+from llmpq.jobs.journal.thinning import point_cadence, work_cadence
+from llmpq.jobs.journal.writer import JournalWriter
+from llmpq.rows.results import Result
+from llmpq.run.drift.rate import planned_tokens_per_s
+from llmpq.run.monitoring.meter import INTERVAL_S, RunState
+from llmpq.run.monitoring.slow_stages import measured_s, work_of
+from llmpq.run.run import Run
+from llmpq.version import llmpq_version
+from planner.phases import Phase
+from planner.plan.simulate import planned_s, time_scale
+from planner.plan.spec import PlanSpec, StagePlan
+from quant.common.safe_text import printable
+
+MOST_EVENTS = 300
+"""Events of a session that are kept; of the others only their number."""
+
+_ID, _TEXT, _COMMAND = 400, 800, 10_000  # characters
+
+
+@dataclass(frozen=True)
+class SessionOf:
+    """The job that a session is of: its journal's `path`, rows, and the command that runs it.
+
+    `after`: generation and number of the newest shard that is there.
+    """
+
+    path: Path
+    command: str
+    plan_file: str
+    rows: int
+    resumed: int
+    resumed_errors: int
+    anew: bool = False
+    after: tuple[int, int] | None = None
+
+
+class RunRecorder:
+    """Notes what a run does; its methods may be called from several threads.
+
+    `end`: how the run ended, unless an error or its last row ends it.
+    """
+
+    def __init__(
+        self,
+        note: Callable[[Entry], None],
+        session: SessionOf,
+        plan: PlanSpec,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._note, self._clock = note, clock
+        self._rows = self._events = 0
+        self._errors = ErrorCounts()
+        self._told: dict[str, ErrorKind] = {}
+        self._state: RunState | None = None
+        self._part_at: float | None = None
+        self._has_ended = False
+        now = clock()
+        self._points, self._work = point_cadence(now), work_cadence(now)
+        note(_start(session, plan, now))
+
+    def count(self, result: Result) -> None:
+        """Count a row that has its result."""
+        self._rows += 1
+        if result.error is not None:
+            self._errors.add(_cut(result.custom_id, _ID), _cut(result.error))
+
+    def see(self, state: RunState) -> None:
+        """Note the state from time to time."""
+        now = self._clock()
+        if self._state is None:
+            self._note(Loaded(max(0.0, now - state.elapsed_s)))
+        if self._part_at is None:
+            self._part_at = now - (state.elapsed_s if self._state is None else INTERVAL_S)
+        self._state = state
+        if self._points.is_due(now):
+            self._tell_point(state, now)
+        if self._work.is_due(now):
+            self._tell_work(state, now)
+
+    def change_plan(self, plan: PlanSpec) -> None:
+        """Note another plan, and before it what the stages of the one before have done."""
+        now = self._clock()
+        if self._state is not None:
+            self._tell_point(self._state, now)
+            self._tell_work(self._state, now)
+            self._state = replace(self._state, stages=())
+        self._part_at = None
+        self._note(PlanChange(now, plan_note(plan)))
+
+    def tell(self, event: RecoveryEvent) -> None:
+        """Note a fault, or what was done about it."""
+        self._events += 1
+        if self._events > MOST_EVENTS:
+            self._note(MoreEvents(event.time_s, self._events - MOST_EVENTS))
+            return
+        text = _cut(event.text)
+        self._note(EventNote(event.time_s, event.kind, event.stage, max(0.0, event.lost_s), text))
+
+    def end(self, how: str, text: str, run: Run | None = None) -> None:
+        """Note how the session ended, once, and its last figures."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        now, state = self._clock(), self._state
+        if state is not None:
+            tokens = state.tokens if run is None else max(state.tokens, run.rows.tokens)
+            self._tell_point(replace(state, tokens=tokens, time_left=None), now)
+            self._tell_work(state, now)
+        elif self._rows:
+            tokens = 0 if run is None else run.rows.tokens
+            self._tell_row_counts(now, tokens)
+        self._note(End(now, how, _cut(text)))
+
+    def _tell_point(self, state: RunState, now: float) -> None:
+        left_s = None if state.time_left is None else state.time_left.seconds
+        self._tell_row_counts(now, state.tokens, state.tokens_per_s, left_s)
+
+    def _tell_row_counts(
+        self, now: float, tokens: int, tokens_per_s: float = 0.0, left_s: float | None = None
+    ) -> None:
+        kinds = dict(self._errors.kinds)
+        errors = sum(kind.count for kind in kinds.values())
+        rate, left = round(tokens_per_s, 2), None if left_s is None else round(left_s, 1)
+        self._note(Point(round(now, 2), self._rows, errors, tokens, rate, left))
+        for what, kind in kinds.items():
+            if self._told.get(what) != kind:
+                self._told[what] = kind
+                self._note(ErrorNote(now, what, kind.count, kind.custom_id, kind.error))
+
+    def _tell_work(self, state: RunState, now: float) -> None:
+        if state.stages:
+            passed_s = now - (self._part_at or now)
+            self._note(Work(now, tuple(_stage_work(each, passed_s) for each in state.stages)))
+
+
+@contextmanager
+def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
+    """Keep the journal of a run, also of how it is left; where there is no `session`, of none."""
+    if session is None:
+        yield RunRecorder(lambda entry: None, _NOBODY, run.plan)
+        return
+    journal = JournalWriter(session.path)
+    recorder = RunRecorder(journal.note, session, run.plan)
+    run.on_state.append(recorder.see)
+    run.on_plan.append(recorder.change_plan)
+    run.on_event.append(recorder.tell)
+    give_up = run.give_up
+
+    def end_at_once(why: str) -> None:
+        recorder.end("failed", why, run)
+        journal.close()
+        if give_up is not None:
+            give_up(why)
+
+    if give_up is not None:
+        run.give_up = end_at_once
+    try:
+        yield recorder
+    except KeyboardInterrupt:
+        recorder.end("interrupted", "", run)
+        raise
+    except BaseException as error:
+        recorder.end("failed", str(error) or type(error).__name__, run)
+        raise
+    else:
+        recorder.end("done", "", run)
+    finally:
+        journal.close()
+
+
+def plan_note(plan: PlanSpec) -> PlanNote:
+    """What the journal keeps of a plan."""
+    is_followed = planned_tokens_per_s(plan) is not None
+    job = plan.job
+    return PlanNote(
+        fingerprint=blake2b(plan.to_json().encode(), digest_size=6).hexdigest(),
+        model=_cut(plan.model.name),
+        cluster=_cut(plan.cluster),
+        in_flight=plan.workload.global_batch,
+        prompts=None if job is None else job.job.prompts,
+        seconds=job.seconds * time_scale(plan) if job is not None and is_followed else None,
+        tokens_per_s=planned_tokens_per_s(plan),
+        stages=tuple(_planned(plan, stage) for stage in plan.stages),
+    )
+
+
+def _planned(plan: PlanSpec, stage: StagePlan) -> PlannedStage:
+    def seconds(phase: Phase) -> float | None:
+        return planned_s(plan, stage, phase) or None
+
+    bits = " ".join(f"{bits}x{len(list(run))}" for bits, run in groupby(sorted(stage.bitwidths)))
+    span = (stage.layers.start, stage.layers.stop)
+    return PlannedStage(_cut(stage.device), span, bits, seconds("prefill"), seconds("decode"))
+
+
+def _start(session: SessionOf, plan: PlanSpec, now: float) -> Start:
+    return Start(
+        journal=JOURNAL_VERSION,
+        at=now,
+        llmpq=llmpq_version(),
+        host=_cut(platform.node()),
+        pid=os.getpid(),
+        command=_cut(session.command, _COMMAND),
+        rows=session.rows,
+        resumed=session.resumed,
+        resumed_errors=session.resumed_errors,
+        anew=session.anew,
+        after=session.after,
+        plan_file=_cut(session.plan_file),
+        plan=plan_note(plan),
+    )
+
+
+def _stage_work(stats: StageStats, passed_s: float) -> StageWork:
+    seconds: list[tuple[float | None, bool]] = []
+    phases: tuple[Phase, Phase] = ("prefill", "decode")
+    for phase in phases:
+        work = work_of(stats, phase)
+        full_s = measured_s(work)
+        if full_s is None and work.micro_batches:
+            seconds.append((work.seconds / work.micro_batches, False))
+        else:
+            seconds.append((full_s, full_s is not None))
+    (prefill_s, prefill_full), (decode_s, decode_full) = seconds
+    return StageWork(
+        stats.busy_s,
+        min(1.0, stats.busy_s / passed_s) if passed_s > 0 else 0.0,
+        prefill_s,
+        prefill_full,
+        decode_s,
+        decode_full,
+        stats.micro_batches,
+    )
+
+
+def _cut(text: str, most: int = _TEXT) -> str:
+    """A text that is safe to show, of about `most` characters: escapes may lengthen it."""
+    return printable(text, most)[: 2 * most]
+
+
+_NOBODY = SessionOf(Path(), "", "", 0, 0, 0)

@@ -1,0 +1,11 @@
+"""What is planned for where nobody says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# LLM-PQ section 6.1: the paper's default workload, and the batch that longer files are cut into.
+DEFAULT_WORKLOAD: Mapping[str, int] = {"global_batch": 32, "prompt_length": 512, "new_tokens": 100}
+
+SEPARATE, ERROR = LONG_ROWS = ("separate", "error")
+"""What is done about rows that are much longer than the others."""

@@ -1,0 +1,128 @@
+"""llama.cpp's architectures that are families of ours: tensors' names, and the order of their rows.
+
+llama.cpp's converter stores some rows in another order than Hugging Face's folders have them: those
+of queries and keys of `llama`, whose rotary positions turn neighbours there and halves here, and
+those of fused queries, keys and values, which are three blocks there and three parts of each head
+here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+RowOrder = Literal["as stored", "rotary", "fused"]
+
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)\.(\w+)$")
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """An architecture: its `model_type` in transformers and the names of its modules there, by
+    those in the file: `ends` outside the decoder layers, `layer` within one, whose list is
+    `layers`. `queries` and `keys` of rotary order, or `fused` ones, are modules of the file.
+    """
+
+    model_type: str
+    layers: str
+    ends: Mapping[str, str]
+    layer: Mapping[str, str]
+    queries: str = ""
+    keys: str = ""
+    fused: str = ""
+
+    def full_name(self, stored: str) -> str:
+        """The name in transformers of the tensor that the file calls `stored`; what no part of the
+        family is called so keeps its own name, below that of its layer where it has one.
+        """
+        match = _LAYER.match(stored)
+        if match is None:
+            module, _, part = stored.rpartition(".")
+            return f"{self.ends[module]}.{part}" if module in self.ends else stored
+        index, module, part = match.groups()
+        return f"{self.layers}.{index}.{self.layer.get(module, module)}.{part}"
+
+    def order(self, stored: str) -> RowOrder:
+        """The order of the rows of the tensor that the file calls `stored`."""
+        match = _LAYER.match(stored)
+        module = match[2] if match else ""
+        if module and module in (self.queries, self.keys):
+            return "rotary"
+        return "fused" if module and module == self.fused else "as stored"
+
+    def stored_name(self, full_name: str) -> str:
+        """The module or tensor of the file that `full_name` is in transformers, for messages."""
+        module, _, part = full_name.rpartition(".")
+        index, _, inner = module.removeprefix(f"{self.layers}.").partition(".")
+        names = {own: name for name, own in (self.layer if inner else self.ends).items()}
+        stem = f"blk.{index}." if inner else ""
+        return f"{stem}{names.get(inner or module, inner or module)}.{part}"
+
+
+_GATED_ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_GATED_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_FUSED_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(
+        "llama", "model.layers", _GATED_ENDS, _GATED_LAYER, queries="attn_q", keys="attn_k"
+    ),
+    "qwen2": GgufArchitecture("qwen2", "model.layers", _GATED_ENDS, _GATED_LAYER),
+    "qwen3": GgufArchitecture("qwen3", "model.layers", _GATED_ENDS, _GATED_LAYER),
+    "bloom": GgufArchitecture(
+        "bloom",
+        "transformer.h",
+        {
+            "token_embd": "transformer.word_embeddings",
+            "token_embd_norm": "transformer.word_embeddings_layernorm",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        {
+            **_FUSED_LAYER,
+            "attn_qkv": "self_attention.query_key_value",
+            "attn_output": "self_attention.dense",
+        },
+        fused="attn_qkv",
+    ),
+    "gptneox": GgufArchitecture(
+        "gpt_neox",
+        "gpt_neox.layers",
+        {
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
+        {
+            **_FUSED_LAYER,
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+        },
+        fused="attn_qkv",
+    ),
+}
+"""The architectures by `general.architecture`. Mistral's models and SmolLM2 are files of `llama`.
+llama.cpp has no OPT."""

@@ -1,0 +1,187 @@
+"""The `config.json` and `generation_config.json` that a GGUF file's metadata stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quant.checkpoint.gguf.architectures import ARCHITECTURES
+from quant.checkpoint.gguf.entries import Entries
+from quant.checkpoint.gguf.header import StoredBlocks
+from quant.checkpoint.gguf.rotary import Factors, check_long_factors, rotary_entries
+from quant.common.errors import SpecError
+
+Tensors = Mapping[str, StoredBlocks]
+"""The tensors of all parts of a model, by the names in its files."""
+
+_SCALES = ("attention.scale", "attention.clamp_kqv", "embedding_scale", "logit_scale",
+           "residual_scale", "attn_logit_softcapping", "final_logit_softcapping")  # fmt: skip
+"""Entries that change what a layer computes, and that our families do not know."""
+
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty"}  # fmt: skip
+"""`general.sampling.*` by their names in a `generation_config.json`."""
+
+_END_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+})  # fmt: skip
+"""Control tokens at which llama.cpp ends an answer, whatever the metadata says
+(`llama_vocab::impl::load`): of models for chats it names only one of several."""
+
+_CONTROL = 3
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def model_entries(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    """The entries of `config.json`; `factors` are those of rotary frequencies, None without any.
+
+    Raises `SpecError` for entries that are missing or of a wrong type, and for models that are not
+    run: mixtures of experts, and those with scales that the family does not know.
+    """
+    if entries.of_architecture("expert_count"):
+        raise SpecError(
+            f"{entries.path}: a mixture of {entries.size('expert_count')} experts, which llmpq "
+            "does not plan yet; choose a dense model"
+        )
+    for key in _SCALES:
+        if entries.of_architecture(key) not in (None, 0.0, 1.0):
+            raise entries.refusal(f"{entries.architecture}.{key}", entries.of_architecture(key),
+                                  "left out for a model that llmpq runs")  # fmt: skip
+    size = vocabulary(entries, tensors)
+    return {
+        "model_type": ARCHITECTURES[entries.architecture].model_type,
+        "vocab_size": size,
+        **_FAMILIES[entries.architecture](entries, tensors, factors),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": entries.token("tokenizer.ggml.bos_token_id", size),
+        "eos_token_id": entries.token("tokenizer.ggml.eos_token_id", size),
+    }
+
+
+def generation_entries(entries: Entries, vocabulary_size: int) -> dict[str, Any]:
+    """The entries of `generation_config.json`: where answers end, and how tokens are chosen where
+    the model's makers have said it.
+    """
+    ends = {entries.token(f"tokenizer.ggml.{key}", vocabulary_size) for key in END_KEYS}
+    texts = entries.values.get("tokenizer.ggml.tokens") or []
+    types = entries.values.get("tokenizer.ggml.token_type") or []
+    for number, (text, kind) in enumerate(zip(texts, types, strict=False)):
+        if kind == _CONTROL and text in _END_TEXTS and number < vocabulary_size:
+            ends.add(number)
+    found: dict[str, Any] = {}
+    for key, name in _SAMPLING.items():
+        value = entries.values.get(f"general.sampling.{key}")
+        if type(value) in (int, float):
+            found[name] = value
+    found |= {"do_sample": True} if found.get("temperature") else {}
+    known = sorted(token for token in ends if token is not None)
+    return found | ({"eos_token_id": known} if known else {})
+
+
+def vocabulary(entries: Entries, tensors: Tensors) -> int:
+    """The rows of the embedding, which may be more than there are tokens."""
+    if "token_embd.weight" not in tensors:
+        raise SpecError(
+            f"{entries.path} has no token_embd.weight: it is no whole model; download it again"
+        )
+    return tensors["token_embd.weight"].shape[0]
+
+
+def _gated(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    """Entries of the families with rotary positions, RMS norms and a gated MLP."""
+    heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
+    head_dim = entries.size("attention.key_length", max(hidden // heads, 1))
+    rotated = entries.size("rope.dimension_count", head_dim)
+    if (rotated, entries.size("attention.value_length", head_dim)) != (head_dim, head_dim):
+        raise SpecError(
+            f"{entries.path}: heads of {head_dim} elements (attention.key_length) with "
+            f"{rotated} rotated ones (rope.dimension_count) and values of "
+            f"{entries.size('attention.value_length', head_dim)}; llmpq runs models where the "
+            "three are equal"
+        )
+    check_long_factors(entries, set(tensors))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": entries.size("feed_forward_length"),
+        "num_hidden_layers": entries.size("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": entries.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": entries.size("context_length"),
+        "rms_norm_eps": entries.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        **rotary_entries(entries, head_dim, factors),
+    }
+
+
+def _llama(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    found = _gated(entries, tensors, factors)
+    found["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    found["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if entries.of_architecture("attention.sliding_window"):
+        found |= {
+            "model_type": "mistral",
+            "sliding_window": entries.size("attention.sliding_window"),
+        }
+        del found["attention_bias"], found["mlp_bias"]
+    return found
+
+
+def _qwen2(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    found = _gated(entries, tensors, factors)
+    if found["head_dim"] * found["num_attention_heads"] == found["hidden_size"]:
+        del found["head_dim"]  # transformers' Qwen2 has no such entry
+    return found
+
+
+def _qwen3(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    bias = "blk.0.attn_q.bias" in tensors
+    return _gated(entries, tensors, factors) | {"attention_bias": bias}
+
+
+def _bloom(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    del tensors, factors
+    hidden = entries.size("embedding_length")
+    if entries.size("feed_forward_length", 4 * hidden) != 4 * hidden:
+        width = entries.size("feed_forward_length")
+        raise entries.refusal("bloom.feed_forward_length", width, f"{4 * hidden}, as in BLOOM")
+    return {
+        "hidden_size": hidden,
+        "n_layer": entries.size("block_count"),
+        "n_head": entries.size("attention.head_count"),
+        "seq_length": entries.size("context_length"),
+        "layer_norm_epsilon": entries.number("attention.layer_norm_epsilon"),
+    }
+
+
+def _gpt_neox(entries: Entries, tensors: Tensors, factors: Factors | None) -> dict[str, Any]:
+    heads, hidden = entries.size("attention.head_count"), entries.size("embedding_length")
+    head_dim = max(hidden // heads, 1)
+    rotated = entries.size("rope.dimension_count", head_dim)
+    rotary = rotary_entries(entries, rotated, factors)
+    found = {
+        "hidden_size": hidden,
+        "intermediate_size": entries.size("feed_forward_length"),
+        "num_hidden_layers": entries.size("block_count"),
+        "num_attention_heads": heads,
+        "max_position_embeddings": entries.size("context_length"),
+        "layer_norm_eps": entries.number("attention.layer_norm_epsilon"),
+        "use_parallel_residual": entries.flag("gptneox.use_parallel_residual", True),
+        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+        "hidden_act": "gelu",
+        "rotary_emb_base": rotary["rope_theta"],
+        "rotary_pct": rotated / head_dim,
+    }
+    return found | ({"rope_scaling": rotary["rope_scaling"]} if "rope_scaling" in rotary else {})
+
+
+_Family = Callable[[Entries, Tensors, Factors | None], dict[str, Any]]
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "bloom": _bloom,
+    "gptneox": _gpt_neox,
+}
