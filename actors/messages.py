@@ -363,6 +363,17 @@ class QueueDepth:
 
 
 @dataclass(frozen=True)
+class LayersLoaded:
+    """How many of its `layers` a stage has `done`: read for their importance, or loaded with
+    their weights. None before it has begun either.
+    """
+
+    what: Literal["importance", "weights"] | None = None
+    done: int = 0
+    layers: int = 0
+
+
+@dataclass(frozen=True)
 class StageStats:
     """The figures of a stage so far.
 

@@ -119,6 +119,11 @@ class StageGroup:
         self._ledger: RequestLedger | None = None
         self._generation: Generation | None = None
 
+    @property
+    def plan(self) -> PlanSpec:
+        """The plan whose stages these are."""
+        return self._plan
+
     def __enter__(self) -> StageGroup:
         """Place and load all stages; on any error nothing stays behind."""
         try:

@@ -36,7 +36,7 @@ from llmpq.quality.text_windows import token_windows
 from llmpq.tokenizing.requests import load_tokenizer
 from quant.checkpoint.reader import Checkpoint
 from quant.gptq.format import read_gptq
-from quant.gptq.rounding import GptqOptions
+from quant.gptq.options import GptqOptions
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTH = 64, 512

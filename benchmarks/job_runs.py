@@ -217,5 +217,5 @@ def _take_profile(path: Path, cluster: ClusterSpec, shape: ModelShape, folder: P
     space = DesignSpace(CPU_BATCHES, max_length=longest, decode_tokens=CPU_ROWS * longest // 2)
     options = ProfileOptions(bits=CPU_BITS, budget_s=CPU_BUDGET_S, space=space)
     profile = Profile(path, model_config(folder), shape, options)
-    profile.measure(cluster.devices[0], report)
+    profile.measure(cluster.devices[0], lambda done, of: report(f"{done} of {of} points"))
     profile_links(path, cluster, report)

@@ -20,7 +20,8 @@ from benchmarks.machine import pace_probe, processor_name
 from benchmarks.quantization.__main__ import main as compare_quality
 from quant.backends.kernel_classes import BACKENDS
 from quant.canonical import dequantize, quantize
-from quant.gptq.rounding import GptqOptions, gptq
+from quant.gptq.options import GptqOptions
+from quant.gptq.rounding import gptq
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.scheme import ROUNDINGS

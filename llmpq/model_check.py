@@ -17,8 +17,8 @@ from quant.common.errors import SpecError
 
 
 def checked_shape(model: str | Path) -> ModelShape:
-    """The shape of `model` (folder, GGUF file, config.json, built-in name or hub id), once its
-    files are known to fit together where they are here.
+    """The shape of `model` (folder, GGUF file, config.json, built-in name or hub id), once all
+    files of a local one are known to fit together.
 
     Raises `SpecError` and `CheckpointError` naming file, entry, value and remedy; warns of weights
     that no part of the model takes.

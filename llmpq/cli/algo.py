@@ -8,13 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import EXIT_DONE, console, print_notes, run_command
+from llmpq.cli.common import (
+    EXIT_DONE,
+    command_line,
+    console,
+    print_notes,
+    run_command,
+    tell_written,
+)
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
+from llmpq.cli.plan_files import PageOfRefusal, write_files, write_front_file
 from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
+from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
-from llmpq.report import write_front
 from llmpq.tables import comparison_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload.batch import workload_of_prompts
@@ -25,6 +33,10 @@ from planner.options import BOUNDS, PlanOptions
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
+from quant.common.whole_file import names_a_file
+
+_TARGETS = ("output", "report", "trace", "pareto", "write_cluster")
+"""Options that name a file to write."""
 
 _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 
@@ -32,45 +44,40 @@ _FRONT_HAS_ALL = ("theta", "quality", *BOUNDS)
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Entry point; returns the exit code."""
     options = algo_parser(prog).parse(arguments)
-    return run_command(prog, lambda: _plan(options))
+    words = ["llmpq", "plan", *(sys.argv[1:] if arguments is None else arguments)]
+    return run_command(prog, lambda: _plan(options, words))
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
+    _check_targets(options)
     model = _model(options)
     checked_shape(model)  # before devices are looked for and prompts are tokenized
     cluster = _cluster(options)
     if "write_cluster" in options:
-        _write(Path(options.write_cluster), cluster.to_yaml())
+        _write_cluster(options, model, cluster)
     given = {name: getattr(options, name) for name in PLANNING if name in options}
     workload = _workload(options, model)
+    is_job = not isinstance(workload, Workload)
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
+    page = PageOfRefusal(options, cluster, model, workload, command)
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
-        with tokenizer_checked(model), _searching(given, "the front"):
+        with tokenizer_checked(model), page, _searching(given, "the front"):
             points = cluster.pareto(model, workload, **free)
-        if options.pareto:
-            write_front(options.pareto, points)
+        write_front_file(options, points, is_job)
         if "report" not in options:
-            return _show_front(options, points, not isinstance(workload, Workload))
-    with tokenizer_checked(model), _searching(given, "a plan"):
+            return _show_front(options, points, is_job)
+    with tokenizer_checked(model), page, _searching(given, "a plan"):
         plan = cluster.plan(model, workload, **given)
-    if "output" in options:
-        plan.save(options.output)
-    if "report" in options:
-        plan.report(options.report, points)
-    if "trace" in options:
-        plan.trace(options.trace)
     if options.json:
         sys.stdout.write(plan.spec.to_json())
     else:
-        console().print(plan_table(plan.spec, plan.limits))
-        note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
-        if note is not None:
-            console().print(note, highlight=False)
-        if options.compare:
-            console().print(comparison_table(plan.spec))
+        _show_plan(options, plan)
+        if points:
+            console().print(front_table(points, is_job, plan.spec))
+    write_files(options, plan, points, command)
     return EXIT_DONE
 
 
@@ -78,6 +85,35 @@ def _searching(given: Mapping[str, Any], what: str) -> TaskProgress:
     """Show how long plans have been searched; of a front, nobody knows how many it will have."""
     limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
     return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
+
+
+def _check_targets(options: argparse.Namespace) -> None:
+    """Raise `InputError` for a file that could not be written: before the plan, which takes long,
+    and not after it.
+    """
+    for name in _TARGETS:
+        target = getattr(options, name, None)
+        if target and not names_a_file(Path(target)):
+            raise InputError(f"cannot write {target!r:.200}: name a file in a folder that exists")
+
+
+def _write_cluster(options: argparse.Namespace, model: str, cluster: Cluster) -> None:
+    target = Path(options.write_cluster)
+    try:
+        target.write_text(cluster.to_yaml())
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from error
+    again = command_line("llmpq", "plan", "--model", model, "--cluster", target)
+    tell_written(target, f"correct it where it is wrong, then {again}", options.json)
+
+
+def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
+    console().print(plan_table(plan.spec, plan.limits))
+    note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
+    if note is not None:
+        console().print(note, highlight=False)
+    if options.compare:
+        console().print(comparison_table(plan.spec))
 
 
 def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool) -> int:
@@ -140,13 +176,6 @@ def _workload(options: argparse.Namespace, model: str) -> Workload | Job | Input
     for note in job.notes:
         console(stderr=True).print(f"note: {note}", soft_wrap=True)
     return job
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

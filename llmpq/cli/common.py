@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.parser import EXIT_BAD_INPUT, Parser
@@ -26,9 +28,11 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_TERMINATED",
     "Parser",
+    "command_line",
     "console",
     "print_notes",
     "run_command",
+    "tell_written",
 ]
 
 EXIT_DONE = 0
@@ -39,11 +43,23 @@ EXIT_TERMINATED = 143
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that keeps tables whole where the output is no terminal, and prints no markup."""
+    """A console that prints no markup: as wide as COLUMNS says, else as the terminal of this
+    process, else 80 columns.
+    """
     from llmpq.cli.safe_console import SafeConsole
 
-    plain = SafeConsole(stderr=stderr, markup=False)
-    return plain if plain.is_terminal else SafeConsole(stderr=stderr, markup=False, width=140)
+    return SafeConsole(stderr=stderr, markup=False)
+
+
+def tell_written(path: str | Path, then: str = "", stderr: bool = False) -> None:
+    """Say that `path` was written and what comes next; `stderr`: standard output is data."""
+    line = f"wrote {path}{f'; {then}' if then else ''}"
+    console(stderr).print(line, soft_wrap=True, highlight=False)
+
+
+def command_line(*words: str | Path) -> str:
+    """The words as a command that a shell takes."""
+    return shlex.join(str(word) for word in words)
 
 
 def print_notes(spec: ClusterSpec) -> ClusterSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
 from llmpq.cli.progress import TaskProgress
 
 PROG = "llmpq-convert"
@@ -35,8 +35,10 @@ def _convert(source: Path, target: Path) -> int:
     with TaskProgress("converting", "files") as progress:
         made = convert(source, target, progress.report)
     sentence = (
-        f"Wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
-        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}"
+        f"wrote {made.tensors} tensors ({made.tensor_bytes / 2**30:.2f} GiB) in {made.shards} "
+        f"safetensors {'file' if made.shards == 1 else 'files'} to {made.target}; plan it: "
+        + command_line("llmpq", "plan", "--model", made.target)
+        + " --cluster cluster.yaml"
     )
     console().print(sentence, markup=False, highlight=False, soft_wrap=True)
     return EXIT_DONE

@@ -27,9 +27,10 @@ from llmpq.cli.options.dist import (
     output_options,
     run_options,
 )
+from llmpq.cli.progress import TaskProgress
 from llmpq.cli.submit import known_job, split_options, submit
 from llmpq.jobs.inputs import JobInput
-from llmpq.jobs.job import Job, JobOptions, Tally, finished_tally
+from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
 from llmpq.jobs.output.options import JournalPlace
 from llmpq.jobs.output.output import Output, open_output
 from llmpq.jobs.signals import stop_signals
@@ -39,15 +40,17 @@ from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.remote.ray_jobs import keep_folder_to_driver
 from llmpq.run.checkpoint import job_identity
 from llmpq.run.monitoring.journal import RunRecorder, SessionOf, recorded
+from llmpq.run.monitoring.log_times import about
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
 from llmpq.run.shared.resources import RunResources
-from llmpq.run.summary import RunSize
+from llmpq.run.summary import RunSize, planned_s
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
+from quant.scheme import GPTQ
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -126,9 +129,15 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
-    chosen = with_calibrated(
-        plan.spec, chosen, lambda folder: prompts_of_input(options.input, folder)
-    )
+    if plan.spec.rounding == GPTQ:
+        check_ids(source)  # before the minutes that calibrating may take
+    with TaskProgress("calibrating for the plan") as progress:
+        chosen = with_calibrated(
+            plan.spec,
+            chosen,
+            lambda folder: prompts_of_input(options.input, folder),
+            progress.report,
+        )
     identity = job_identity(plan.spec, chosen, plan_file)
     tally = finished_tally(source, output, identity, job_options)
     if tally is not None:
@@ -179,6 +188,9 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: Run
             _say(note)
     if tally.resumed:
         _say(f"{tally.resumed} of {tally.rows} rows are done, {tally.left} are left")
+    planned = planned_s(run.plan, tally.left, tally.max_tokens)
+    if planned is not None:
+        _say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
     progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
     _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
@@ -186,7 +198,8 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: Run
         recorder.end("stopped", f"at row {first.custom_id!r:.80}: {first.error}", run)
         _say(f"stopped at row {first.custom_id!r:.80}: {first.error}")
         return EXIT_FAILED
-    job.finish()
+    with TaskProgress("joining the output"):
+        job.finish()
     if run.summary is not None:
         console(stderr=True).print(summary_table(run.summary.plan or run.plan, run.summary))
     errors = run.rows.errors + tally.resumed_errors
@@ -218,6 +231,7 @@ def _write_all(
     recorder: RunRecorder,
 ) -> None:
     run.on_state.append(progress.show)
+    run.on_loading.append(progress.show_loading)
     run.on_plan.append(progress.change_plan)
     run.on_event.append(lambda event: progress.note(event.text))
     tally = job.tally

@@ -5,18 +5,33 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, console, run_command, tell_written
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
-from llmpq.quality.options import AUTO, DEVICES, DTYPES, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.model_check import checked_shape
+from llmpq.quality.options import (
+    AUTO,
+    DEVICES,
+    DTYPES,
+    SEQUENCE_LENGTH,
+    EvaluationOptions,
+    checked_bitwidths,
+)
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.text_windows import read_documents
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
+from llmpq.run.importance import checked_fingerprint, importance_file
+from llmpq.tables import Fitting, new_table, stacked
 from planner.option_rules import Rule
+from planner.plan.spec import PlanSpec
+from quant.cache.settings import cache_settings
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file, write_whole
 from quant.scheme import ROUNDINGS
@@ -31,6 +46,8 @@ _EXAMPLES = (
     "%(prog)s --plan plan.json --text held_out.txt",
     "%(prog)s --model /models/opt-1.3b --bits 16 8 4 --text held_out.txt",
 )
+
+BITS_WIDTH = 12  # of the runs of bits in a line, where the terminal is narrow
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
@@ -48,24 +65,16 @@ def _evaluate(options: argparse.Namespace) -> int:
     if target is not None and not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     results = _measure(options)
-    console().print(_table(results))
+    console().print(_shown(results))
     for note in _notes(results):
         console().print(note, soft_wrap=True, highlight=False)
     if target is not None:
         _write_json(target, results)
+        tell_written(target)
     return EXIT_DONE
 
 
 def _measure(options: argparse.Namespace) -> list[Perplexity]:
-    from llmpq.model_check import checked_shape
-    from llmpq.quality.importance import Weighing, weighed
-    from llmpq.quality.scoring import evaluate
-    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
-    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-    from planner.plan.spec import PlanSpec
-    from quant.checkpoint.model_reference import resolve
-    from quant.checkpoint.reader import Checkpoint
-
     settings = EvaluationOptions(
         getattr(options, "sequence_length", None),
         getattr(options, "max_tokens", None),
@@ -74,7 +83,6 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
         getattr(options, "importance", None),
         getattr(options, "cache_dir", None),
     )
-    device = device_of(settings.device)
     plans = [(str(path), PlanSpec.load(path)) for path in options.strat_file_name]
     if "model" not in options and not plans:
         raise SpecError("name the model: --model FOLDER")
@@ -83,23 +91,46 @@ def _measure(options: argparse.Namespace) -> list[Perplexity]:
     folder = resolve(reference)
     for _, plan in plans:
         shape_for_plan(plan, folder)
+    shape = checked_shape(folder)
+    mixtures = [checked_bitwidths(_bitwidths(text), shape.layers) for text in options.bits]
+    if settings.importance is not None and not plans:
+        checked_fingerprint(Path(settings.importance), shape)
+    cache = cache_settings(settings.cache_dir, None, False)
+    for _, plan in plans:
+        importance_file(plan, settings.importance, cache, shape)
+    documents = read_documents(options.text)
+
+    import torch  # slow to load: what is refused without it is refused by now
+
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.importance import Weighing, weighed
+    from llmpq.quality.scoring import evaluate
+    from llmpq.quality.subjects import bits_subject, device_of, plan_subject, windows_of
+    from quant.checkpoint.reader import Checkpoint
+
+    device = device_of(settings.device)
     weighing = Weighing(folder, reference, settings)
-    subjects = [
-        weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
-        for name, plan in plans
-    ]
-    layers = checked_shape(folder).layers
-    subjects += [
-        weighed(
-            bits_subject(bitwidths, layers, device, settings.dtype, options.rounding),
-            weighing,
-            device,
-        )
-        for bitwidths in map(_bitwidths, options.bits)
-    ]
+    with TaskProgress("finding what weights are rounded by"):
+        subjects = [
+            weighed(plan_subject(plan, name, device, settings.dtype), weighing, device, plan)
+            for name, plan in plans
+        ]
+        subjects += [
+            weighed(
+                bits_subject(bitwidths, shape.layers, device, settings.dtype, options.rounding),
+                weighing,
+                device,
+            )
+            for bitwidths in mixtures
+        ]
     Checkpoint(folder).check_files()
-    windows = windows_of(read_documents(options.text), folder, settings)
+    windows = windows_of(documents, folder, settings)
     with TaskProgress("evaluating") as progress:
+        effort = Effort(shape, operations_per_s(compute_on(device, torch.float32)))
+        tokens = int(windows.counts.sum())
+        progress.say_expected(effort.evaluation_s(tokens, [each.layers for each in subjects]))
+        progress.report(0, shape.layers)
         return evaluate(folder, windows, subjects, device, progress.report)
 
 
@@ -111,40 +142,35 @@ def _bitwidths(text: str) -> list[int]:
         raise SpecError(f"--bits {text!r} is no bitwidth and no list such as 3,4,4,8") from error
 
 
-def _table(results: Sequence[Perplexity]) -> Table:
+def _shown(results: Sequence[Perplexity]) -> Fitting:
+    """The figures of each subject; where the terminal is narrow, errors below what they are of."""
     first = results[0]
-    table = Table(
-        title=f"perplexity per token, {first.tokens} tokens in {first.windows} windows",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("what")
-    table.add_column("bits")
-    columns = (
-        "perplexity",
-        "± 1 σ",
-        "nats a token",
-        "above the first",
-        "± 1 σ",
-        "KL, nats",
-        "± 1 σ",
-    )
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("computed in")
+    title = f"perplexity per token, {first.tokens} tokens in {first.windows} windows"
+    return Fitting(title, [partial(_table, results, apart) for apart in (True, False)])
+
+
+def _table(results: Sequence[Perplexity], apart: bool) -> Table:
+    """One line for each subject, or two with the standard errors in the second one."""
+    figures = ("perplexity", "nats a token", "above the first", "KL, nats")
+    if apart:
+        heads = ["what", "bits", *figures, "computed in"]
+    else:
+        heads = ["what", "bits", *(figure.replace(" ", "\n") for figure in figures), "in"]
+    table = new_table(heads, (0, 1, 6))
     for result in results:
-        above, above_error = result.above(first)
-        is_first = result is first
+        above, above_error = result.above(results[0])
+        is_first, divergence = result is results[0], result.divergence
+        between = " ± " if apart else "\n± "
+        runs = _runs(result.bitwidths)
         table.add_row(
             result.name,
-            _runs(result.bitwidths),
-            f"{result.perplexity:.3f}",
-            _error(result.standard_error),
+            " ".join(runs) if apart else stacked(runs, BITS_WIDTH),
+            f"{result.perplexity:.3f}{between}{_error(result.standard_error)}",
             f"{result.nll:.5f}",
-            "" if is_first else f"{above:+.3f}",
-            "" if is_first else _error(above_error),
-            "" if result.divergence is None else f"{result.divergence:.5f}",
-            "" if result.divergence is None else _error(result.divergence_error, 5),
+            "" if is_first else f"{above:+.3f}{between}{_error(above_error)}",
+            ""
+            if divergence is None
+            else f"{divergence:.5f}{between}{_error(result.divergence_error, 5)}",
             ", ".join(result.dtypes),
         )
     return table
@@ -154,10 +180,10 @@ def _error(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _runs(bitwidths: Sequence[int]) -> str:
-    """Write runs of equal bits in layer order: `4x7 3x5`."""
+def _runs(bitwidths: Sequence[int]) -> list[str]:
+    """Runs of equal bits in layer order: `4x7` and `3x5`."""
     runs = [(bits, len(list(group))) for bits, group in groupby(bitwidths)]
-    return " ".join(f"{bits}x{count}" for bits, count in runs)
+    return [f"{bits}x{count}" for bits, count in runs]
 
 
 def _notes(results: Sequence[Perplexity]) -> Iterator[str]:

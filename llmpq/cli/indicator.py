@@ -7,13 +7,17 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command, tell_written
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
+from llmpq.model_check import checked_shape
+from llmpq.quality.job_prompts import calibration_documents
 from llmpq.quality.options import (
     AUTO,
     DEVICES,
@@ -23,19 +27,26 @@ from llmpq.quality.options import (
     SEQUENCE_LENGTH,
     EvaluationOptions,
     IndicatorOptions,
+    check_lengths,
+    refuse_without_error,
 )
 from llmpq.quality.text_windows import read_documents
+from llmpq.tables import Fitting, new_table
 from planner.option_rules import Rule
 from planner.quality.importance import FILE_ENTRY
 from planner.quality.perplexity_fit import fit_perplexity
 from planner.quality.sensitivity import OmegaContent, save_omega
 from quant.cache.settings import default_folder
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.importance.header import SUFFIX
 from quant.scheme import BITWIDTHS, ROUNDINGS
 from quant.sensitivity.variance_form import ROUNDINGS as FORM_ROUNDINGS
 from quant.sensitivity.variance_form import SCALES, SCHEMES, VarianceForm
+
+if TYPE_CHECKING:
+    from llmpq.quality.effort import Effort
 
 _RULES = (
     Rule(
@@ -87,16 +98,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from llmpq.model_check import checked_shape
-    from llmpq.quality.job_prompts import prompts_of_input
-    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
-    from quant.checkpoint.model_reference import resolve
-    from quant.checkpoint.reader import Checkpoint
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
     chosen = _indicator_options(options)
+    check_lengths(None, getattr(options, "max_tokens", None))
     if chosen.needs_text and not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
@@ -105,13 +111,20 @@ def _measure(options: argparse.Namespace) -> int:
         )
     importance = _importance_file(options, target) if chosen.needs_text else None
     folder = resolve(options.model)
-    checked_shape(folder)
-    Checkpoint(folder).check_files()
-    calibration = read_documents(options.calibration)
-    if options.input:
-        calibration += prompts_of_input(options.input, folder)
+    refuse_without_error(chosen, checked_shape(folder), folder)
     held_out = read_documents(options.perplexity)
+    calibration = calibration_documents(options.calibration, options.input, folder)
+
+    from llmpq.quality.sensitivity.omega_measurement import measure_omega, measure_points
+    from quant.checkpoint.reader import Checkpoint  # slow to load, as they need torch
+
+    Checkpoint(folder).check_files()
     with TaskProgress("measuring sensitivity") as progress:
+        if chosen.needs_text:
+            effort = _effort(folder, chosen)
+            tokens = chosen.sequences * _length(chosen, effort)
+            progress.say_expected(effort.indicator_s(tokens, chosen))
+            progress.report(0, effort.shape.layers)
         content = measure_omega(
             folder, calibration, chosen, progress.report, importance_file=importance
         )
@@ -129,11 +142,34 @@ def _measure(options: argparse.Namespace) -> int:
             importance,
         )
         with TaskProgress("measuring perplexity") as progress:
+            most = settings.max_tokens
+            if most is not None:
+                progress.say_expected(_effort(folder, chosen).points_s(most, chosen))
             content = measure_points(content, folder, held_out, settings, progress.report)
         save_omega(target, content)
-    console().print(_table(content))
+    console().print(_shown(content))
     _print_points(content)
+    if importance is not None:
+        tell_written(importance, "weights are rounded by it; the omega file names it")
+    again = command_line("llmpq", "plan", "--model", options.model, "--omega_file", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
+
+
+def _effort(folder: Path, options: IndicatorOptions) -> Effort:
+    """How fast the device at hand works on the model."""
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from planner.model.finding import model_shape
+
+    device = device_of(options.device)
+    compute = compute_on(device, compute_dtype(options.dtype, device))
+    return Effort(model_shape(str(folder)), operations_per_s(compute))
+
+
+def _length(options: IndicatorOptions, effort: Effort) -> int:
+    return options.sequence_length or min(SEQUENCE_LENGTH, effort.shape.max_positions)
 
 
 def _importance_file(options: argparse.Namespace, target: Path) -> Path:
@@ -148,7 +184,8 @@ def _importance_file(options: argparse.Namespace, target: Path) -> Path:
 def _keep(importance: Path) -> None:
     """Keep a copy where plans look for it by its fingerprint when the file has moved."""
     from quant.importance.file import load_importance
-    from quant.importance.store import FOLDER, by_fingerprint, keep_file
+    from quant.importance.header import FOLDER, by_fingerprint
+    from quant.importance.store import keep_file
 
     found = load_importance(importance)
     with suppress(SpecError, InputError):  # no home folder, or one that cannot be written
@@ -172,22 +209,21 @@ def _indicator_options(options: argparse.Namespace) -> IndicatorOptions:
     )
 
 
-def _table(content: OmegaContent) -> Table:
-    """The table of sensitivities by layer and bitwidth, with their sums."""
+def _shown(content: OmegaContent) -> Fitting:
+    """The sensitivities by layer and bitwidth, with their sums."""
     told = content.provenance
     form = [str(told[key]) for key in ("method", "rounding", "scheme", "scales") if key in told]
     text = f", {told['calibration_tokens']} tokens" if "calibration_tokens" in told else ""
-    table = Table(
-        title=f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s",
-        title_justify="left",
-        title_style="bold",
-        show_footer=True,
-    )
-    table.add_column("layer", footer="all", justify="right")
-    for bits, total in zip(content.bits, content.matrix.sum(axis=0), strict=True):
-        table.add_column(f"{bits} bit", footer=f"{total:.4g}", justify="right")
+    title = f"sensitivity: {', '.join(form)}{text}, {float(told['seconds']):.1f} s"
+    return Fitting(title, [partial(_table, content)])
+
+
+def _table(content: OmegaContent) -> Table:
+    table = new_table(["layer", *(f"{bits} bit" for bits in content.bits)], ())
     for layer, row in enumerate(content.matrix):
-        table.add_row(str(layer), *(f"{value:.4g}" for value in row))
+        is_last = layer == len(content.matrix) - 1
+        table.add_row(str(layer), *(f"{value:.4g}" for value in row), end_section=is_last)
+    table.add_row("all", *(f"{total:.4g}" for total in content.matrix.sum(axis=0)))
     return table
 
 
@@ -201,13 +237,8 @@ def _print_points(content: OmegaContent) -> None:
         fit = fit_perplexity(points, "this file")
     except SpecError as error:
         note = f"--max_ppl_delta cannot use {error}"
-    table = Table(
-        title=f"perplexity, {content.provenance['perplexity_tokens']} tokens",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit"):
-        table.add_column(name, justify="right")
+    heads = ("mean bits", "sensitivity", "perplexity", "above 16 bit", "± 1 σ", "by the fit")
+    table = new_table(heads, ())
     for measured, point in zip(content.points, points, strict=True):
         table.add_row(
             f"{sum(measured.bitwidths) / len(measured.bitwidths):.2f}",
@@ -217,7 +248,8 @@ def _print_points(content: OmegaContent) -> None:
             f"{point.error:.3f}",
             "" if fit is None else f"{fit.forecast(point.omega).increase:+.3f}",
         )
-    console().print(table)
+    title = f"perplexity, {content.provenance['perplexity_tokens']} tokens"
+    console().print(Fitting(title, [lambda: table]))
     if note:
         console().print(note, soft_wrap=True, highlight=False)
 

@@ -19,7 +19,7 @@ from llmpq.jobs.overview.text import job_text, list_text, ray_text
 from quant.common.errors import InputError
 
 COLUMNS = 80
-"""Columns of what is printed at most."""
+"""Columns of what is told of a job at most; lists take what the terminal has."""
 
 WATCH_S = 5.0
 
@@ -156,8 +156,7 @@ def _list(options: argparse.Namespace) -> int:
     if not jobs:
         _say(f"no jobs in {', '.join(folders)}, and in {depth} folders below")
         return EXIT_DONE
-    printed = console()
-    printed.print(list_text(jobs), width=min(COLUMNS, printed.width))
+    console().print(list_text(jobs))
     if any(job.state == "stopped" for job in jobs):
         _say("stopped jobs go on by the same command; `llmpq jobs show OUTPUT` has it")
     return EXIT_DONE
@@ -172,8 +171,7 @@ def _list_ray(options: argparse.Namespace) -> int:
     elif not jobs:
         _say(f"the Ray cluster at {options.ray} knows no jobs of llmpq")
     else:
-        printed = console()
-        printed.print(ray_text(jobs), width=min(COLUMNS, printed.width))
+        console().print(ray_text(jobs))
         _say(f"llmpq run --submit {options.ray} --follow_job ID shows the log of one")
     return EXIT_DONE
 

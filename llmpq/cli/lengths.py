@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, console, run_command
+from llmpq.cli.common import EXIT_DONE, command_line, console, run_command, tell_written
 from llmpq.cli.options.lengths import PROG, lengths_parser
 from llmpq.cli.progress import TaskProgress
 from llmpq.lengths.buckets import Agreement
 from llmpq.lengths.training import Judgement, TrainingOptions
+from llmpq.tables import Fitting, new_table
 from quant.common.errors import InputError
 from quant.common.whole_file import names_a_file, write_whole
 
@@ -59,6 +60,8 @@ def _train(options: argparse.Namespace) -> int:
             soft_wrap=True,
         )
     _write_json(figures, judgement, model.buckets)
+    words = ("--input", "prompts.jsonl", "--policy", "s3", "--predictor", target)
+    tell_written(target, f"plan with it: {command_line('llmpq', 'plan', *words)}")
     return EXIT_DONE
 
 
@@ -114,20 +117,14 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def _table(judgement: Judgement, what: str) -> Table:
+def _table(judgement: Judgement, what: str) -> Fitting:
     found = judgement.predictor
-    table = Table(
-        title=f"{what}; {found.rows} rows held against",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("predictor")
-    for name in ("accuracy", "too short", "buckets off", "calibration error", "ms a prompt"):
-        table.add_column(name, justify="right")
+    heads = ["accuracy", "too\nshort", "buckets\noff", "calibration\nerror", "ms a\nprompt"]
+    table = new_table(["predictor", *heads])
     table.add_row("this one", *_cells(found), f"{judgement.ms_per_prompt:.2f}")
     table.add_row("the most frequent bucket", *_cells(judgement.majority), "")
     table.add_row("the longest answer", *_cells(judgement.longest), "")
-    return table
+    return Fitting(f"{what}; {found.rows} rows held against", [lambda: table])
 
 
 def _cells(found: Agreement) -> tuple[str, ...]:
@@ -140,15 +137,25 @@ def _cells(found: Agreement) -> tuple[str, ...]:
     )
 
 
-def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Table:
-    """Rows by true and by predicted bucket."""
-    table = Table(title="true bucket by predicted one", title_justify="left", title_style="bold")
-    table.add_column("tokens", justify="right")
-    for most in buckets:
-        table.add_column(f"≤ {most}", justify="right")
-    for most, row in zip(buckets, judgement.confusion.tolist(), strict=True):
-        table.add_row(f"≤ {most}", *(str(count) if count else "·" for count in row))
-    return table
+def _confusion(judgement: Judgement, buckets: Sequence[int]) -> Fitting:
+    """Rows by true and by predicted bucket: a matrix, or lists where that is too wide."""
+    rows = list(zip(buckets, judgement.confusion.tolist(), strict=True))
+
+    def matrix() -> Table:
+        table = new_table(["tokens", *map(str, buckets)], ())
+        for most, row in rows:
+            table.add_row(str(most), *(str(count) if count else "·" for count in row))
+        return table
+
+    def lists() -> Table:
+        table = new_table(["tokens", "rows by predicted bucket"], (1,))
+        for most, row in rows:
+            counts = zip(buckets, row, strict=True)
+            table.add_row(str(most), ", ".join(f"{n} by {which}" for which, n in counts if n))
+        return table
+
+    title = "rows by true bucket (first column, up to so many tokens) and by predicted one"
+    return Fitting(title, [matrix, lists])
 
 
 def _json_file(options: argparse.Namespace) -> Path | None:
@@ -167,6 +174,7 @@ def _write_json(path: Path | None, judgement: Judgement, buckets: Sequence[int])
         write_whole(path, json.dumps(values, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {path}: {error}") from error
+    tell_written(path)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,32 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, print_notes, run_command
+from llmpq.cli.common import (
+    EXIT_DONE,
+    Parser,
+    command_line,
+    console,
+    print_notes,
+    run_command,
+    tell_written,
+)
 from llmpq.cli.parser import OptionGroup
+from llmpq.cli.progress import TaskProgress
+from llmpq.profile.layers import (
+    DeviceProfile,
+    Profile,
+    ProfileOptions,
+    devices_to_profile,
+    points_left,
+)
 from llmpq.profile.tables import hop_table, loading_table
+from llmpq.remote.session import ray_session
+from llmpq.run.monitoring.log_times import about
+from llmpq.tables import Fitting, new_table
+from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape, model_config, model_shape
@@ -22,9 +41,6 @@ from planner.profiles.fit_errors import FitError, all_together, held_out_errors
 from quant.common.errors import InputError, SpecError
 from quant.common.whole_file import names_a_file
 from quant.scheme import BITWIDTHS, DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from llmpq.profile.layers import DeviceProfile, ProfileOptions
 
 _RULES = (
     Rule(
@@ -60,11 +76,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    from llmpq.profile.layers import Profile, devices_to_profile, points_left
-    from llmpq.profile.links import profile_links
-    from llmpq.profile.loading import LoadProfile
-    from llmpq.remote.session import ray_session
-
     target = Path(options.output)
     if not names_a_file(target):
         raise InputError(f"cannot write {target}: name a file in a folder that exists")
@@ -75,14 +86,18 @@ def _profile(options: argparse.Namespace) -> int:
     devices = devices_to_profile(cluster)
     config = model_config(options.model)
     profile = Profile(target, config, shape, chosen, cluster.own_accelerators)
+
+    from llmpq.profile.links import profile_links  # slow to load, as they need torch and Ray
+    from llmpq.profile.loading import LoadProfile
+
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
-    screen = console(stderr=True)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
-        done = [profile.measure(device, screen.print) for device in devices]
+        done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
-            loaded = [row for device in devices for row in loads.measure(device, screen.print)]
-            hops = profile_links(target, cluster, screen.print)
+            with TaskProgress("measuring loading and hops") as progress:
+                loaded = [row for device in devices for row in loads.measure(device, progress.say)]
+                hops = profile_links(target, cluster, progress.say)
             beside = [loading_table(loaded), hop_table(hops)]
     for each in done:
         _print(each, shape)
@@ -92,12 +107,21 @@ def _profile(options: argparse.Namespace) -> int:
     left = points_left(done)
     if left:
         console().print(f"{left} points remain: the same command goes on with them")
+    again = command_line("llmpq", "plan", "--model", options.model, "--profiles", target)
+    tell_written(target, f"plan with it: {again} --cluster cluster.yaml")
     return EXIT_DONE
 
 
-def _options(options: argparse.Namespace) -> ProfileOptions:
-    from llmpq.profile.layers import ProfileOptions
+def _measure(profile: Profile, device: Device) -> DeviceProfile:
+    """Measure layer times of a device; says before how long that takes."""
+    name, points = device.accelerator.name, profile.points(device)
+    with TaskProgress(f"{name}: layer times", "points") as progress:
+        if points:
+            progress.say(f"{name}: {points} points to measure, {about(profile.expected_s(device))}")
+        return profile.measure(device, progress.report)
 
+
+def _options(options: argparse.Namespace) -> ProfileOptions:
     names = ("batch_sizes", "max_length", "prefill_tokens", "decode_tokens")
     given = {name: getattr(options, name) for name in names if name in options}
     if "batch_sizes" in given:
@@ -134,7 +158,13 @@ def _cluster(options: argparse.Namespace) -> ClusterSpec:
 def _print(profile: DeviceProfile, shape: ModelShape) -> None:
     """Print the fit's error on held-out points, and how much the machine's speed varied."""
     errors = held_out_errors(profile.rows, RooflineLatency(shape), profile.device, profile.dtype)
-    console().print(_error_table(profile, shape, errors))
+    threads = profile.device.threads
+    title = (
+        f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
+        + (f", {threads} threads" if threads else "")
+        + ": error of the fit on points left out of it"
+    )
+    console().print(Fitting(title, [lambda: _error_table(errors)]))
     state = profile.state
     if state.measured:
         console().print(
@@ -146,17 +176,9 @@ def _print(profile: DeviceProfile, shape: ModelShape) -> None:
         console().print(f"{state.too_large} points did not fit into the device's memory")
 
 
-def _error_table(profile: DeviceProfile, shape: ModelShape, errors: Sequence[FitError]) -> Table:
-    threads = profile.device.threads
-    table = Table(
-        title=f"{shape.name} on {profile.device.accelerator.name}, {profile.dtype}"
-        + (f", {threads} threads" if threads else "")
-        + ": error of the fit on points left out of it",
-        title_justify="left",
-        title_style="bold",
-    )
-    for name in ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+def _error_table(errors: Sequence[FitError]) -> Table:
+    heads = ("bits", "phase", "fitted", "left out", "mean", "95th percentile", "most")
+    table = new_table(heads, (1,))
     for each in (*errors, all_together(errors)) if errors else ():
         table.add_row(
             "all" if each.bits is None else str(each.bits),

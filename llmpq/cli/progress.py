@@ -15,6 +15,7 @@ from llmpq.cli.common import console
 from llmpq.run.monitoring.log_times import LogTimes, about, duration
 
 TICK_S = 1.0
+SHORT_S = 5.0  # less is not worth a word
 
 Report = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
@@ -78,6 +79,11 @@ class TaskProgress:
         """Print a line beside the bar."""
         self._screen.print(line, soft_wrap=True, highlight=False)
 
+    def say_expected(self, seconds: float) -> None:
+        """Say how long it will take, before it begins, unless that is next to nothing."""
+        if seconds >= SHORT_S:
+            self.say(f"{self._what}: {about(seconds)} on this machine")
+
     def _run(self) -> None:
         while not self._ended.wait(TICK_S):
             self.tick()
@@ -97,8 +103,9 @@ class TaskProgress:
         """The parts that are done, the seconds so far, and those to go."""
         passed_s = self._times.passed_s
         if not self._total:
-            limit = "" if self._limit_s is None else f" of at most {duration(self._limit_s)}"
-            return f"{duration(passed_s)}{limit}"
+            if self._limit_s is None or passed_s > self._limit_s:  # what comes after the search
+                return f"{duration(passed_s)} so far"
+            return f"{duration(passed_s)} of at most {duration(self._limit_s)}"
         of_pass = f" of pass {self._passes}" if self._passes > 1 else ""
         parts = f"{self._done} of {self._total} {self._unit}{of_pass}, {duration(passed_s)}"
         if self._done >= self._total:

@@ -7,23 +7,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmpq.cli.common import EXIT_DONE, Parser, console, run_command
+from llmpq.cli.common import EXIT_DONE, Parser, command_line, console, run_command
 from llmpq.cli.parser import OptionGroup
 from llmpq.cli.progress import TaskProgress
-from llmpq.quality.options import AUTO, DEVICES, DTYPES
-from llmpq.quality.text_windows import read_documents
+from llmpq.model_check import checked_shape
+from llmpq.quality.job_prompts import calibration_documents
+from llmpq.quality.options import AUTO, DEVICES, DTYPES, check_compute, check_draw, check_lengths
+from llmpq.quality.text_windows import token_windows
+from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.tables import size_text
+from llmpq.tokenizing.requests import load_tokenizer
+from planner.model.finding import ModelShape, model_shape
+from planner.plan.spec import PlanSpec
+from quant.checkpoint.model_folder import check_target
+from quant.checkpoint.model_reference import resolve
 from quant.common.errors import InputError, SpecError
+from quant.gptq.options import DAMPING, GptqOptions
 from quant.scheme import BITWIDTHS
 
 SEQUENCES = 128
 SEQUENCE_LENGTH = 2048
 """Frantar et al. (section 4) calibrate on 128 sequences of 2,048 tokens."""
-
-DAMPING = 0.01
-"""The share of Frantar et al., section 3.3. `quant.gptq.rounding.DAMPING` is equal, but needs
-torch.
-"""
 
 
 PROG = "llmpq-quantize"
@@ -42,46 +46,52 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
 
 
 def _quantize(options: argparse.Namespace) -> int:
-    import torch
-
-    from actors.stage.layer_stream import compute_on
-    from llmpq.quality.quantize import Quantization, check_target, quantize_checkpoint
-    from llmpq.quality.sensitivity.indicator import Calibration
-    from llmpq.quality.subjects import compute_dtype, device_of
-    from llmpq.quality.text_windows import token_windows
-    from llmpq.tokenizing.requests import load_tokenizer
-    from planner.model.finding import model_shape
-    from quant.checkpoint.reader import Checkpoint
-    from quant.gptq.rounding import GptqOptions
-
-    if not options.calibration:
+    if not options.calibration and not options.input:
         raise InputError(
             "give a text to calibrate on: --calibration FILE (plain text, or .jsonl with prompt or "
-            "text), of the kind that the model shall work on"
+            "text), of the kind that the model shall work on, or --input with the prompts of a job"
         )
     settings = GptqOptions(options.symmetric, getattr(options, "act_order", True), options.damping)
+    length = getattr(options, "sequence_length", None)
+    check_compute(options.device, options.dtype)
+    check_lengths(length)
+    check_draw(options.sequences, options.seed)
     folder, bitwidths = _model_and_bits(options)
     target = Path(options.output)
     check_target(folder, target, options.overwrite)
+    documents = calibration_documents(options.calibration, options.input, folder)
+
+    import torch  # slow to load: what is refused without it is refused by now
+
+    from actors.stage.layer_stream import compute_on
+    from llmpq.quality.effort import Effort, operations_per_s
+    from llmpq.quality.quantize import Quantization, quantize_checkpoint
+    from llmpq.quality.sensitivity.indicator import Calibration
+    from llmpq.quality.subjects import compute_dtype, device_of
+    from quant.checkpoint.reader import Checkpoint
+
     Checkpoint(folder).check_files()
-    length = getattr(options, "sequence_length", None)
     if length is None:
         length = min(SEQUENCE_LENGTH, model_shape(str(folder)).max_positions)
-    windows = token_windows(read_documents(options.calibration), load_tokenizer(folder), length)
+    windows = token_windows(documents, load_tokenizer(folder), length)
     calibration = Calibration.sample(windows, options.sequences, options.seed)
     device = device_of(options.device)
     compute = compute_on(device, compute_dtype(options.dtype, device))
     began = time.perf_counter()
     with TaskProgress("calibrating") as progress:
+        effort = Effort(model_shape(str(folder)), operations_per_s(compute))
+        progress.say_expected(effort.gptq_s(calibration.token_ids.size, bitwidths))
+        progress.report(0, len(bitwidths))
         token_ids = torch.from_numpy(calibration.token_ids)
         wanted = Quantization(bitwidths, token_ids, compute, settings)
         made = quantize_checkpoint(folder, target, wanted, options.overwrite, progress.report)
     seconds = time.perf_counter() - began
     tokens = calibration.token_ids.size
+    again = command_line("llmpq", "plan", "--model", made.target)
     console().print(
-        f"Wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
+        f"wrote {size_text(made.tensor_bytes)} to {made.target}: {len(bitwidths)} layers of "
         f"{sum(bitwidths) / len(bitwidths):.2f} bits on average, calibrated on {tokens} tokens in "
-        f"{seconds:.0f} s",
+        f"{seconds:.0f} s; plan it: {again} --cluster cluster.yaml",
         highlight=False,
         soft_wrap=True,
     )
@@ -90,23 +100,20 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]:
     """The model's folder and one bitwidth for each layer, from the plan or from `--bits`."""
-    from llmpq.model_check import checked_shape
-    from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
-    from planner.plan.spec import PlanSpec
-    from quant.checkpoint.model_reference import resolve
-
     if ("strat_file_name" in options) == ("bits" in options):
         raise SpecError("say once which bits: --plan FILE, or --bits")
     model = getattr(options, "model", None)
     if "strat_file_name" in options:
         plan = PlanSpec.load(options.strat_file_name)
         folder = resolve(checkpoint_reference(plan, model))
-        shape_for_plan(plan, folder)
+        _refuse_quantized(shape_for_plan(plan, folder), folder)
         return folder, tuple(bits for stage in plan.stages for bits in stage.bitwidths)
     if model is None:
         raise SpecError("name the model: --model FOLDER")
     folder = resolve(model)
-    layers = checked_shape(folder).layers
+    shape = checked_shape(folder)
+    _refuse_quantized(shape, folder)
+    layers = shape.layers
     given = tuple(options.bits)
     if len(given) not in (1, layers):
         raise SpecError(
@@ -114,6 +121,11 @@ def _model_and_bits(options: argparse.Namespace) -> tuple[Path, tuple[int, ...]]
             "or one for each layer"
         )
     return folder, given * layers if len(given) == 1 else given
+
+
+def _refuse_quantized(shape: ModelShape, folder: Path) -> None:
+    if shape.stored is not None:
+        raise SpecError(f"{folder} is quantized already; give the original 16-bit checkpoint")
 
 
 def quantize_parser(prog: str | None = PROG) -> Parser:
@@ -159,7 +171,16 @@ def _add_calibration(group: OptionGroup) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="plain text, or .jsonl with prompt or text (a string or token ids); - for stdin",
+        help="plain text, or .jsonl with prompt or text (a string or token ids); folders, globs; "
+        "- for stdin",
+    )
+    add(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
     )
     add(
         "--sequences",

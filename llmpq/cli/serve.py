@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,14 +19,18 @@ from llmpq.cli.common import (
     run_command,
 )
 from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
+from llmpq.cli.progress import TaskProgress
 from llmpq.jobs.signals import stop_signals
 from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
+from llmpq.run.checks import check_run
+from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
+    from llmpq.run.monitoring.loading import LoadingState
     from llmpq.serve.batches.storage.store import BatchStore
     from llmpq.serve.options import ServeOptions
 
@@ -72,6 +76,11 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None) -> None:
     """Serve until a signal ends it."""
+    plan = Plan.load(options.strat_file_name).spec
+    source = str(options.strat_file_name)
+    given = _run_options(options, plan.policy.name)
+    check_run(plan, given, source)
+
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
     from llmpq.serve.engines.pipeline_engine import PipelineEngine
@@ -81,9 +90,8 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     from llmpq.serve.service import Service
     from llmpq.serve.telemetry.metrics import ServeMetrics
 
-    plan = Plan.load(options.strat_file_name).spec
-    source = str(options.strat_file_name)
-    run_options = with_calibrated(plan, _run_options(options, plan.policy.name))
+    with TaskProgress("calibrating for the plan") as progress:
+        run_options = with_calibrated(plan, given, progress=progress.report)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
         first = PipelineEngine(plan, run_options, source)
@@ -96,6 +104,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         if others:
             engine = ReplicatedEngine((first, *others))
         stack.enter_context(closing(engine))
+        first.on_loading.append(_say_now_and_then())
         engine.start()
         service = Service(engine, serving, metrics=ServeMetrics(engine.model_name))
         server = Server(service, None if store is None else Batches(store, service))
@@ -105,6 +114,17 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
             soft_wrap=True,
         )
         server.run()
+
+
+def _say_now_and_then() -> Callable[[LoadingState], None]:
+    """A function that says how far the stages are with loading, soon and then once a minute."""
+    times = LogTimes()
+
+    def say(state: LoadingState) -> None:
+        if times.is_due():
+            console(stderr=True).print(f"{state}, {duration(times.passed_s)}", soft_wrap=True)
+
+    return say
 
 
 @contextmanager

@@ -64,6 +64,26 @@ def finished_tally(
     return Tally(found.rows, found.rows, found.errors, 0)
 
 
+def check_ids(source: JobInput) -> None:
+    """Raise `InputError` where an id comes twice: sooner than a `Job` does, whose identity may take
+    long to find.
+    """
+    database = RowDatabase()
+    ids = (Wanted(row.custom_id, "", place, 0) for row, place in source.rows())
+    twice = database.want_all(ids)
+    database.close()
+    if twice is not None:
+        raise _given_twice(source, *twice)
+
+
+def _given_twice(source: JobInput, second: int, first: int) -> InputError:
+    ids = (placed.row.custom_id for placed in source.rows() if placed.place == second)
+    return InputError(
+        f"custom_id {shown_id(next(ids))} of {source.place_name(second)} stands in "
+        f"{source.place_name(first)} already; results could not be told apart"
+    )
+
+
 class Job:
     """The rows of `source` and their results in `output`.
 
@@ -93,12 +113,7 @@ class Job:
     def _check(self, options: JobOptions) -> Tally:
         twice = self._database.want_all(self._wanted(options))
         if twice is not None:
-            second, first = map(self._source.place_name, twice)
-            custom_id = shown_id(self._custom_ids(twice[0])[twice[0]])
-            raise InputError(
-                f"custom_id {custom_id} of {second} stands in {first} already; "
-                "results could not be told apart"
-            )
+            raise _given_twice(self._source, *twice)
         self._output.check_columns(self._columns)
         changes = self._output.changes(options.extend)
         if changes:

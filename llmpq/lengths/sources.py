@@ -106,12 +106,24 @@ def open_source(
         return Direct(Longest())
     if not learns(named):
         return Direct(Known(read_trace(str(named).removeprefix(TRACE))))
+    check_source(named, model, vocab_size, save_to)
+    return PredictorProcess(_folder(named), limits)
+
+
+def check_source(
+    named: str | Path | None, model: Path, vocab_size: int, save_to: str | Path | None = None
+) -> None:
+    """Raise what `open_source` raises, without starting anything."""
+    if named is None or str(named) == LONGEST:
+        return
+    if not learns(named):
+        read_trace(str(named).removeprefix(TRACE))
+        return
     folder = _folder(named)
     file = predictor_file(folder)
     check_tokenizer(file, folder, tokenizer_digest(model, vocab_size), str(model))
     if save_to is not None:
         check_target(Path(save_to).expanduser(), replace=True)
-    return PredictorProcess(folder, limits)
 
 
 def wait_loaded(source: LengthSource, has_tokenizer: bool) -> None:

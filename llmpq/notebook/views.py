@@ -17,7 +17,7 @@ from planner.cluster.spec import ClusterSpec, Device
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated
 
-PICTURE_CHARACTERS = 300_000
+PICTURE_CHARACTERS = 100_000
 """Size of a picture that is shown: a notebook keeps it in its file."""
 
 

@@ -5,22 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from actors.profiling.on_cluster import measure_on_cluster
-from actors.profiling.task import ProfileState, ProfileTask
 from planner.cluster.accelerators import Accelerator
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
+from planner.costs.roofline import RooflineLatency
 from planner.model.finding import ModelShape
 from planner.phases import PHASES
 from planner.profiles.design import DesignSpace, LayerWorkload, design
 from planner.profiles.row_selection import applies
 from planner.profiles.rows import LayerTerms, ProfileRow, read_profiles, write_profiles
 from quant.common.errors import SpecError
-from quant.scheme import BITWIDTHS
+from quant.scheme import BITWIDTHS, DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from actors.profiling.task import ProfileState
 
 Report = Callable[[str], None]
+ReportParts = Callable[[int, int], None]
+"""Called with how many parts are done, and of how many."""
+
+LAYERS_PASSED = 3
+"""Copies of a layer in one pass: 2 for prefill, 4 for decode (`actors.profiling.layers`)."""
+
+LONG_S = 1.0
+"""Seconds after which a workload is known well enough; those whose times agree take fewer."""
+
+BESIDE_S = 0.5
+"""Seconds of a workload beside its passes: its inputs, its cache, and the reference work."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +50,12 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         """Check ranges; SpecError names the option."""
+        known = ("auto", *DTYPE_BYTES)
         rules = {
             "points": (self.points >= 4, "at least 4, the corners"),
             "rounds": (self.rounds >= 1, "at least 1"),
             "budget_s": (self.budget_s > 0, "more than 0 seconds"),
+            "dtype": (self.dtype in known, f"one of {', '.join(known)}"),
         }
         for name, (holds, wanted) in rules.items():
             if not holds:
@@ -96,12 +111,38 @@ class Profile:
             self._rows = read_profiles(path, torn_end=True, own=own)
         write_profiles(path, self._rows)  # a path that cannot be written is found out now
 
-    def measure(self, device: Device, report: Report) -> DeviceProfile:
-        """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray."""
+    def expected_s(self, device: Device) -> float:
+        """Seconds that `measure` is expected to take, by the layer's datasheet times."""
+        from actors.profiling.task import LEAST_ROUNDS
+
+        options, latency = self._options, RooflineLatency(self._shape)
+        dtype = device.compute_dtype(options.dtype)
+        seconds = 0.0
+        for bits, workloads in self._todo(device, dtype).items():
+            for each in workloads:
+                sizes = (device, bits, each.batch_size, each.length, dtype)
+                is_prefill = each.phase == "prefill"
+                layer = latency.layer_prefill_s if is_prefill else latency.layer_decode_s
+                pass_s = LAYERS_PASSED * layer(*sizes)
+                most_s = options.rounds * pass_s
+                seconds += BESIDE_S + min(most_s, max(LEAST_ROUNDS * pass_s, LONG_S))
+        return min(seconds, options.budget_s)
+
+    def points(self, device: Device) -> int:
+        """How many points of the design on `device` the file lacks."""
+        return sum(map(len, self._todo(device, device.compute_dtype(self._options.dtype)).values()))
+
+    def measure(self, device: Device, report: ReportParts) -> DeviceProfile:
+        """Measure what the file lacks of the design on `device`, writing as it goes; needs Ray.
+
+        `report` is told of points, also of those that are not written yet.
+        """
+        from actors.profiling.on_cluster import measure_on_cluster
+        from actors.profiling.task import ProfileTask
+
         dtype = device.compute_dtype(self._options.dtype)
         todo = self._todo(device, dtype)
         count = sum(map(len, todo.values()))
-        report(f"{device.accelerator.name}: {count} points to measure, {dtype}")
         task = ProfileTask(
             config=self._config,
             dtype=dtype,
@@ -112,11 +153,14 @@ class Profile:
             rounds=self._options.rounds,
             seed=self._options.seed,
         )
+        report(0, count)
         before = self._rows
         for state in measure_on_cluster(task, device):
-            self._rows = before + tuple(self._new_rows(device, dtype, state))
-            write_profiles(self._path, self._rows)
-            report(f"{device.accelerator.name}: {len(state.measured)} of {count} measured")
+            rows = before + tuple(self._new_rows(device, dtype, state))
+            if len(rows) > len(self._rows):
+                self._rows = rows
+                write_profiles(self._path, rows)
+            report(len(state.measured) + state.too_large + state.under_way, count)
         kept = tuple(row for row in self._rows if self._is_ours(row, device, dtype))
         return DeviceProfile(device, dtype, kept, state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rich import box
 from rich.table import Table
 
 from planner.model.finding import model_shape
@@ -79,7 +80,15 @@ def hop_table(rows: Sequence[LinkRow]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], left: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
     return table

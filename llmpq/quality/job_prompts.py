@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actors.messages import Request, Sampling
 from llmpq.jobs.inputs import JobInput, no_prompts
-from llmpq.quality.text_windows import Document
+from llmpq.quality.text_windows import Document, read_documents
 from llmpq.rows.row import Row
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits
@@ -16,6 +16,19 @@ from quant.common.errors import InputError
 
 MOST_ROWS = 4096
 """Rows that are tokenized, evenly spaced: at 16 tokens each they fill 128 sequences of 512."""
+
+
+def calibration_documents(
+    texts: Sequence[str], paths: Sequence[str], folder: Path
+) -> tuple[Document, ...]:
+    """The documents in the files `texts`, and the prompts of the job in `paths`.
+
+    All are found before any is tokenized. Raises as `read_documents` and `prompts_of_input`.
+    """
+    if paths:
+        JobInput.find(paths)
+    documents = read_documents(texts)
+    return documents + prompts_of_input(paths, folder) if paths else documents
 
 
 def prompts_of_input(paths: Sequence[str], folder: Path) -> tuple[Document, ...]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmpq.jobs.records.model_digest import model_digest
+from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.text_windows import Document, token_windows
 from llmpq.run.checkpoint import checkpoint_reference, shape_for_plan
 from llmpq.run.options import RunOptions
@@ -32,12 +33,13 @@ def with_calibrated(
     plan: PlanSpec,
     options: RunOptions,
     prompts: Callable[[Path], Sequence[Document]] | None = None,
+    progress: ReportProgress | None = None,
 ) -> RunOptions:
     """`options` with the calibrated checkpoint as their model, where `plan` asks for one.
 
     `prompts` gives what to calibrate on, token ids of the job's prompts for the model in a folder;
-    None: random ids. Nodes must see the folder under this path. Raises `SpecError` without a cache
-    folder, and what quantizing raises.
+    None: random ids. `progress` is told of the layers that are done. Nodes must see the folder
+    under this path. Raises `SpecError` without a cache folder, and what quantizing raises.
     """
     if plan.rounding != GPTQ:
         return options
@@ -56,12 +58,16 @@ def with_calibrated(
     key = hashlib.sha256(f"{model_digest(folder, reference)} {bits} {seen}".encode()).hexdigest()
     target = options.cache.path / FOLDER / key[:32]
     if not (target / CONFIG_FILE).is_file():
-        _quantize(folder, target, bits, documents)
+        _quantize(folder, target, bits, documents, progress)
     return replace(options, model=str(target))
 
 
 def _quantize(
-    folder: Path, target: Path, bits: Sequence[int], documents: Sequence[Document]
+    folder: Path,
+    target: Path,
+    bits: Sequence[int],
+    documents: Sequence[Document],
+    progress: ReportProgress | None,
 ) -> None:
     import torch
 
@@ -72,7 +78,7 @@ def _quantize(
     from llmpq.quality.sensitivity.indicator import Calibration
     from llmpq.quality.subjects import compute_dtype, device_of
     from planner.model.finding import model_shape
-    from quant.gptq.rounding import GptqOptions
+    from quant.gptq.options import GptqOptions
 
     length = min(_LENGTH, model_shape(str(folder)).max_positions)
     if documents:
@@ -82,4 +88,5 @@ def _quantize(
         token_ids = random_token_ids(read_config(folder), _SEQUENCES, length)
     device = device_of("auto")
     compute = compute_on(device, compute_dtype("auto", device))
-    quantize_checkpoint(folder, target, Quantization(bits, token_ids, compute, GptqOptions()))
+    wanted = Quantization(bits, token_ids, compute, GptqOptions())
+    quantize_checkpoint(folder, target, wanted, progress=progress)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quant.common.errors import SpecError
+from planner.model.finding import ModelShape
+from quant.common.errors import InputError, SpecError
 from quant.scheme import BITWIDTHS, DTYPE_BYTES, FULL_BITS, ROUNDINGS
 from quant.sensitivity.variance_form import VarianceForm
 
@@ -42,6 +44,11 @@ class EvaluationOptions:
     importance: str | Path | None = None
     cache_dir: str | Path | None = None
 
+    def __post_init__(self) -> None:
+        """Check names and ranges; raises `SpecError` and `InputError`."""
+        check_compute(self.device, self.dtype)
+        check_lengths(self.sequence_length, self.max_tokens)
+
 
 @dataclass(frozen=True)
 class IndicatorOptions:
@@ -74,12 +81,54 @@ class IndicatorOptions:
             raise SpecError(f"rounding {self.rounding!r} is not one of {', '.join(ROUNDINGS)}")
         if not set(self.bits) <= set(BITWIDTHS):
             raise SpecError(f"bits is {self.bits}; it must be among {list(BITWIDTHS)}")
-        if self.sequences < 1 or self.seed < 0:
-            raise SpecError(
-                f"sequences is {self.sequences} and seed {self.seed}; give at least 1 and 0"
-            )
+        check_compute(self.device, self.dtype)
+        check_lengths(self.sequence_length)
+        check_draw(self.sequences, self.seed)
 
     @property
     def needs_text(self) -> bool:
         """Whether the indicator looks at a text."""
         return self.method != "random"
+
+
+def check_compute(device: str, dtype: str) -> None:
+    """Raise `SpecError` for a device or a type to compute in that does not exist."""
+    if device not in DEVICES:
+        raise SpecError(f"device {device!r} is not one of {', '.join(DEVICES)}")
+    if dtype not in (AUTO, *DTYPE_BYTES):
+        raise SpecError(f"compute type {dtype!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+
+
+def check_lengths(sequence_length: int | None, max_tokens: int | None = None) -> None:
+    """Raise `InputError` for lengths in which no token could predict another."""
+    for name, value in (("sequence_length", sequence_length), ("max_tokens", max_tokens)):
+        if value is not None and value < 2:
+            raise InputError(f"{name} is {value}; give at least 2, one token to predict another")
+
+
+def check_draw(sequences: int, seed: int) -> None:
+    """Raise `SpecError` for a draw of sequences that cannot be made."""
+    if sequences < 1 or seed < 0:
+        raise SpecError(f"sequences is {sequences} and seed {seed}; give at least 1 and 0")
+
+
+def refuse_without_error(options: IndicatorOptions, shape: ModelShape, folder: Path) -> None:
+    """Raise `SpecError` where the error of a rounding is asked for, and none is left to be made."""
+    if options.method == ERROR and shape.stored is not None:
+        raise SpecError(
+            f"{folder} is quantized already, so that no rounding of ours is left to measure; give "
+            "the 16-bit checkpoint, or another --method"
+        )
+
+
+def checked_bitwidths(bitwidths: Sequence[int], layers: int) -> Sequence[int]:
+    """`bitwidths`; raises `SpecError` for one that is none, and where they are not one a layer."""
+    for bits in bitwidths:
+        if bits not in BITWIDTHS:
+            raise SpecError(f"bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
+    if len(bitwidths) not in (1, layers):
+        raise SpecError(
+            f"{len(bitwidths)} bitwidths where the model has {layers} layers; give one number for "
+            "all, or one for each layer"
+        )
+    return bitwidths

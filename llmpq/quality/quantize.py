@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from actors.stage.layer_stream import LayerStream, StreamedLayer, stream_layers
 from actors.stage.partial_model import architecture_of
 from llmpq.quality.perplexity import ReportProgress
-from quant.checkpoint.gptq_config import CONFIG_FILE
-from quant.checkpoint.model_folder import copy_settings, new_folder, overlap
+from quant.checkpoint.model_folder import check_target, copy_settings, new_folder
 from quant.checkpoint.reader import Checkpoint
 from quant.common.errors import CheckpointError, InputError, SpecError
 from quant.gptq.format import GptqWeight
-from quant.gptq.rounding import GptqOptions, gptq
+from quant.gptq.options import GptqOptions
+from quant.gptq.rounding import gptq
 from quant.gptq.writer import GptqLayout, GptqWriter
 from quant.loading.emulated_kernels import Compute
 from quant.scheme import FULL_BITS
@@ -92,28 +92,6 @@ def quantize_checkpoint(
             "for the weights"
         ) from error
     return QuantizedCheckpoint(target, tuple(bitwidths), writer.total_bytes)
-
-
-def check_target(source: Path, target: Path, overwrite: bool) -> None:
-    """Raise `InputError` for a folder that cannot be written or must not be replaced.
-
-    That is, if `target` exists (unless `overwrite` and it is a model's folder), or if one of
-    `target` and the model's folder `source` is the other or lies in it.
-    """
-    try:
-        if overlap(source, target):
-            raise InputError(
-                f"{target} is the model itself, or one lies in the other; name another"
-            )
-        if target.exists() and not overwrite:
-            raise InputError(f"{target} exists already; name a new folder or pass --overwrite")
-        if target.exists() and not (target / CONFIG_FILE).is_file():
-            raise InputError(
-                f"{target} holds no {CONFIG_FILE}: it is no model that --overwrite may replace; "
-                "name another folder or remove it first"
-            )
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}") from error
 
 
 def _quantize_layer(layer: StreamedLayer, wanted: Quantization) -> dict[str, GptqWeight]:

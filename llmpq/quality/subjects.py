@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 
 from llmpq.quality.importance import Weighing, weighed
-from llmpq.quality.options import AUTO, DEVICES, SEQUENCE_LENGTH, EvaluationOptions
+from llmpq.quality.options import (
+    AUTO,
+    SEQUENCE_LENGTH,
+    EvaluationOptions,
+    check_compute,
+    checked_bitwidths,
+)
 from llmpq.quality.perplexity import Perplexity
 from llmpq.quality.scoring import Subject, evaluate
 from llmpq.quality.text_windows import Document, Windows, as_documents, token_windows
@@ -17,10 +23,9 @@ from llmpq.tokenizing.requests import load_tokenizer
 from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.checkpoint.model_reference import resolve
-from quant.common.errors import SpecError
 from quant.loading.emulated_kernels import LayerScheme
 from quant.processor import local_processor
-from quant.scheme import BITWIDTHS, DTYPE_BYTES, ROUNDINGS, Processor
+from quant.scheme import ROUNDINGS, Processor
 
 
 def evaluate_plan(
@@ -81,14 +86,7 @@ def bits_subject(
 
     Raises `SpecError` for bitwidths that are none, or not one a layer.
     """
-    for bits in bitwidths:
-        if bits not in BITWIDTHS:
-            raise SpecError(f"bitwidth {bits} is not one of {', '.join(map(str, BITWIDTHS))}")
-    if len(bitwidths) not in (1, layers):
-        raise SpecError(
-            f"{len(bitwidths)} bitwidths where the model has {layers} layers; give one number for "
-            "all, or one for each layer"
-        )
+    checked_bitwidths(bitwidths, layers)
     uniform = len(bitwidths) == 1
     computed = compute_dtype(dtype, device)
     schemes = [LayerScheme(bits, dtype=computed, rounding=rounding) for bits in bitwidths]
@@ -101,8 +99,7 @@ def device_of(name: str) -> torch.device:
 
     Raises `SpecError` for any but auto, cpu and cuda, `DeviceError` where there is no GPU.
     """
-    if name not in DEVICES:
-        raise SpecError(f"device {name!r} is not one of {', '.join(DEVICES)}")
+    check_compute(name, AUTO)
     if name == AUTO:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -126,8 +123,7 @@ def _usual_dtype(device: torch.device) -> str:
 
 def _type_here(dtype: str, device: torch.device) -> torch.dtype:
     """`dtype`, or float32 where this device could only emulate it."""
-    if dtype not in DTYPE_BYTES:
-        raise SpecError(f"compute type {dtype!r} is not one of auto, {', '.join(DTYPE_BYTES)}")
+    check_compute(AUTO, dtype)
     if dtype == "float16" and device.type == "cpu":
         return torch.float32
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from llmpq.quality.options import check_lengths
 from quant.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -93,9 +94,7 @@ def token_windows(
     window of its own length; a single token that is left over is dropped. Raises `InputError`
     where fewer than 2 tokens are there, for numbers below 2, and for what cannot be tokenized.
     """
-    for name, value in (("sequence_length", sequence_length), ("max_tokens", max_tokens)):
-        if value is not None and value < 2:
-            raise InputError(f"{name} is {value}; give at least 2, one token to predict another")
+    check_lengths(sequence_length, max_tokens)
     stream: list[int] = []
     for number, document in enumerate(documents, start=1):
         stream += _token_ids(document, tokenizer, number)

@@ -18,6 +18,9 @@ MOST_CHARACTERS = 20_000
 """Characters kept of the end: Ray repeats some of its lines every second."""
 
 
+_alone = threading.Lock()  # two that end in another order would leave the streams astray
+
+
 def is_verbose() -> bool:
     """Whether words of libraries are shown as they come."""
     return logging.getLogger(LOGGER).isEnabledFor(logging.DEBUG)
@@ -46,10 +49,13 @@ def caught_words() -> Iterator[Words]:
     """Catch what this thread, C++ code and child processes write to the standard streams.
 
     Other threads write on, where Python has the streams as usual. Nothing is caught if words are to
-    be shown, or where the process has no such streams.
+    be shown, where the process has no such streams, or while another thread catches them.
     """
     with ExitStack() as stack:
-        file = None if is_verbose() else _unnamed_file()
+        file = None
+        if not is_verbose() and _alone.acquire(blocking=False):
+            stack.callback(_alone.release)
+            file = _unnamed_file()
         words = Words(file)
         if file is not None:
             stack.enter_context(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby
 
-from llmpq.report.formatting import gap, number, per_second, plural, seconds, times
+from llmpq.report.formatting import duration, gap, number, per_second, plural, seconds, times
 from llmpq.report.sentences import search_outcome
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
@@ -40,10 +40,10 @@ def bits_of(stage: StagePlan) -> list[str]:
 def predicted(plan: PlanSpec) -> str:
     """Seconds and tokens per second; of the two phases where they follow one another."""
     p = plan.predicted
-    text = f"{seconds(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
+    text = f"{duration(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
     if plan.job is not None:
         return text
-    return f"{text} (prefill {seconds(p.prefill_s)}, decode {seconds(p.decode_s)})"
+    return f"{text} (prefill {duration(p.prefill_s)}, decode {duration(p.decode_s)})"
 
 
 def searched(plan: PlanSpec) -> str:
@@ -84,7 +84,7 @@ def beside(plan: PlanSpec, baseline: Baseline) -> str:
         return f"{baseline.name}: does not fit at any bitwidth"
     ratio = baseline.latency_s / plan.predicted.latency_s
     return (
-        f"{baseline.name} ({baseline.bitwidth} bit): {seconds(baseline.latency_s)} "
+        f"{baseline.name} ({baseline.bitwidth} bit): {duration(baseline.latency_s)} "
         f"{_of_what(plan)}, sensitivity {number(baseline.sensitivity)}; this plan is "
         f"{times(ratio)} as fast"
     )

@@ -28,6 +28,7 @@ _DURATIONS = (
     _Units("d", "h", 24, 3600, math.inf),
 )
 
+MOST_S = 100.0  # seconds that are told as such
 DIGITS = 9  # of a value that is worth writing; what follows is the rounding of sums
 
 
@@ -65,9 +66,11 @@ def size_change(count: float) -> str:
 
 
 def duration(value: float) -> str:
-    """Seconds as people say them, in two units at most: "16 min 20 s", "3 h 5 min", "2 d 1 h"."""
-    if value < 59.5:
-        return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+    """The time of a batch or a job, wherever it is told: "71.41 s", and from `MOST_S` on in two
+    units at most, "16 min 20 s", "3 h 5 min", "2 d 1 h".
+    """
+    if round(value, 2) < MOST_S:
+        return seconds(value)
     fits = (each for each in _DURATIONS if round(value / each.small_s) < each.most)
     unit = next(fits, _DURATIONS[-1])
     whole, rest = divmod(round(value / unit.small_s), unit.ratio)

@@ -28,6 +28,7 @@ from quant.common.errors import DeviceLostError
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
     from llmpq.remote.local_ray import GiveUp
+    from llmpq.run.monitoring.loading import LoadingState
 
 UNDISTURBED: tuple[EventKind, ...] = ("tokenizer", "predictor", "drift", "long rows")
 """Events that cost the stages no time."""
@@ -38,11 +39,11 @@ class Run:
 
     `shared` is the model, the tokenizer and the stages, of this run alone or of others too;
     `sampling` that of rows without their own, where it is not that of `shared`. The functions in
-    `on_event` are called with every fault, those in `on_state` with the state about once a second,
-    those in `on_plan` with the plan that takes the place of `plan`: when devices are lost, when
-    another one is faster, and when only long rows are left. `give_up`: how to end the process where
-    a local Ray that is gone blocks it. `rows` holds counts and the first error, once results are
-    asked for.
+    `on_event` are called with every fault, those in `on_loading` and then in `on_state` with the
+    state about once a second, those in `on_plan` with the plan that takes the place of `plan`: when
+    devices are lost, when another one is faster, and when only long rows are left. `give_up`: how
+    to end the process where a local Ray that is gone blocks it. `rows` holds counts and the first
+    error, once results are asked for.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Run:
         self.on_event = [] if on_event is None else [on_event]
         self.on_plan: list[Callable[[PlanSpec], None]] = []
         self.on_state: list[Callable[[RunState], None]] = []
+        self.on_loading: list[Callable[[LoadingState], None]] = []
         self.give_up: GiveUp | None = None
         self.summary: RunSummary | None = None
         self._shared, self._options = shared, shared.options
@@ -154,6 +156,7 @@ class Run:
 
         Raises `DeviceLostError` when the group cannot go on.
         """
+        from llmpq.run.monitoring.loading import loading_watch
         from llmpq.run.monitoring.monitor import monitored
 
         trace = None if self._is_long else self._options.trace_path
@@ -161,7 +164,7 @@ class Run:
         show = [*self.on_state, self._see]
         stages = self._shared.stages
         with (
-            stages.lent(group),
+            stages.lent(group, loading_watch(group, self.on_loading)),
             monitored(group, self.plan, self._meter, show, trace) as figures,
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens

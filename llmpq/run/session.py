@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from actors.recovery.policy import OnEvent, ignore_event
 from llmpq.jobs.formats.python_rows import RowsInput, rows_of
 from llmpq.keywords import SamplingKeywords, lists_options
+from llmpq.report.formatting import plural
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions, one_sampling
 from llmpq.run.results import Results
@@ -142,4 +143,5 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"
         spec = self.spec
-        return f"<Session of {spec.model.name} on {spec.cluster}: {state}, {self._runs} runs>"
+        runs = plural(self._runs, "run")
+        return f"<Session of {spec.model.name} on {spec.cluster}: {state}, {runs}>"

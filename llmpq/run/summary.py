@@ -96,6 +96,18 @@ class RunPart:
     tokens: int
 
 
+def planned_s(plan: PlanSpec, prompts: int, max_tokens: int) -> float | None:
+    """Seconds that `plan` forecasts for so many of its prompts, or for a batch's tokens; None where
+    it is not followed.
+    """
+    rate = planned_tokens_per_s(plan)
+    if rate is None:
+        return None
+    if plan.job is None:
+        return max_tokens / rate
+    return plan.job.seconds * plan.job.tokens_per_s / rate * prompts / plan.job.job.prompts
+
+
 def planned_rate(parts: Sequence[RunPart]) -> float | None:
     """Planned tokens per second of all `parts`, by the seconds of each plan for its tokens."""
     planned = [(part.tokens, planned_tokens_per_s(part.plan)) for part in parts if part.tokens]

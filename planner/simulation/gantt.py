@@ -104,7 +104,7 @@ def gantt_svg(
     view = _View(options.start_s, end_s, options.width)
     height = len(labels) * ROW_HEIGHT + AXIS_HEIGHT
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL_WIDTH + options.width + 20}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL_WIDTH + options.width + 30}" '
         f'height="{height}" class="gantt-picture" role="img" '
         f'aria-label="{_described(simulated, labels, view)}" font-family="sans-serif" '
         'font-size="12">',

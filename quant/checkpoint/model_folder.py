@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from quant.checkpoint.gptq_config import CONFIG_FILE
+from quant.common.errors import InputError
+
 _COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 
 
@@ -39,6 +42,28 @@ def new_folder(target: Path, replace: bool = False) -> Iterator[Path]:
             (aside / "new" / inside.parts[0]).rename(base / inside.parts[0])
     finally:
         shutil.rmtree(aside)
+
+
+def check_target(source: Path, target: Path, overwrite: bool) -> None:
+    """Raise `InputError` for a folder that cannot be written or must not be replaced.
+
+    That is, if `target` exists (unless `overwrite` and it is a model's folder), or if one of
+    `target` and the model's folder `source` is the other or lies in it.
+    """
+    try:
+        if overlap(source, target):
+            raise InputError(
+                f"{target} is the model itself, or one lies in the other; name another"
+            )
+        if target.exists() and not overwrite:
+            raise InputError(f"{target} exists already; name a new folder or pass --overwrite")
+        if target.exists() and not (target / CONFIG_FILE).is_file():
+            raise InputError(
+                f"{target} holds no {CONFIG_FILE}: it is no model that --overwrite may replace; "
+                "name another folder or remove it first"
+            )
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror}") from error
 
 
 def overlap(source: Path, target: Path) -> bool:

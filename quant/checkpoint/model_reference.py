@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quant.checkpoint.demo_model import DEMO, demo_gguf
 from quant.checkpoint.gguf.files import is_gguf
 from quant.checkpoint.gguf.folder import folder_of_gguf
 from quant.common.errors import CheckpointError, LlmpqError
@@ -16,12 +17,15 @@ _HUB_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.ti
 def local_path(
     reference: str | Path, remedy: str, refuse: type[LlmpqError] = CheckpointError
 ) -> Path | None:
-    """The folder or file that `reference` names on this machine, with `~` expanded; None where
-    there is none. Raises `refuse` with `remedy` for a path that cannot be looked at.
+    """The folder or file that `reference` names on this machine, with `~` expanded, or the file of
+    the model `demo`; None where there is none. Raises `refuse` with `remedy` for a path that cannot
+    be looked at, and `SpecError` where the demo's model is not installed.
     """
     try:
         path = Path(reference).expanduser()
-        return path if path.exists() else None
+        if path.exists():
+            return path
+        return demo_gguf() if str(reference) == DEMO else None
     except (OSError, RuntimeError) as error:  # too long a name, no access, no such user
         raise refuse(f"model {reference!s:.200}: {path_reason(error)}; {remedy}") from error
 

@@ -13,41 +13,18 @@ bits, scale and zero times scale, is then exact in float16. The canonical form h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from quant.canonical import CANONICAL_BITS, CanonicalWeight, quantize, row_blocks
 from quant.common.errors import CheckpointError, SpecError
 from quant.gptq.format import GptqWeight
+from quant.gptq.options import MOST_DAMPING, GptqOptions
 from quant.rounding.weighted import Grid, even_importance, fit, is_compiled
 from quant.scheme import group_size
 
-DAMPING = 0.01
-"""Share of the mean diagonal of X^T X that is added to it (Frantar et al., section 3.3)."""
-
 _MORE_DAMPING = 10.0
-_MOST_DAMPING = 1.0
 _BLOCK = 128
 """Columns of one block, as in Frantar et al.; all group sizes divide it, but not all whole rows."""
-
-
-@dataclass(frozen=True)
-class GptqOptions:
-    """Options of GPTQ. `symmetric`: the zero is the middle code, as some kernels require (Marlin).
-    `act_order`: columns with the largest inputs are rounded first, under scales that are fixed
-    before, so that columns stay in their places and kernels are not affected; else columns are
-    rounded in their order, and each group's scale is chosen when it is reached. `damping`: share of
-    the mean diagonal added to it.
-    """
-
-    symmetric: bool = False
-    act_order: bool = True
-    damping: float = DAMPING
-
-    def __post_init__(self) -> None:
-        if not 0 < self.damping <= _MOST_DAMPING:
-            raise SpecError(f"damping is {self.damping}; it must be above 0 and at most 1")
 
 
 def gptq(weight: torch.Tensor, gram: torch.Tensor, bits: int, options: GptqOptions) -> GptqWeight:
@@ -207,7 +184,7 @@ def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
         raise SpecError("calibration inputs are not finite; calibrate with --dtype float32")
     mean = float(diagonal.mean()) or 1.0
     diagonal.masked_fill_(diagonal == 0, mean)
-    while damping <= _MOST_DAMPING:
+    while damping <= MOST_DAMPING:
         gram.diagonal().copy_(diagonal).add_(damping * mean)
         factor: torch.Tensor
         lower, failed = torch.linalg.cholesky_ex(gram)
@@ -219,5 +196,5 @@ def _inverse_factor(gram: torch.Tensor, damping: float) -> torch.Tensor:
         damping *= _MORE_DAMPING
     raise SpecError(
         f"X^T X of {len(gram)} calibration inputs cannot be inverted even with "
-        f"{_MOST_DAMPING:.0%} damping; calibrate on a longer text"
+        f"{MOST_DAMPING:.0%} damping; calibrate on a longer text"
     )

@@ -13,6 +13,9 @@ from quant.common.errors import CheckpointError
 
 SUFFIX = ".importance.safetensors"
 
+FOLDER = "importance"
+"""Name, within the cache of packed layers, of the folder that keeps what was measured."""
+
 FORMAT, FORMAT_NOW = "format", "llmpq importance 1"
 SEEN, SHAPE, FINGERPRINT, SHARED = "seen", "model_fingerprint", "fingerprint", "shared"
 """Entries of the header."""
@@ -54,3 +57,8 @@ def read_importance_header(path: Path) -> ImportanceHeader:
         raise CheckpointError(
             f"{path} holds no importance ({type(error).__name__}: {error}); {REMEDY}"
         ) from error
+
+
+def by_fingerprint(folder: Path, fingerprint: str) -> Path:
+    """The path in `folder` of importance that is asked for by its fingerprint."""
+    return folder / f"{fingerprint}{SUFFIX}"

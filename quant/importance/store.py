@@ -18,9 +18,6 @@ from quant.importance.file import Importance, load_importance, save_importance
 from quant.importance.header import SUFFIX
 from quant.importance.statistics import LayerImportance
 
-FOLDER = "importance"
-"""The folder's name within the cache of packed layers."""
-
 _KEPT_FILES = 64
 """Most files kept, the ones used last: a 70B model has 30 MB."""
 
@@ -89,11 +86,6 @@ def keep_file(folder: Path, path: Path, importance: Importance) -> None:
         files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns)
         for old in files[:-_KEPT_FILES]:
             old.unlink(missing_ok=True)
-
-
-def by_fingerprint(folder: Path, fingerprint: str) -> Path:
-    """The path in `folder` of importance that is asked for by its fingerprint."""
-    return folder / f"{fingerprint}{SUFFIX}"
 
 
 def _of_shape(found: Importance, shape: str, path: Path) -> Importance:

@@ -36,6 +36,7 @@ from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear
 from quant.importance.statistics import InputStatistics, LayerImportance
 from quant.linear import LayerForm, QuantizedLinear, quantize_linear
+from quant.loading.layer_notes import note_layer
 from quant.loading.onednn_linear import PrepackedLinear
 from quant.scheme import FULL_BITS
 
@@ -68,6 +69,7 @@ def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None
         _load_with_cache(load, checkpoint, cache)
     else:
         _fill_layer(load, checkpoint)
+    note_layer()
     _return_freed_memory()
 
 

@@ -24,7 +24,7 @@ from quant.backends.selection import fallback_rule
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint
 from quant.gptq.format import read_gptq
-from quant.gptq.rounding import GptqOptions
+from quant.gptq.options import GptqOptions
 from quant.importance.statistics import LayerImportance
 from quant.loading.emulated_kernels import LayerScheme
 from quant.rounding.ways import Rounding

@@ -9,7 +9,7 @@ from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
 from llmpq.jobs.journal.reader import Journal, Session, read_journal
 from llmpq.jobs.overview.liveness import is_running
 from llmpq.jobs.overview.places import JobPlace
-from llmpq.jobs.overview.result_errors import ResultErrors, read_errors
+from llmpq.jobs.overview.result_errors import read_errors
 from llmpq.jobs.records.manifest import Manifest
 from llmpq.jobs.records.shards import Shard, shards_in
 
@@ -81,31 +81,38 @@ def row_counts(records: JobRecords) -> RowCounts:
     return RowCounts(start.rows, start.resumed + kept, told if kept == last.rows else None)
 
 
-def rows_and_errors(
-    records: JobRecords, look: bool
-) -> tuple[RowCounts, tuple[ErrorKind, ...], int | None]:
-    """The rows, their errors by kind, and of how many rows these are where not all were read.
+@dataclass(frozen=True)
+class KnownErrors:
+    """Errors by kind; of the first `rows_read` rows where only these were read, and no more than
+    `counted` while the job ran where that is all that is known.
+    """
 
-    With `look`, results are read where nothing else tells the errors.
+    kinds: tuple[ErrorKind, ...] = ()
+    rows_read: int | None = None
+    counted: bool = False
+
+
+def rows_and_errors(records: JobRecords, look: bool) -> tuple[RowCounts, KnownErrors]:
+    """The rows and their errors by kind.
+
+    With `look`, results are read where nothing else tells the errors: where a kill has cost rows,
+    and of jobs without a journal.
     """
     rows, kinds = row_counts(records), _journal_kinds(records.journal.sessions)
     told = sum(kind.count for kind in kinds)
-    if not look or rows.errors == told or rows.errors == 0:
-        return rows, kinds if rows.errors else (), None
-    found = read_errors(records.place, records.shards, records.has_file)
-    rows, kinds = _with_found(rows, found, kinds)
-    return rows, kinds, None if found.is_whole else found.rows
-
-
-def _with_found(
-    rows: RowCounts, found: ResultErrors, kinds: tuple[ErrorKind, ...]
-) -> tuple[RowCounts, tuple[ErrorKind, ...]]:
-    """The rows by what was read of the results; of what is not read, the journal may tell more."""
-    if not found.is_whole and sum(kind.count for kind in kinds) > found.errors:
-        return rows, kinds
-    errors = found.errors if rows.errors is None and found.is_whole else rows.errors
-    done = found.rows if rows.done is None and found.is_whole else rows.done
-    return RowCounts(rows.rows, done, errors), found.kinds
+    if rows.errors == 0:
+        return rows, KnownErrors()
+    if rows.errors != told and look:
+        found = read_errors(records.place, records.shards, records.has_file)
+        if found.is_whole:
+            errors = found.errors if rows.errors is None else rows.errors
+            done = found.rows if rows.done is None else rows.done
+            return RowCounts(rows.rows, done, errors), KnownErrors(found.kinds)
+        if not kinds:
+            return rows, KnownErrors(found.kinds, found.rows)
+    if rows.errors is None and records.last is not None:
+        return RowCounts(rows.rows, rows.done, told), KnownErrors(kinds, counted=True)
+    return rows, KnownErrors(kinds)
 
 
 def _journal_kinds(sessions: Sequence[Session]) -> tuple[ErrorKind, ...]:

@@ -14,7 +14,13 @@ from llmpq.jobs.overview.figures import (
     planned_seconds,
     session_figures,
 )
-from llmpq.jobs.overview.known_rows import JobRecords, RowCounts, read_records, rows_and_errors
+from llmpq.jobs.overview.known_rows import (
+    JobRecords,
+    KnownErrors,
+    RowCounts,
+    read_records,
+    rows_and_errors,
+)
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.overview.series import JobEvent, SessionSeries, job_events, session_series
 from quant.common.errors import InputError
@@ -90,7 +96,7 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
         raise InputError(f"cannot look at {place.folder}: {error.strerror}") from error
     journal, runs = records.journal, records.runs
     sessions = session_figures(journal, runs, now)
-    rows, kinds, read = rows_and_errors(records, look)
+    rows, errors = rows_and_errors(records, look)
     generated_s = sum(session.generated_s for session in sessions)
     tokens = sum(session.tokens for session in sessions)
     return JobOverview(
@@ -101,8 +107,8 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
         rows=rows.rows,
         done=rows.done,
         errors=rows.errors,
-        error_kinds=kinds,
-        error_rows_read=read,
+        error_kinds=errors.kinds,
+        error_rows_read=errors.rows_read,
         tokens=tokens if sessions else None,
         tokens_per_s=tokens / generated_s if generated_s and tokens else None,
         now_tokens_per_s=_now_rate(records, now),
@@ -114,7 +120,7 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
         series=session_series(journal, sessions),
         events=job_events(journal, sessions),
         more_events=sum(session.more_events for session in journal.sessions),
-        remarks=_remarks(records),
+        remarks=_remarks(records, errors),
     )
 
 
@@ -157,7 +163,7 @@ def _last_at(records: JobRecords) -> float | None:
     return max(times) or None
 
 
-def _remarks(records: JobRecords) -> tuple[str, ...]:
+def _remarks(records: JobRecords, errors: KnownErrors) -> tuple[str, ...]:
     remarks = list(records.journal.remarks)
     if records.last is None and not remarks:
         remarks.append(
@@ -168,5 +174,10 @@ def _remarks(records: JobRecords) -> tuple[str, ...]:
         remarks.append(
             f"{records.journal.sessions[0].start.resumed:,} rows were done before the journal "
             "begins"
+        )
+    if errors.counted and errors.kinds:
+        remarks.append(
+            "errors are those that the runs have counted; of rows that a kill has cost, some may "
+            "be counted twice"
         )
     return tuple(remarks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,12 +116,18 @@ def jobs_in(folder: str | Path, depth: int = DEPTH) -> Iterator[JobPlace]:
         left -= 1
         is_deepest = len(here.relative_to(top).parts) >= depth
         below[:] = [] if left <= 0 else sorted(_worth_a_look(below, is_deepest))
-        if MANIFEST in files or JOURNAL in files or here.name.endswith(_SUFFIX):
+        if here.name.endswith(_SUFFIX) or _is_output(files):
             try:
                 yield find_job(here)
             except InputError:
                 continue
             below[:] = []
+
+
+def _is_output(files: Sequence[str]) -> bool:
+    """Whether a folder with these files is an output: others have a `job.json` too."""
+    has_shards = any(name.startswith("part-") for name in files)
+    return JOURNAL in files or (MANIFEST in files and (has_shards or LOCK in files))
 
 
 def _is_folder(path: Path) -> bool:

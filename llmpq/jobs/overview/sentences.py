@@ -8,7 +8,7 @@ from datetime import datetime
 
 from llmpq.jobs.overview.figures import KILLED, RUNNING, SessionFigures, StageFigures
 from llmpq.jobs.overview.overview import JobOverview
-from llmpq.report.formatting import count, duration, per_second, percent, plural, seconds
+from llmpq.report.formatting import count, per_second, percent, plural, seconds
 
 NOT_KNOWN = "not known"
 
@@ -89,13 +89,13 @@ def time_words(job: JobOverview) -> str:
     """Seconds so far, those of loading, and those to go."""
     loads_s = job.seconds - job.generated_s
     sessions = len(job.sessions)
-    text = f"{duration(job.seconds)}, of which {duration(loads_s)} loading"
+    text = f"{lasted(job.seconds)}, of which {lasted(loads_s)} loading"
     if sessions > 1:
         text += f", in {plural(sessions, 'session')}"
     if job.state == "running":
-        left = "to go: measuring" if job.left_s is None else f"{duration(job.left_s)} to go"
+        left = "to go: measuring" if job.left_s is None else f"{lasted(job.left_s)} to go"
         return f"{text}; {left}"
-    return text if job.left_s is None else f"{text}; about {duration(job.left_s)} are left"
+    return text if job.left_s is None else f"{text}; about {lasted(job.left_s)} are left"
 
 
 def _beside_the_plan(job: JobOverview) -> Iterator[Fact]:
@@ -108,18 +108,20 @@ def _beside_the_plan(job: JobOverview) -> Iterator[Fact]:
         return
     text = f"{per_second(planned)} tokens/s"
     if job.planned_s is not None and job.rows is not None:
-        text += f", {duration(job.planned_s)} for {plural(job.rows, 'row')}"
+        text += f", {lasted(job.planned_s)} for {plural(job.rows, 'row')}"
     yield Fact("predicted", text)
     if measured is not None:
         text = f"{per_second(measured)} tokens/s, {beside(measured, planned)}"
         if job.state == "done" and job.planned_s is not None:
-            text += f"; {duration(job.generated_s)} without loading"
+            text += f"; {lasted(job.generated_s)} without loading"
         yield Fact("measured", text)
 
 
 def beside(measured: float, planned: float) -> str:
-    """A measured speed beside a predicted one, as "5 % slower"."""
+    """A measured speed beside a predicted one, as "5 % slower" or "3.1 times as fast"."""
     change = measured / planned - 1
+    if not -0.5 < change < 1:
+        return f"{measured / planned:.2g} times as fast"
     if abs(change) < _SAME:
         return "as predicted"
     return f"{percent(abs(change))} {'faster' if change > 0 else 'slower'}"
@@ -159,7 +161,7 @@ def session_cells(session: SessionFigures) -> tuple[str, ...]:
     made = session.tokens and session.generated_s
     return (
         moment(session.began_at),
-        duration(session.seconds),
+        lasted(session.seconds),
         count(session.rows),
         count(session.errors),
         count(session.tokens),
@@ -173,6 +175,24 @@ def moment(at: float) -> str:
     return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def ago(at: float, now: float) -> str:
-    """How long ago something was."""
-    return "just now" if now - at < 1.5 else f"{duration(now - at)} ago"
+def lasted(seconds: float) -> str:
+    """Seconds of work that goes on, in two units at most: "2.5 s", "16 min 20 s", "2 d 1 h"."""
+    if seconds < 59.5:
+        return f"{seconds:.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return _two(minutes, "min", rest, "s")
+    hours, rest = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return _two(hours, "h", rest, "min")
+    days, rest = divmod(round(seconds / 3600), 24)
+    return _two(days, "d", rest, "h")
+
+
+def _two(large: int, name: str, small: int, other: str) -> str:
+    return f"{large:,} {name}" + (f" {small} {other}" if small else "")
+
+
+def age(at: float, now: float) -> str:
+    """How long ago something was, in its largest unit: "5 s", "3 min", "2 d"."""
+    return " ".join(lasted(max(1.0, now - at)).split()[:2])

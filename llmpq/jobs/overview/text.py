@@ -14,8 +14,9 @@ from llmpq.jobs.overview.sentences import (
     NOT_KNOWN,
     SESSION_HEADS,
     STAGE_HEADS,
-    ago,
+    age,
     facts,
+    lasted,
     moment,
     session_cells,
     stage_cells,
@@ -23,12 +24,12 @@ from llmpq.jobs.overview.sentences import (
     why_stopped,
 )
 from llmpq.remote.ray_jobs import KnownJob
-from llmpq.report.formatting import SPACE, count, duration, per_second, plural, shortened
+from llmpq.report.formatting import SPACE, count, per_second, plural, shortened
 
 MOST_EVENTS = 12
 """Events that a terminal shows, the latest ones; the page has all."""
 
-_WIDE_DEVICE, _WIDE_MODEL = 22, 16  # characters
+_WIDE_DEVICE, _WIDE_MODEL = 22, 14  # characters
 
 
 def job_text(job: JobOverview) -> RenderableType:
@@ -88,9 +89,7 @@ def _events(job: JobOverview) -> RenderableType:
     shown = job.events[-MOST_EVENTS:]
     left_out = len(job.events) - len(shown) + job.more_events
     title = "what happened" + (f" ({count(left_out)} more)" if left_out else "")
-    rows = [
-        (moment(event.at)[5:], event.kind, duration(event.lost_s), event.text) for event in shown
-    ]
+    rows = [(moment(event.at)[5:], event.kind, lasted(event.lost_s), event.text) for event in shown]
     return _table(title, ("when", "what", "lost", ""), rows, words=(0, 1, 3), folds=(3,))
 
 
@@ -127,12 +126,12 @@ def _plain(text: str) -> Text:
     return Text(text.replace(SPACE, " "))
 
 
-LIST_HEADS = ("output", "state", "rows", "errors", "tokens/s", "last sign", "model")
+LIST_HEADS = ("output", "state", "rows", "errors", "tokens/s", "ago", "model")
 
 
 def list_text(jobs: Sequence[JobOverview]) -> RenderableType:
-    """Jobs, a line each."""
-    return _table("", LIST_HEADS, map(_list_cells, jobs), words=(0, 1, 6), folds=(0, 6))
+    """Jobs, a line each; how long ago the last sign of each was."""
+    return _table("", LIST_HEADS, map(_list_cells, jobs), words=(0, 1, 6), folds=(0,))
 
 
 def _list_cells(job: JobOverview) -> Sequence[str]:
@@ -144,7 +143,7 @@ def _list_cells(job: JobOverview) -> Sequence[str]:
         rows if job.rows is None else f"{rows}/{count(job.rows)}",
         "–" if job.errors is None else count(job.errors),
         "–" if speed is None else per_second(speed),
-        "–" if job.last_at is None else ago(job.last_at, job.at),
+        "–" if job.last_at is None else age(job.last_at, job.at),
         shortened(job.model or NOT_KNOWN, _WIDE_MODEL),
     )
 

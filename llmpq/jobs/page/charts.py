@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.jobs.overview.overview import JobOverview
+from llmpq.jobs.overview.sentences import lasted
 from llmpq.jobs.overview.series import JobEvent
 from llmpq.jobs.page.time_axis import TimeAxis
-from llmpq.report.formatting import count, duration, per_second
+from llmpq.report.formatting import count, per_second
 from llmpq.report.pictures.axes import Axis
 
 WIDTH, HEIGHT = 640, 300
@@ -78,7 +79,7 @@ def rate_chart(job: JobOverview) -> Chart | None:
         begins=_begins(job, time),
         marks=_marks(job.events, time),
         words=f"from {per_second(min(rates))} to {per_second(max(rates))} over "
-        f"{duration(job.seconds)}",
+        f"{lasted(job.seconds)}",
     )
 
 
@@ -101,7 +102,7 @@ def rows_chart(job: JobOverview) -> Chart | None:
         planned=_planned_rows(job, time, axis),
         begins=_begins(job, time),
         marks=_marks(job.events, time),
-        words=f"{count(max(rows))} after {duration(job.seconds)}",
+        words=f"{count(max(rows))} after {lasted(job.seconds)}",
         whole=None if not job.rows else (axis.at(job.rows), f"all {count(job.rows)}"),
     )
 

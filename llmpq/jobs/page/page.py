@@ -12,6 +12,7 @@ from llmpq.jobs.overview.sentences import (
     SESSION_HEADS,
     STAGE_HEADS,
     facts,
+    lasted,
     moment,
     rows_words,
     session_cells,
@@ -22,7 +23,7 @@ from llmpq.jobs.overview.sentences import (
     why_stopped,
 )
 from llmpq.jobs.page.charts import rate_chart, rows_chart
-from llmpq.report.formatting import count, duration, per_second, plural
+from llmpq.report.formatting import count, per_second, plural
 from llmpq.version import llmpq_version
 from quant.common.errors import InputError
 from quant.common.whole_file import write_whole
@@ -30,7 +31,10 @@ from quant.common.whole_file import write_whole
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_FILTERS = (count, duration, moment, per_second, plural, session_cells)
+_ROOMS = ("llmpq.jobs.page", "llmpq.report", "llmpq.report.pictures")
+"""Rooms with templates: style and elements are those of the report."""
+
+_FILTERS = (count, lasted, moment, per_second, plural, session_cells)
 
 
 def job_page(job: JobOverview, refresh_s: float | None = None) -> str:
@@ -73,8 +77,9 @@ def write_page(path: str | Path, job: JobOverview, refresh_s: float | None = Non
     Raises InputError where it cannot be written.
     """
     target = Path(path)
+    text = job_page(job, refresh_s)
     try:
-        write_whole(target, job_page(job, refresh_s))
+        write_whole(target, text)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the page to {target}: {why}") from error
@@ -90,7 +95,7 @@ def _environment() -> Environment:
     )
 
     environment = Environment(
-        loader=ChoiceLoader([PackageLoader("llmpq.jobs.page"), PackageLoader("llmpq.report")]),
+        loader=ChoiceLoader([PackageLoader(room) for room in _ROOMS]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

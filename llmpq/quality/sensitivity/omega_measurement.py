@@ -12,7 +12,12 @@ import numpy as np
 
 from actors.stage.layer_stream import compute_on
 from llmpq.quality.importance import Weighing, weighed
-from llmpq.quality.options import ERROR, EvaluationOptions, IndicatorOptions
+from llmpq.quality.options import (
+    ERROR,
+    EvaluationOptions,
+    IndicatorOptions,
+    refuse_without_error,
+)
 from llmpq.quality.perplexity import ReportProgress
 from llmpq.quality.scoring import evaluate
 from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
@@ -53,11 +58,7 @@ def measure_omega(
     """
     began, shape = clock(), model_shape(str(folder))
     provenance: dict[str, str | int | float] = {"method": options.method}
-    if options.method == ERROR and shape.stored is not None:
-        raise SpecError(
-            f"{folder} is quantized already, so that no rounding of ours is left to measure; give "
-            "the 16-bit checkpoint, or another --method"
-        )
+    refuse_without_error(options, shape, folder)
     if options.needs_text:
         device = device_of(options.device)  # refused before the text is tokenized
         compute = compute_on(device, compute_dtype(options.dtype, device))

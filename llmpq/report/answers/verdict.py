@@ -15,7 +15,6 @@ from llmpq.report.formatting import (
     number,
     per_second,
     plural,
-    seconds,
 )
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
 from planner.plan.spec import PlanSpec
@@ -25,6 +24,8 @@ NEAR_FULL_BITS = 8
 """Layers of so many bits are near 16 bit: +0.07 of 26.2 and +0.016 of 44.1 in perplexity, within
 the error of the texts (docs/quantization.md).
 """
+
+LEAST_SHOWN_GAP = 5e-5  # less reads as 0.00 %
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
     speed = f"{per_second(plan.predicted.tokens_per_s)} new tokens per second"
     if plan.job is None:
         prompts = f"a batch of {plural(plan.workload.global_batch, 'prompt')}"
-        took = seconds(plan.predicted.latency_s)
+        took = duration(plan.predicted.latency_s)
     else:
         prompts, took = plural(plan.job.job.prompts, "prompt"), duration(plan.job.seconds)
     return f"{place}. It should finish {prompts} in {took}, {speed}, {good}."
@@ -109,7 +110,7 @@ def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
 
 def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
     job, in_flight = plan.job, count(plan.workload.global_batch)
-    took = seconds(plan.predicted.latency_s) if job is None else duration(job.seconds)
+    took = duration(plan.predicted.latency_s) if job is None else duration(job.seconds)
     prompts = plan.workload.global_batch if job is None else job.job.prompts
     tiles = [
         Tile(plural(prompts, "prompt"), took),
@@ -117,7 +118,7 @@ def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
         Tile("quality", quality.word),
     ]
     if job is None:
-        return [*tiles, Tile("until all first tokens", seconds(plan.predicted.prefill_s))]
+        return [*tiles, Tile("until all first tokens", duration(plan.predicted.prefill_s))]
     return [*tiles, Tile("prompts in flight", in_flight)]
 
 
@@ -140,10 +141,10 @@ def _is_estimated(provenance: str) -> bool:
 
 def _search(plan: PlanSpec) -> str:
     s = plan.solver
-    return (
-        f"Search: {search_outcome(plan)}, proven to be within {gap(s.gap)} of the best plan that "
-        f"was looked for, by {s.method} with {s.solver}."
-    )
+    proven = f"proven to be within {gap(s.gap)} of the best plan that was looked for"
+    if s.gap < LEAST_SHOWN_GAP:
+        proven = "proven to be the best plan that was looked for"
+    return f"Search: {search_outcome(plan)}, {proven}, by {s.method} with {s.solver}."
 
 
 def _warnings(plan: PlanSpec) -> list[str]:

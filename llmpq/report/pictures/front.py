@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.report.formatting import number, seconds
+from llmpq.report.formatting import duration, number
 from llmpq.report.pictures.axes import Axis
+from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.pictures.writing import write_picture
 from llmpq.report.rendering import render
 from planner.explanation.explain import Explanation
@@ -41,7 +42,7 @@ class PlanPoint:
         """The figures of the plan in words."""
         bits = "" if self.bits is None else f", {self.bits:.1f} bits a layer"
         return (
-            f"theta {number(self.theta)}: {seconds(self.latency_s)}, "
+            f"theta {number(self.theta)}: {duration(self.latency_s)}, "
             f"sensitivity {number(self.sensitivity)}{bits}"
         )
 
@@ -116,11 +117,12 @@ def front_of(
     plan: PlanSpec, explanation: Explanation | None, front: Sequence[FrontPoint]
 ) -> Front | None:
     """The given front, else what other thetas gave, with `plan`; None where neither is known."""
-    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity)
+    bits = plan_choice(plan).mean_bits
+    present = PlanPoint(plan.solver.theta, plan.predicted.latency_s, plan.solver.sensitivity, bits)
     others = [
-        PlanPoint(each.theta, each.latency_s, each.omega)
+        PlanPoint(each.theta, each.latency_s, each.omega, each.bits)
         for each in front
-        if not is_planned(plan, each)
+        if not _is_planned(plan, each)
     ]
     if front and not others:
         return Front(present, [present], [present.theta])
@@ -135,7 +137,7 @@ def front_of(
     return Front(present, _undominated([present, *others]), thetas)
 
 
-def is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
+def _is_planned(plan: PlanSpec, point: FrontPoint) -> bool:
     """Whether a point of a front is `plan`, which another search with another theta found again, a
     little faster or slower by its gap.
     """
@@ -151,6 +153,28 @@ def _undominated(points: Iterable[PlanPoint]) -> list[PlanPoint]:
         if not kept or point.sensitivity < kept[-1].sensitivity:
             kept.append(point)
     return kept
+
+
+def front_beside(plan: PlanSpec, front: Sequence[FrontPoint]) -> list[FrontPoint]:
+    """The points of a given front that the page of `plan` has, with the plan's own figures."""
+    found = front_of(plan, None, front)
+    if found is None:
+        return []
+    p = plan.predicted
+    own = FrontPoint(
+        theta=plan.solver.theta,
+        latency_s=p.latency_s,
+        objective_latency_s=p.objective_latency_s,
+        tokens_per_s=p.tokens_per_s,
+        in_flight=plan.workload.global_batch,
+        omega=plan.solver.sensitivity,
+        bits=plan_choice(plan).mean_bits,
+    )
+    given = {(each.theta, each.latency_s): each for each in front}
+    return [
+        own if point == found.present else given[point.theta, point.latency_s]
+        for point in found.points
+    ]
 
 
 def write_front(path: str | Path, points: Sequence[FrontPoint], whole: str = "batch") -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.report.formatting import listed, seconds
+from llmpq.report.sentences import LEAST_GAIN
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.explanation.planned_assignment import PlannedAssignment, planned_assignment
@@ -27,10 +28,14 @@ class BitsTimes:
     prefill_s: float
     decode_s: float
 
-    def is_slower_than(self, other: BitsTimes) -> bool:
-        """Whether it takes longer in one phase, and gains nothing in the other."""
-        prefill_s, decode_s = self.prefill_s - other.prefill_s, self.decode_s - other.decode_s
-        return prefill_s + decode_s > 0 and min(prefill_s, decode_s) >= 0
+    def slower_phases(self, other: BitsTimes) -> list[str]:
+        """The phases in which it takes longer than `other`."""
+        least = 1 + LEAST_GAIN
+        is_slower = {
+            "prefill": self.prefill_s > other.prefill_s * least,
+            "decode": self.decode_s > other.decode_s * least,
+        }
+        return [phase for phase, slower in is_slower.items() if slower]
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def _of_stage(planned: PlannedAssignment, stage: StagePlan) -> KernelReason | No
     ]
     present = [each for each in every if each.bits in stage.bitwidths]
     for own in sorted(present, key=lambda each: each.bits):
-        slower = [each for each in every if each.bits < own.bits and each.is_slower_than(own)]
+        slower = [each for each in every if each.bits < own.bits and each.slower_phases(own)]
         if slower:
             slower.sort(key=lambda each: -each.bits)
             return KernelReason(stage.accelerator, _sentence(stage, own, slower), every[::-1])
@@ -85,17 +90,21 @@ def _times(planned: PlannedAssignment, stage: StagePlan, bits: int) -> BitsTimes
 
 
 def _sentence(stage: StagePlan, own: BitsTimes, slower: Sequence[BitsTimes]) -> str:
-    names = listed([f"{each.bits} bit" for each in slower])
+    names = [f"{each.bits} bit in {_phases(each.slower_phases(own))}" for each in slower]
     prefill = listed([seconds(each.prefill_s) for each in slower])
     decode = listed([seconds(each.decode_s) for each in slower])
     way = slower[0].way
     return (
-        f"On {stage.accelerator} {names} {'is' if len(slower) == 1 else 'are'} slower than "
-        f"{own.bits} bit: a layer takes {prefill} instead of {seconds(own.prefill_s)} for a "
-        f"prefill micro-batch, and {decode} instead of {seconds(own.decode_s)} for a decode step. "
-        f"The {slower[0].bits}-bit kernel ({slower[0].kernel}) {way}; that of {own.bits} bit "
+        f"On {stage.accelerator} these are slower than {own.bits} bit: {listed(names)}. A layer "
+        f"takes {prefill} instead of {seconds(own.prefill_s)} for a prefill micro-batch, and "
+        f"{decode} instead of {seconds(own.decode_s)} for a decode step. The "
+        f"{slower[0].bits}-bit kernel ({slower[0].kernel}) {way}; that of {own.bits} bit "
         f"({own.kernel}) {own.way}."
     )
+
+
+def _phases(names: Sequence[str]) -> str:
+    return "both phases" if len(names) > 1 else names[0]
 
 
 def _way(rule: KernelRule, device: Device, dtype: str) -> str:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from llmpq.rows.results import Result
+from llmpq.run.monitoring.loading import LoadingState
 from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.slow_stages import slow_stages
@@ -39,6 +40,7 @@ class RunProgress:
         self._done = self._tokens = 0
         self._times = LogTimes(clock)
         self._state: RunState | None = None
+        self._loading: LoadingState | None = LoadingState(None, 0, 0)
         self._lock = threading.Lock()  # results and states come from two threads
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -48,7 +50,7 @@ class RunProgress:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("loading stages", total=total, tokens=0)
+        self._task = self._bar.add_task("starting stages", total=total, tokens=0)
         self._live = Live(console=console, get_renderable=self._render)
 
     def __enter__(self) -> RunProgress:
@@ -71,14 +73,20 @@ class RunProgress:
 
     def count(self, result: Result) -> None:
         """Count one result."""
+        self._loading = None
         self._done += 1
         self._tokens += len(result.token_ids)
         self._log()
 
     def show(self, state: RunState) -> None:
         """Show the run's state; can be called from any thread."""
-        self._state = state
+        self._state, self._loading = state, None
         self._name_slow_stages(state)
+        self._log()
+
+    def show_loading(self, loading: LoadingState) -> None:
+        """Show how far stages are with loading; can be called from any thread."""
+        self._loading = loading
         self._log()
 
     def change_plan(self, plan: PlanSpec) -> None:
@@ -101,11 +109,9 @@ class RunProgress:
     def _render(self) -> Group:
         """Draw the bar, which is updated only here: results may come by the ten thousand."""
         state = self._state
-        if state is not None or self._done:
-            tokens = max(self._tokens, 0 if state is None else state.tokens)
-            self._bar.update(
-                self._task, completed=self._done, tokens=tokens, description="generating"
-            )
+        tokens = max(self._tokens, 0 if state is None else state.tokens)
+        what = "generating" if self._loading is None else str(self._loading)
+        self._bar.update(self._task, completed=self._done, tokens=tokens, description=what)
         lines = [] if state is None else list(state_lines(state))
         return Group(self._bar, *(Text(line) for line in lines))
 
@@ -114,6 +120,9 @@ class RunProgress:
         with self._lock:
             if self._console.is_terminal or not (self._times.is_due() or last):
                 return
+        if self._loading is not None and not last:
+            self._print(f"{self._loading}, {duration(self._times.passed_s)}")
+            return
         parts = [f"{self._done} of {self._total} prompts"]
         if self._state is None or last:
             parts += [f"{self._tokens} tokens", f"{self._times.passed_s:.0f} s"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from actors.messages import Sampling
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
-from llmpq.lengths.sources import LengthSource, open_source, wait_loaded
+from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
 from llmpq.rows.row import merge_sampling
 from llmpq.rows.sampling_defaults import JobSampling, SamplingInput
 from llmpq.run.checkpoint import (
@@ -22,6 +22,7 @@ from llmpq.run.checkpoint import (
     shape_for_run,
 )
 from llmpq.run.expected_lengths import ExpectedLengths
+from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.stages import SharedStages
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
@@ -32,6 +33,8 @@ from quant.checkpoint.model_reference import resolve
 
 if TYPE_CHECKING:
     from actors.stage_group import StageGroup
+    from planner.model.finding import ModelShape
+    from quant.importance.store import ImportanceStore
 
 
 class RunResources:
@@ -54,10 +57,6 @@ class RunResources:
         job: str = "llmpq",
         kept: bool = False,
     ) -> None:
-        from actors.stage.transformers_config import check_transformers_builds
-        from llmpq.run.importance import importance_store
-        from quant.checkpoint.reader import Checkpoint
-
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
         options.scheduling(plan)
@@ -67,32 +66,45 @@ class RunResources:
         self._cache = options.cache
         self._checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
         self.folder = resolve(self._checkpoint, weights=False)
+        self.sampling = sampling_for_run(plan, options, self.folder)
+        if self.sampling.warning:
+            warnings.warn(self.sampling.warning, stacklevel=3)
+        shape = shape_for_run(plan, self.sampling.sampling, self.folder, source)
+        self._vocab_size = shape.vocab_size
+        importance_file(plan, options.importance, self._cache, shape)
+        if options.scheduling(plan).name == "s3":
+            check_source(options.predictor, self.folder, shape.vocab_size, options.save_predictor)
         with ExitStack() as undo:
             self.tokenizer = self._started_tokenizer()  # it loads during the checks below
             if self.tokenizer is not None:
                 undo.callback(self.tokenizer.close)
-            self.sampling = sampling_for_run(plan, options, self.folder)
-            if self.sampling.warning:
-                warnings.warn(self.sampling.warning, stacklevel=3)
-            shape = shape_for_run(plan, self.sampling.sampling, self.folder, source)
-            self._vocab_size = shape.vocab_size
-            if str(self.folder) == self._checkpoint:
-                Checkpoint(self.folder).check_files()
-            check_transformers_builds(self.folder)
-            self._importance = importance_store(
-                plan, options.importance, self._cache, (self.folder, self._checkpoint), shape
-            )
             lengths = None
             if options.scheduling(plan).name == "s3":
                 lengths = open_source(
                     options.predictor, self.folder, shape.vocab_size, options.save_predictor
                 )
                 undo.callback(lengths.close)
+            self._importance = self._importance_store(shape)
             if self.tokenizer is not None:
                 self.tokenizer.wait()
             self.expected = self._expected_lengths(lengths)
             undo.pop_all()
         self.stages = SharedStages(self._group, options.address, kept)
+
+    def _importance_store(self, shape: ModelShape) -> ImportanceStore:
+        """What weights are rounded by, once transformers and torch, which are slow to load, take
+        the model too.
+        """
+        from actors.stage.transformers_config import check_transformers_builds
+        from quant.checkpoint.reader import Checkpoint
+
+        if str(self.folder) == self._checkpoint:
+            Checkpoint(self.folder).check_files()
+        check_transformers_builds(self.folder)
+        model = (self.folder, self._checkpoint)
+        return importance_store(
+            self._first_plan, self.options.importance, self._cache, model, shape
+        )
 
     def _started_tokenizer(self) -> TokenizerProcess | None:
         plans = (self._first_plan, self._first_plan.long_rows or self._first_plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from llmpq.remote.session import head_loss_raised, ray_session
 from planner.plan.spec import PlanSpec
@@ -55,13 +55,16 @@ class SharedStages:
         return self._group
 
     @contextmanager
-    def lent(self, group: StageGroup) -> Iterator[None]:
-        """Have `group`, which `of` gave last, loaded for the body of the `with` statement.
+    def lent(
+        self, group: StageGroup, loading: AbstractContextManager[Any] | None = None
+    ) -> Iterator[None]:
+        """Have `group`, which `of` gave last, loaded for the body of the `with` statement; where it
+        has to be loaded first, that is done in the body of `loading`.
 
         Where the body is left early, what it has in flight is given up, and it is ready for the
         next run; where it is lost, the next run starts others.
         """
-        self._start(group)
+        self._start(group, loading)
         try:
             yield
         except BaseException as error:
@@ -102,12 +105,13 @@ class SharedStages:
                 joining.enter_context(ray_session(self._address, give_up))
                 self._ray = joining.pop_all()
 
-    def _start(self, group: StageGroup) -> None:
+    def _start(self, group: StageGroup, loading: AbstractContextManager[Any] | None = None) -> None:
         if self._is_started:
             return
         began_s = time.perf_counter()
         try:
-            group.__enter__()
+            with loading or nullcontext():
+                group.__enter__()
         except BaseException:
             self._group = None
             raise

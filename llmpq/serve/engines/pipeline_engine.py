@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from actors.logprobs import MOST_TOP_LOGPROBS, TokenLogprobs
@@ -36,6 +37,7 @@ from quant.common.errors import LlmpqError
 if TYPE_CHECKING:
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
+    from llmpq.run.monitoring.loading import LoadingState
     from quant.importance.store import ImportanceStore
 
 LOADING_S = 2.0
@@ -96,6 +98,7 @@ class PipelineEngine:
             except LlmpqError:
                 self.tokenizer.close()
                 raise
+        self.on_loading: list[Callable[[LoadingState], None]] = []
         self._status: EngineStatus = "loading"
         self._created_s = int(time.time())
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
@@ -216,9 +219,13 @@ class PipelineEngine:
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
         from actors.stage_group import StageGroup
+        from llmpq.run.monitoring.loading import loading_watch
 
         try:
-            with StageGroup(self._plan, self._checkpoint, self._group_options()) as group:
+            group = StageGroup(self._plan, self._checkpoint, self._group_options())
+            with ExitStack() as loaded:
+                with loading_watch(group, self.on_loading):
+                    loaded.enter_context(group)
                 if self._closing.is_set():
                     return
                 self._live = group.live()

@@ -114,7 +114,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
         {
             "token_embd": "gpt_neox.embed_in",
             "output_norm": "gpt_neox.final_layer_norm",
-            "output": "embed_out",
+            "output": "lm_head",
         },
         {
             **_FUSED_LAYER,

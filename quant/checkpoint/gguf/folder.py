@@ -19,14 +19,18 @@ from typing import Any
 import numpy as np
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES, GgufArchitecture
-from quant.checkpoint.gguf.configuration import generation_entries, model_entries, vocabulary
-from quant.checkpoint.gguf.entries import Entries
 from quant.checkpoint.gguf.files import gguf_files, model_name
 from quant.checkpoint.gguf.header import GgufHeader, StoredBlocks, read_gguf_header
 from quant.checkpoint.gguf.index import GgufIndex, GgufTensor, write_index
 from quant.checkpoint.gguf.library import UNPACKED
-from quant.checkpoint.gguf.rotary import FACTORS, Factors
-from quant.checkpoint.gguf.tokenizer import tokenizer_files
+from quant.checkpoint.gguf.settings.configuration import (
+    generation_entries,
+    model_entries,
+    vocabulary,
+)
+from quant.checkpoint.gguf.settings.entries import Entries
+from quant.checkpoint.gguf.settings.rotary import FACTORS, Factors
+from quant.checkpoint.gguf.settings.tokenizer import tokenizer_files
 from quant.checkpoint.model_folder import new_folder
 from quant.common.errors import CheckpointError, SpecError
 from quant.common.file_identity import FileIdentity
@@ -172,6 +176,7 @@ def _digest(files: Sequence[Path], identities: Sequence[FileIdentity]) -> str:
 @cache
 def _code() -> str:
     """A digest of this room's source, which decides what is written."""
-    files = [each for each in resources.files(__package__).iterdir() if each.name.endswith(".py")]
-    content = b"".join(sorted(each.read_bytes() for each in files))
+    room = resources.files(__package__)
+    files = [*room.iterdir(), *room.joinpath("settings").iterdir()]
+    content = b"".join(sorted(f.read_bytes() for f in files if f.name.endswith(".py")))
     return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()

@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
+from actors.messages import LayersLoaded
 from actors.telemetry.meter import SPAN, Spans
 from actors.telemetry.observer import Observer, StageTrace
 
@@ -82,3 +83,22 @@ def test_stages_that_do_not_answer_raise_nothing(monkeypatch: pytest.MonkeyPatch
     assert observer.figures() is None
     assert observer.traces() == (None,)
     assert Observer([]).figures() is None
+
+
+def test_loading_is_told_of_stages_whose_processes_are_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LayersLoaded("weights", 3, 8)
+    stages = [
+        stage_of(Wire([]), layers_loaded=lambda: loaded),
+        stage_of(Wire([]), layers_loaded=lambda: LayersLoaded()),
+    ]
+    up = stages[0].layers_loaded()
+    monkeypatch.setattr(ray, "wait", lambda asked, **_: ([up], [each for each in asked[1:]]))
+    monkeypatch.setattr(ray, "get", Wire([]).get)
+    assert Observer(stages).loading() == (loaded, None)
+
+
+def test_stages_that_are_not_started_tell_nothing_of_loading() -> None:
+    def unstarted() -> Any:
+        raise RuntimeError("stage 0 was not started")
+
+    assert Observer([SimpleNamespace(layers_loaded=unstarted)]).loading() == (None,)

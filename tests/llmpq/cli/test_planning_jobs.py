@@ -16,7 +16,7 @@ def test_the_front_of_a_job_has_the_seconds_of_the_job(capsys: pytest.CaptureFix
     devices = ["--device_names", "V100-32GB", "--device_numbers", "1"]
     job = ["--prompts", "8", "--s", "64", "--n", "16", "--in_flight", "4", "--group", "8"]
     assert algo.main(["--model", "opt-6.7b", *devices, *job, "--pareto"]) == 0
-    assert "s for the job" in capsys.readouterr().out
+    assert "time of the job" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"kind": "oracle"}'])

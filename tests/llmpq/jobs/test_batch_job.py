@@ -154,6 +154,20 @@ def test_bad_input_and_error_rows_have_their_exit_codes(
     assert (code, words in log) == (wanted, True), log
     if wanted == 3:
         assert results_in(output)["a"]["error"]
+        (known,) = [job for job in listed(head) if job["output"] == str(output)]
+        assert (known["status"], known["exit_code"]) == ("FAILED", 3)
+        assert known["began_at"] <= known["ended_at"] <= time.time()
+
+
+def listed(head: Head) -> list[dict[str, Any]]:
+    """What `llmpq jobs list --ray` says of the head."""
+    command = [sys.executable, "-m", "llmpq.cli.jobs", "list", "--json", "--ray", head.address]
+    done = subprocess.run(
+        command, env=head.environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
 
 
 TOLD = ("is not its own", "keeps one from being sent", "none was found")

@@ -156,7 +156,7 @@ def ray_folder() -> Iterator[Path]:
 def test_no_secret_in_anything_a_run_leaves(
     one_stage: Plan, tmp_path: Path, environment: dict[str, str], ray_folder: Path
 ) -> None:
-    """Plan, results, trace, manifest, cache, what is printed, and Ray's own logs."""
+    """Plan, results, trace, manifest, journal, cache, what is printed, and Ray's own logs."""
     one_stage.save(tmp_path / "plan.json")
     one_stage.report(tmp_path / "report.html")
     (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
@@ -175,7 +175,9 @@ def test_no_secret_in_anything_a_run_leaves(
     assert done.returncode == 3, done.stderr[-2000:]  # one bad row
     assert not [secret for secret in SECRETS if secret in done.stdout + done.stderr]
     looked = [path for folder in (tmp_path, ray_folder) for path in files_below(folder)]
-    assert {"plan.json", "out.jsonl", "trace.json", "job.json"} <= {p.name for p in looked}
+    assert {"plan.json", "out.jsonl", "trace.json", "job.json", "job.journal"} <= {
+        p.name for p in looked
+    }
     assert any(path.suffix == ".log" for path in looked), "Ray's logs are elsewhere"
     for path in looked:
         content = path.read_bytes()

@@ -86,3 +86,15 @@ def test_it_can_be_asked_while_another_thread_still_writes(
         thread.join()
     assert set(words.text.split()) == {"x"}
     assert capfd.readouterr().err == ""
+
+
+def test_one_thread_catches_at_a_time(capfd: pytest.CaptureFixture[str]) -> None:
+    """The second one ends later than the first."""
+    with caught_words() as first:
+        second = caught_words()
+        within = second.__enter__()
+        os.write(2, b"hidden\n")
+    second.__exit__(None, None, None)
+    os.write(2, b"shown\n")
+    assert (first.text, within.text) == ("hidden", "")
+    assert capfd.readouterr().err == "shown\n"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,8 +29,8 @@ from planner.quality.sensitivity import (
 )
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import SpecError
+from tests.llmpq.report.pages import Page
 
-VOID = {"meta", "br"}
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
 WORKLOAD = Workload(8, 128, 32)
 
@@ -40,46 +40,6 @@ NO_QUESTIONS = WhatIfOptions(budget_s=0.0)  # they take seconds
 
 def reasons_of(plan: Plan, options: WhatIfOptions = NO_QUESTIONS) -> Explanation:
     return plan.explain(options)
-
-
-class Page(HTMLParser):
-    """Elements with their attributes and text; fails where tags do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-        assert len(dict(attributes)) == len(attributes), name
-        if name not in VOID:
-            self._open.append(name)
-
-    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-
-    def handle_endtag(self, name: str) -> None:
-        assert self._open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def all_of(self, name: str, style: str = "") -> list[dict[str, str | None]]:
-        return [
-            attributes
-            for each, attributes in self.elements
-            if each == name and (not style or style in (attributes.get("class") or "").split())
-        ]
 
 
 def make_cluster(name: str = "two-kinds", node: str = "old") -> Cluster:
@@ -139,6 +99,34 @@ def test_every_section_is_labelled_and_every_table_even() -> None:
     pictures = [each for _, each in page().elements if each.get("role") == "img"]
     assert pictures
     assert all(each.get("aria-label") for each in pictures)
+
+
+def test_headings_go_down_step_by_step_and_regions_take_the_focus() -> None:
+    levels = [int(name[1]) for name, _ in page().elements if re.fullmatch("h[1-6]", name)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(below - above <= 1 for above, below in itertools.pairwise(levels))
+    for _, attributes in page().elements:
+        if "scroll" in (attributes.get("class") or "").split():
+            assert attributes["tabindex"] == "0"
+            assert attributes["role"] == "region"
+            assert attributes["aria-label"]
+    names = [name for name, _ in page().elements]
+    assert names.count("details") == names.count("summary") > 0
+    (skip,) = page().all_of("a", "skip")
+    assert skip["href"] == "#content"
+    assert page().all_of("main")[0]["id"] == "content"
+    assert [name for name in names if name in ("header", "main", "footer")] == [
+        "header",
+        "main",
+        "footer",
+    ]
+
+
+def test_every_reason_is_text_and_not_only_a_title() -> None:
+    for box in page().all_of("li", "box"):
+        _, _, reason = (box["title"] or "").partition(": ")
+        assert " ".join(reason.split()) in page().text
 
 
 def test_every_layer_has_a_box_with_its_reason() -> None:

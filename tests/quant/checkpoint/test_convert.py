@@ -177,7 +177,8 @@ def test_command_line_says_what_was_made(
     gib = sum(tensor.nbytes for tensor in model.state_dict().values()) / 2**30
     tensors = len(model.state_dict())
     assert capsys.readouterr().out == (
-        f"Wrote {tensors} tensors ({gib:.2f} GiB) in 2 safetensors files to {tmp_path / 'new'}\n"
+        f"wrote {tensors} tensors ({gib:.2f} GiB) in 2 safetensors files to {tmp_path / 'new'}; "
+        f"plan it: llmpq plan --model {tmp_path / 'new'} --cluster cluster.yaml\n"
     )
     assert main([str(tmp_path / "old"), str(tmp_path / "old" / "config.json" / "x")]) == 2
     assert "llmpq-convert: error: cannot convert" in capsys.readouterr().err

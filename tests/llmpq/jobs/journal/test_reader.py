@@ -62,6 +62,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
         b'{"point":{"at":1}}',
         b'{"end":{"at":-1,"how":"done","text":""}}',
         b'{"end":{"at":1,"how":3,"text":""}}',
+        b'{"end":{"at":1,"how":"\\ud800","text":""}}',
         b'{"nothing":{}}',
         b'{"start":3}',
         b"[" * 100_000,

@@ -17,7 +17,14 @@ from llmpq.jobs.output.options import OutputOptions
 from llmpq.jobs.overview.liveness import BEAT_WITHIN_S, is_locked
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job, jobs_in
-from llmpq.jobs.overview.sentences import facts, rows_words, state_words, why_stopped
+from llmpq.jobs.overview.sentences import (
+    beside,
+    facts,
+    lasted,
+    rows_words,
+    state_words,
+    why_stopped,
+)
 from quant.common.errors import InputError
 from tests.llmpq.fake_jobs import (
     IDENTITY,
@@ -100,6 +107,25 @@ def test_errors_by_kind_of_the_sessions_that_count(tmp_path: Path, source: Path)
     write_journal(tmp_path / "out.jsonl.job", [*first, ended(BEGAN + 31), *second])
     job = look(output)
     assert [(kind.error, kind.count) for kind in job.error_kinds] == [("failed", 1)]
+
+
+def test_errors_of_results_that_are_too_large_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the runs have counted stand for them, and of jobs without a journal a part."""
+    source = write_prompts(
+        tmp_path / "in.jsonl", *[BAD | {"custom_id": f"{i}"} for i in range(400)]
+    )
+    run_job(source, tmp_path / "out.jsonl", OutputOptions(shard_s=None), limit=390)
+    monkeypatch.setattr("llmpq.jobs.overview.result_errors.BUDGET_S", -1.0)
+    job = look(tmp_path / "out.jsonl")
+    assert (job.errors, job.error_rows_read, job.error_kinds[0].count) == (None, 256, 256)
+    assert "errors not counted" in rows_words(job)
+    entries = [*session(rows=395), failed_rows(BEGAN + 30, 395, "failed")]
+    write_journal(tmp_path / "out.jsonl.job", entries)
+    job = look(tmp_path / "out.jsonl")
+    assert (job.done, job.errors, job.error_rows_read) == (390, 395, None)
+    assert "counted twice" in job.remarks[-1]
 
 
 def test_an_error_that_was_retried_is_found_once(tmp_path: Path) -> None:
@@ -252,3 +278,29 @@ def test_jobs_below_a_folder(tmp_path: Path, source: Path) -> None:
     assert len(list(jobs_in(tmp_path, 9))) == 4
     with pytest.raises(InputError, match="is no folder"):
         list(jobs_in(source))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0 s"),
+        (2.5, "2.5 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (3599.6, "1 h"),
+        (86400 - 20, "1 d"),
+        (90_000, "1 d 1 h"),
+        (1e8, "1,157 d 10 h"),
+    ],
+)
+def test_how_long_things_lasted(seconds: float, words: str) -> None:
+    assert lasted(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [(40.1, "as predicted"), (30, "25 % slower"), (50, "25 % faster"), (124, "3.1 times as fast")],
+)
+def test_measured_beside_predicted(measured: float, words: str) -> None:
+    assert beside(measured, 40).replace("\N{NO-BREAK SPACE}", " ") == words

@@ -16,7 +16,7 @@ from llmpq.jobs.journal.entries import Entry
 from llmpq.jobs.overview.overview import JobOverview, overview_of
 from llmpq.jobs.overview.places import find_job
 from llmpq.jobs.overview.sentences import facts
-from llmpq.jobs.overview.text import job_text
+from llmpq.jobs.overview.text import job_text, list_text
 from llmpq.jobs.page.charts import rate_chart, rows_chart
 from llmpq.jobs.page.page import job_page, write_page
 from llmpq.jobs.page.time_axis import MOST_TICKS, TimeAxis
@@ -92,7 +92,8 @@ def eventful() -> list[Entry]:
 
 def in_terminal(job: JobOverview) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(job_text(job), width=80)
+    console.print(job_text(job))
+    console.print(list_text([job]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= 80
     return str(text)

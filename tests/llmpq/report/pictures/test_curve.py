@@ -157,5 +157,5 @@ def test_the_page_has_the_answers_and_the_curve() -> None:
     assert "<rect" not in section  # the page's own colours show through
     # The menu has the plan, two qualities, 16 bit and two devices; the curve six plans.
     assert section.count("<tr") == (1 + 6) + (1 + 6)
-    assert "in flight at once" in page.partition("<main>")[0]
-    assert 'id="job"' not in report_page(small_plan())
+    assert "prompts in flight</dt><dd>96<" in page.partition("<main")[0]
+    assert "<svg" not in report_page(small_plan())

@@ -91,17 +91,17 @@ def test_summary_shows_rates_shares_and_times_beside_the_planned_ones(timed: Any
         return out.getvalue()
 
     shown = text(timed)
-    rows = [line for line in shown.splitlines() if "│" in line]
+    rows = [line for line in shown.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
     assert "50%" in rows[0]
-    for part in ("1.19 s", "1.00 s", "125.00 ms", "100.00 ms"):
+    for part in ("1.19 s", "1.00 s", "125.0 ms", "100.0 ms"):
         assert part in rows[1]
     seconds = FAST.busy_s * 2
-    assert f"{480 / seconds:.1f} tokens/s, {10 / seconds:.3g} prompts/s" in shown
+    assert f"{480 / seconds:.3g} tokens/s, {10 / seconds:.3g} prompts/s" in shown
     assert "too short" not in shown
     assert shown.count("slower than planned") == 1
     unplanned = text(replace(timed, time_scale=0.0))
     assert "slower" not in unplanned
-    assert "100.00 ms" in unplanned
+    assert "100.0 ms" in unplanned
     assert unplanned.count("1.00 s") == 2, "of the two stages' own times only"
 
 

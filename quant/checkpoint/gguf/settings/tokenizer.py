@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quant.checkpoint.gguf.configuration import END_KEYS
-from quant.checkpoint.gguf.entries import Entries
-from quant.checkpoint.gguf.pre_tokenizers import OF_ARCHITECTURE, PRE_TOKENIZERS, PreTokenizer
+from quant.checkpoint.gguf.settings.configuration import END_KEYS
+from quant.checkpoint.gguf.settings.entries import Entries
+from quant.checkpoint.gguf.settings.pre_tokenizers import (
+    OF_ARCHITECTURE,
+    PRE_TOKENIZERS,
+    PreTokenizer,
+)
 from quant.common.errors import SpecError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -32,16 +36,16 @@ def tokenizer_files(entries: Entries, vocabulary_size: int) -> dict[str, dict[st
     kind = entries.text("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return {}
-    tokens, types = _tokens(entries, vocabulary_size)
-    if kind == _BYTE_LEVEL:
-        made, adds_bos = _byte_level(entries, tokens)
-    elif kind == _SENTENCE_PIECE:
-        made, adds_bos = _sentence_piece(entries, tokens, types), True
-    else:
+    if kind not in (_BYTE_LEVEL, _SENTENCE_PIECE):
         raise entries.refusal(
             "tokenizer.ggml.model", kind, f"{_BYTE_LEVEL} (byte-level BPE) or {_SENTENCE_PIECE} "
             "(SentencePiece) for a model that llmpq runs"
         )  # fmt: skip
+    tokens, types = _tokens(entries, vocabulary_size)
+    if kind == _BYTE_LEVEL:
+        made, adds_bos = _byte_level(entries, tokens)
+    else:
+        made, adds_bos = _sentence_piece(entries, tokens, types), True
     special = _special_tokens(entries, tokens, kind)
     marked = {number for number in special.values()}
     marked |= {entries.values[f"tokenizer.ggml.{key}"] for key in END_KEYS

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quant.checkpoint.gguf.architectures import ARCHITECTURES
-from quant.checkpoint.gguf.entries import Entries
 from quant.checkpoint.gguf.header import StoredBlocks
-from quant.checkpoint.gguf.rotary import Factors, check_long_factors, rotary_entries
+from quant.checkpoint.gguf.settings.entries import Entries
+from quant.checkpoint.gguf.settings.rotary import Factors, check_long_factors, rotary_entries
 from quant.common.errors import SpecError
 
 Tensors = Mapping[str, StoredBlocks]

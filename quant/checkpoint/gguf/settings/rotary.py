@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.checkpoint.gguf.entries import Entries
+from quant.checkpoint.gguf.settings.entries import Entries
 from quant.common.errors import SpecError
 
 FACTORS = "rope_freqs.weight"

@@ -1,0 +1,113 @@
+"""`llmpq demo`: plan and run a dozen questions on SmolLM2-135M, over three GPUs that CPUs play."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from llmpq.cli import algo, dist
+from llmpq.cli.common import Parser, console, run_command
+from quant.checkpoint.demo_model import DEMO, demo_gguf
+from quant.common.errors import InputError
+
+FOLDER = "demo_output"
+_CLUSTER, _QUESTIONS, _PLAN, _ANSWERS = (
+    "cluster.yaml",
+    "questions.jsonl",
+    "plan.json",
+    "answers.jsonl",
+)
+_NEW_TOKENS = 64
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "llmpq demo") -> int:
+    """Entry point; returns the exit code."""
+    parser = Parser(prog=prog, description=__doc__)
+    parser.add_argument(
+        "folder", nargs="?", default=FOLDER, metavar="FOLDER", help="folder for what it writes"
+    )
+    options = parser.parse_args(arguments)
+    return run_command(prog, lambda: _demo(options))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    demo_gguf()  # before a folder is made
+    folder = Path(options.folder)
+    _copy_files(folder)
+    cluster, questions = str(folder / _CLUSTER), str(folder / _QUESTIONS)
+    plan, answers = str(folder / _PLAN), str(folder / _ANSWERS)
+    planning = ["--model", DEMO, "--cluster", cluster, "--input", questions]
+    planning += ["--n", str(_NEW_TOKENS), "--bits", "4", "8", "16", "-o", plan]
+    running = ["--plan", plan, "--input", questions, "--output", answers, "--overwrite"]
+    _show_command("plan", planning)
+    code = algo.main(planning)
+    if code:
+        return code
+    _show_command("run", running)
+    code = dist.main(running)
+    if Path(answers).is_file():
+        _show_answers(Path(questions), Path(answers))
+        _show_what_next(folder)
+    return code
+
+
+def _copy_files(folder: Path) -> None:
+    """Copy the cluster and the questions, for the user to see and to change."""
+    source = files("llmpq").joinpath("demo")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (_CLUSTER, _QUESTIONS):
+            (folder / name).write_bytes(source.joinpath(name).read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"cannot write into {folder}: {error.strerror}; name another folder: llmpq demo FOLDER"
+        ) from error
+
+
+def _show_command(name: str, arguments: Sequence[str]) -> None:
+    """Print the command that comes next, as a user would type it."""
+    shown = Text(f"\n$ llmpq {name} {shlex.join(arguments)}\n", style="bold")
+    console().print(shown, soft_wrap=True)
+    sys.stdout.flush()
+
+
+def _show_answers(questions: Path, answers: Path) -> None:
+    """Print each question with its answer, in the order of the questions."""
+    found = {str(row["custom_id"]): row for row in _rows(answers)}
+    for row in _rows(questions):
+        result = found.get(str(row["custom_id"]), {})
+        answer = result.get("text") or f"(no answer: {result.get('error')})"
+        console().print(Text(f"\n{row['messages'][-1]['content']}", style="bold"), soft_wrap=True)
+        console().print(Text(answer.strip()), soft_wrap=True)
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _show_what_next(folder: Path) -> None:
+    written = ", ".join(str(folder / name) for name in (_CLUSTER, _QUESTIONS, _PLAN, _ANSWERS))
+    quoted = {name: shlex.quote(str(folder / name)) for name in (_CLUSTER, _QUESTIONS, _PLAN)}
+    page = shlex.quote(str(folder / "plan.html"))
+    lines = (
+        f"\nWritten: {written}",
+        "Go on with:",
+        f"  llmpq plan --model {DEMO} --cluster {quoted[_CLUSTER]} --input {quoted[_QUESTIONS]} "
+        f"--n {_NEW_TOKENS} --report {page}    # why each layer has its bits",
+        f"  llmpq serve --plan {quoted[_PLAN]}    # chat by OpenAI's HTTP interface",
+        "  llmpq plan --model MODEL.gguf --cluster YOURS.yaml --input YOURS.jsonl -o plan.json",
+    )
+    console().print(Text("\n".join(lines)), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

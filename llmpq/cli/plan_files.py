@@ -1,0 +1,89 @@
+"""The files that planning writes, and what it says of them: the plan, its page, its pictures."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.cli.common import command_line, tell_written
+from llmpq.cli.options.algo import PLANNING
+from llmpq.cluster import Cluster
+from llmpq.model_check import checked_shape
+from llmpq.plan import Plan
+from llmpq.report import refusal_of, write_front, write_refusal
+from llmpq.workload.input_job import InputJob
+from planner.options import PlanOptions
+from planner.search.remedies import PlanningRequest
+from planner.search.tradeoffs.front import FrontPoint
+from planner.workload import Job, Workload
+from quant.checkpoint.model_reference import local_path
+from quant.common.errors import InfeasibleError, SpecError
+
+PROMPTS, RESULTS = "prompts.jsonl", "results.jsonl"  # names for files that the user did not name
+
+
+def write_files(
+    options: argparse.Namespace, plan: Plan, points: Sequence[FrontPoint], command: Sequence[str]
+) -> None:
+    """Write what was asked for of a plan, and say what to do with it."""
+    if "output" in options:
+        plan.save(options.output)
+        tell_written(options.output, f"run it: {_run_command(options, plan)}", options.json)
+    if "report" in options:
+        plan.report(options.report, points, command)
+        tell_written(options.report, "open it in a browser", options.json)
+    if "trace" in options:
+        plan.trace(options.trace)
+        where = "a browser" if Path(options.trace).suffix == ".svg" else "https://ui.perfetto.dev"
+        tell_written(options.trace, f"open it in {where}", options.json)
+
+
+def write_front_file(
+    options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool
+) -> None:
+    """Write the front where a file for it was named."""
+    if not options.pareto:
+        return
+    write_front(options.pareto, points, "job" if is_job else "batch")
+    look = "open it in a browser; " if Path(options.pareto).suffix == ".svg" else ""
+    tell_written(options.pareto, f"{look}--theta X plans the one you like", options.json)
+
+
+def _run_command(options: argparse.Namespace, plan: Plan) -> str:
+    """The command that runs the plan that was written, with the files that were given."""
+    inputs = options.input if "input" in options else [PROMPTS]
+    words = ["llmpq", "run", "--plan", options.output, "--input", *inputs]
+    source = local_path(plan.model.source, "give a folder", SpecError)
+    is_hub_id = source is None and plan.model.source.count("/") == 1
+    if not is_hub_id and (source is None or not source.is_dir()):
+        words += ["--model", "FOLDER"]
+    return command_line(*words, "--output", RESULTS)
+
+
+@dataclass(frozen=True)
+class PageOfRefusal:
+    """A context that writes the report also where nothing fits, before the error goes on."""
+
+    options: argparse.Namespace
+    cluster: Cluster
+    model: str
+    workload: Workload | Job | InputJob
+    command: Sequence[str]
+
+    def __enter__(self) -> None:
+        """Do nothing yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Write the page of an `InfeasibleError`, where a report was asked for."""
+        if isinstance(error, InfeasibleError) and "report" in self.options:
+            write_refusal(self.options.report, refusal_of(self._request(), error, self.command))
+            tell_written(self.options.report, "it says what would help", stderr=True)
+
+    def _request(self) -> PlanningRequest:
+        names = [name for name in PLANNING if name in self.options]
+        chosen = PlanOptions.of({name: getattr(self.options, name) for name in names})
+        workload = self.workload
+        ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        return PlanningRequest.of(self.cluster.spec, checked_shape(self.model), ordinary, chosen)

@@ -1,0 +1,51 @@
+"""Expected seconds of passes and calibrations, against operations that are counted here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from actors.stage.layer_stream import compute_on
+from llmpq.quality.effort import PASS_SHARE, Effort, operations_per_s
+from llmpq.quality.options import IndicatorOptions
+from planner.model.finding import model_shape
+from quant.loading.emulated_kernels import LayerScheme
+
+SHAPE = model_shape("opt-30b")
+RATE = 1e12
+
+
+def test_a_pass_takes_two_operations_a_weight_and_token() -> None:
+    seconds = Effort(SHAPE, RATE).passes_s(1000, 48)
+    weights = 48 * 12 * 7168**2  # LLM-PQ's 12 h^2 of a layer
+    assert seconds == pytest.approx(2 * 1000 * weights / RATE / PASS_SHARE, rel=0.01)
+
+
+def test_models_that_begin_alike_are_computed_once() -> None:
+    effort, full = Effort(SHAPE, RATE), LayerScheme(16)
+    alike = [[full] * 48, [full] * 47 + [LayerScheme(4)]]
+    head = effort.passes_s(10, 0, 1)
+    one, both = effort.evaluation_s(10, alike[:1]), effort.evaluation_s(10, alike)
+    assert both - one == pytest.approx(effort.passes_s(10, 1) + head)
+    apart = [[full] * 48, [LayerScheme(4)] * 48]
+    assert effort.evaluation_s(10, apart) == pytest.approx(2 * one)
+
+
+def test_more_text_more_bits_and_slower_machines_take_longer() -> None:
+    effort, slow = Effort(SHAPE, RATE), Effort(SHAPE, RATE / 2)
+    few, many = IndicatorOptions(bits=(4,)), IndicatorOptions(bits=(3, 4, 8))
+    assert effort.gptq_s(800_000, [4] * 48) > 1.5 * effort.gptq_s(400_000, [4] * 48)
+    assert effort.gptq_s(1000, [16] * 48) == pytest.approx(effort.passes_s(1000, 48))
+    assert slow.gptq_s(1000, [4] * 48) == pytest.approx(2 * effort.gptq_s(1000, [4] * 48))
+    assert effort.indicator_s(1000, many) > effort.indicator_s(1000, few)
+    variance = dataclasses.replace(many, method="variance")
+    assert effort.indicator_s(1000, variance) == pytest.approx(effort.passes_s(1000, 48))
+
+
+def test_the_machines_speed_is_measured_by_the_clock() -> None:
+    times = iter([0.0, 0.0, 0.1, 0.2])  # two products in 0.2 s
+    compute = compute_on(torch.device("cpu"), torch.float32)
+    rate = operations_per_s(compute, lambda: next(times))
+    assert rate == pytest.approx(2 * 2 * 512 * 1024 * 1024 / 0.2)
