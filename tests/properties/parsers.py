@@ -39,7 +39,8 @@ from planner.profiles.rows import read_profiles, write_profiles
 from planner.quality.sensitivity import load_omega
 from planner.workload import Workload
 from quant.checkpoint.gptq_config import CONFIG_FILE, read_gptq_config
-from quant.checkpoint.reader import INDEX_FILE, SINGLE_FILE, Checkpoint
+from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.stored_tensors import INDEX_FILE, SINGLE_FILE
 from quant.common.errors import LlmpqError, SpecError
 from tests.properties import tokenizers
 from tests.properties.mutation import (
