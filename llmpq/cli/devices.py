@@ -68,11 +68,14 @@ def _show(options: argparse.Namespace) -> int:
         else:
             print_table(facts_table(_facts(chosen)))
         return EXIT_DONE
-    kinds = _kinds_here() if options.here else (*own, *registry())
+    here = _counts_here() if options.here else {}
+    kinds = tuple(map(find_accelerator, here)) or (*own, *registry())
     if options.json:
-        print_json([_as_json(each) for each in kinds])
+        count = {name: {"count": here[name]} for name in here}
+        print_json([_as_json(each) | count.get(each.name, {}) for each in kinds])
     else:
-        print_table(_overview(kinds))
+        found = ", ".join(f"{count} x {name}" for name, count in here.items())
+        print_table(_overview(kinds, *([f"This machine has {found}."] if here else [])))
     return EXIT_DONE
 
 
@@ -83,12 +86,12 @@ def _described(path: str | None) -> tuple[Accelerator, ...]:
     return () if path is None else ClusterSpec.from_yaml(path).described
 
 
-def _kinds_here() -> tuple[Accelerator, ...]:
-    """The types of this machine's devices; the processor's where no driver reports a GPU."""
+def _counts_here() -> dict[str, int]:
+    """The counts of this machine's devices by type; its processor where no driver reports a GPU."""
     from llmpq.detect import local_node
 
-    names: Iterable[str] = local_node("here")["accelerators"]
-    return tuple(find_accelerator(name) for name in names)
+    counts: dict[str, int] = local_node("here")["accelerators"]
+    return counts
 
 
 def kernels_of(accelerator: Accelerator) -> dict[int, str]:
@@ -118,7 +121,7 @@ def _rates(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def _overview(kinds: Sequence[Accelerator]) -> RenderableType:
+def _overview(kinds: Sequence[Accelerator], *found: str) -> RenderableType:
     """A row for each accelerator, and below the kernels that the letters stand for."""
     sets = list(dict.fromkeys(tuple(kernels_of(each).items()) for each in kinds))
     letters = dict(zip(sets, _LETTERS, strict=False))
@@ -126,7 +129,7 @@ def _overview(kinds: Sequence[Accelerator]) -> RenderableType:
     for each in kinds:
         table.add_row(*_cells(each), letters[tuple(kernels_of(each).items())])
     legend = (f"  {letter}: {_kernel_names(names)}" for names, letter in letters.items())
-    return with_notes(table, "\n".join(["kernels by bits", *legend]), *_NOTES)
+    return with_notes(table, *found, "\n".join(["kernels by bits", *legend]), *_NOTES)
 
 
 def _kernel_names(kernels: Iterable[tuple[int, str]]) -> str:

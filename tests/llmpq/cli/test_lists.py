@@ -107,10 +107,15 @@ def test_devices_of_a_cluster_file_are_listed(
 def test_devices_here_are_those_that_the_driver_reports(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = (("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20), ("Tesla T4", 15360 * 2**20))
+    gpus = (("NVIDIA GeForce RTX 4060 Ti", 16380 * 2**20), *(("Tesla T4", 15360 * 2**20),) * 2)
     monkeypatch.setattr("llmpq.detect.local_gpus", lambda: gpus)
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
-    assert [each["name"] for each in found] == ["RTX4060Ti-16GB", "T4-16GB"]
+    assert [(each["name"], each["count"]) for each in found] == [
+        ("RTX4060Ti-16GB", 1),
+        ("T4-16GB", 2),
+    ]
+    text = shown(capsys, "devices", "--here")
+    assert "This machine has 1 x RTX4060Ti-16GB, 2 x T4-16GB." in text
     monkeypatch.setattr("llmpq.detect.local_gpus", tuple)
     found = json.loads(shown(capsys, "devices", "--here", "--json"))
     assert [each["name"] for each in found] == ["CPU"]
