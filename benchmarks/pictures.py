@@ -1,12 +1,14 @@
-"""The pictures of the README and of `docs/planner.md`, made from real commands: the planning of a
-job, its first seconds, and a run in the terminal.
+"""Pictures of the README, `docs/planner.md` and `docs/report.md`, made from real commands: the
+planning of a job, its first seconds, its page, and a run in the terminal.
 
-    python -m benchmarks.pictures [--folder docs]
+    python -m benchmarks.pictures [--folder docs] [--parts plan page run]
 
 `planning.svg` is what `llmpq-algo` prints of a job of OPT-30b on `cluster_specs/t4_v100_a100.yaml`,
 `in_flight.svg` the curve of that plan over prompts in flight. `plan.svg` is the beginning of a job
 of few slots and short answers on the same cluster, as `--trace` draws it. `run.svg` is what
-`llmpq-dist` shows of the demo job: one moment of the run, and its end.
+`llmpq-dist` shows of the demo job: one moment of the run, and its end. `report_wide.png` and
+`report_narrow.png` are the beginning of that plan's page in a window of 1280 pixels, light, and of
+400, dark; they need playwright (`pip install '.[browser]'`) and Chromium (LLMPQ_BROWSER names it).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +30,8 @@ from llmpq import Plan
 from llmpq.report import write_curve
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = 130
+COLUMNS = 80
+PAGE_HEIGHT = 900  # pixels of a page that are shown
 SPECS = ROOT / "cluster_specs"
 _REDRAWN = re.compile(r"\r?(?:\x1b\[(?:2K|1A|\?25[lh])\r?)+")
 _IN_SLOTS = re.compile(r"queued, (\d+) in")
@@ -68,10 +72,28 @@ def plan_pictures(folder: Path) -> None:
     """Write `planning.svg`, `in_flight.svg` and `plan.svg`."""
     with tempfile.TemporaryDirectory() as aside:
         plan = f"{aside}/plan.json"
-        text = shown("llmpq.cli.algo", [*_PLAN.split(), "-o", plan])
+        text = shown("llmpq.cli.algo", [*_PLAN.split(), "-o", plan]).replace(plan, "plan.json")
         write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
     save(folder / "planning.svg", f"llmpq-algo {_PLAN} -o plan.json", text)
     shown("llmpq.cli.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
+
+
+def page_pictures(folder: Path) -> None:
+    """Write `report_wide.png` and `report_narrow.png`."""
+    from playwright.sync_api import sync_playwright
+
+    installed = os.environ.get("LLMPQ_BROWSER") or shutil.which("chromium")
+    with tempfile.TemporaryDirectory() as aside, sync_playwright() as playwright:
+        page = Path(aside) / "page.html"
+        shown("llmpq.cli.algo", [*_PLAN.split(), "--report", str(page)])
+        browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        for name, width, scheme in (("wide", 1280, "light"), ("narrow", 400, "dark")):
+            window = browser.new_page(
+                viewport={"width": width, "height": PAGE_HEIGHT}, color_scheme=scheme
+            )
+            window.goto(page.as_uri())
+            window.screenshot(path=folder / f"report_{name}.png")
+        browser.close()
 
 
 def run_picture(folder: Path) -> None:
@@ -88,14 +110,18 @@ def run_picture(folder: Path) -> None:
     save(folder / "run.svg", command, text)
 
 
+PARTS = {"plan": plan_pictures, "page": page_pictures, "run": run_picture}
+
+
 def main() -> None:
     """Write all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs")
-    folder = parser.parse_args().folder
-    plan_pictures(folder)
-    run_picture(folder)
-    print(f"planning.svg, in_flight.svg, plan.svg and run.svg are in {folder}")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    for part in options.parts:
+        PARTS[part](options.folder)
+    print(f"the pictures of {', '.join(options.parts)} are in {options.folder}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from llmpq.cli.common import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_TERMINATED,
+    command_line,
     console,
     run_command,
+    tell_written,
 )
 from llmpq.cli.options.dist import (
     PROG,
@@ -152,10 +154,21 @@ def _run_job(
         run.give_up = partial(_end_at_once, options.prog, output)
         session = _session_of(output.journal, job.tally, options)
         with recorded(run, session) as recorder:
-            return _generate(run, job, job_options.stop_at_error, seen, recorder)
+            code = _generate(run, job, job_options.stop_at_error, seen, recorder)
+        if code != EXIT_FAILED:
+            _tell_files(options, chosen)
+        return code
     code = _end_done(job.tally)
     job.finish()
     return code
+
+
+def _tell_files(options: argparse.Namespace, chosen: RunOptions) -> None:
+    """Say what a run has written, and where to look at it."""
+    shown = command_line("llmpq", "jobs", "show", options.output)
+    tell_written(options.output, f"its figures: {shown}", stderr=True)
+    if chosen.trace_path is not None:
+        tell_written(chosen.trace_path, "open it in https://ui.perfetto.dev", stderr=True)
 
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> None:

@@ -147,7 +147,7 @@ def _more_devices(plan: PlanSpec) -> str:
     least = plan.predicted.tokens_per_s * (1 + LEAST_GAIN)
     found = [each for each in plan.beside.more_devices if each.plan.tokens_per_s >= least]
     if plan.beside.more_devices and not found:
-        return f"one more device of any kind: less than {LEAST_GAIN:.0%} more tokens/s"
+        return f"one more device of any kind: less than {LEAST_GAIN * 100:g} % more tokens/s"
     gains: list[str] = []
     for each in found:
         where = f" on {each.node}" if nodes[each.accelerator] > 1 else ""

@@ -71,7 +71,7 @@ def lever(plan: PlanSpec, explanation: Explanation, least_s: float) -> str:
         return ""
     if best.objective_change_s > -worth_telling_s(plan, least_s):
         whats = "more memory on one device" + (" or faster links" if len(plan.stages) > 1 else "")
-        return f"None of the changes tried ({whats}) would gain {LEAST_GAIN:.0%} or more."
+        return f"None of the changes tried ({whats}) would gain {LEAST_GAIN * 100:g} % or more."
     return (
         f"Of the changes tried, {question(best.question, plan.stages)} would bring most: "
         f"{outcome(best, least_s)}."

@@ -22,6 +22,7 @@ from llmpq.report.formatting import (
 )
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.front import front_beside
+from llmpq.report.sentences import RESOURCES
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table, stacked
 from planner.explanation.explain import StageLimits
 from planner.plan.spec import PlanSpec, StagePlan
@@ -79,7 +80,7 @@ def _narrow(plan: PlanSpec, limits: Sequence[StageLimits]) -> Table:
             f"{size_text(stage.memory_bytes)}\n{size_text(stage.memory_limit_bytes)}",
             _seconds(stage.prefill_s),
             _seconds(stage.decode_s),
-            *([",\n".join(_binding(limits[stage.index]))] if limits else []),
+            *([_stacked_binding(limits[stage.index])] if limits else []),
         )
     return table
 
@@ -95,6 +96,12 @@ def _span(stage: StagePlan) -> str:
 
 def _binding(limits: StageLimits) -> Sequence[str]:
     return limits.binds or ("-",)
+
+
+def _stacked_binding(limits: StageLimits) -> str:
+    """The resources below each other; "all" for all three, so that two lines are enough."""
+    names = _binding(limits)
+    return "all" if len(names) == len(RESOURCES) else ",\n".join(names)
 
 
 def _notes(plan: PlanSpec) -> list[str]:

@@ -366,6 +366,7 @@ def test_defaults_of_the_model_are_told_and_part_of_the_job(
         assert run_dist(*arguments, "--top_p", "0.5", "--logit_bias", "7=-1.5", "8=2") == 3
     told = capsys.readouterr().err
     assert "defaults of the model's generation_config.json: temperature 0.6; --gen" in told
+    assert f"wrote {tmp_path / 'r.jsonl'}; its figures: llmpq jobs show" in told
     manifest = json.loads((tmp_path / "r.jsonl.job" / "job.json").read_text())
     kept = {"temperature": 0.6, "top_p": 0.5, "logit_bias": {"7": -1.5, "8": 2.0}}
     assert kept.items() <= manifest["sampling"].items()

@@ -47,6 +47,8 @@ def test_command_prints_a_table_and_writes_json(
     assert found[1]["divergence"] == pytest.approx(0, abs=1e-6)
     assert 0 < found[3]["divergence_error"] < found[3]["divergence"]
     assert f"{found[3]['divergence']:.5f}" in printed
+    assert printed.splitlines()[-1] == f"wrote {target}"
+    assert max(map(len, printed.splitlines()[:-1])) <= 80
 
 
 def test_text_from_standard_input_by_the_models_tokenizer(

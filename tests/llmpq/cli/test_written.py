@@ -10,16 +10,16 @@ import pytest
 
 from llmpq.cli import algo
 from llmpq.cli.common import console
-from tests.paths import DEMO_MODEL, SPECS
+from tests.paths import DEMO_MODEL
 
-PROMPTS = """{"custom_id": "a", "prompt": "def main("}\n{"custom_id": "b", "prompt": "import "}\n"""
+PROMPTS = """{"custom_id": "a", "prompt": [5, 6, 7]}\n{"custom_id": "b", "prompt": [5, 6]}\n"""
 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> list[str]:
     """A small batch for the prompts of a file."""
     (tmp_path / "my prompts.jsonl").write_text(PROMPTS)
-    where = ["--model", str(DEMO_MODEL), "--cluster", str(SPECS / "demo_mixed_cpu.yaml")]
+    where = ["--model", str(DEMO_MODEL), "--device_names", "T4", "--device_numbers", "1"]
     given = ["--input", str(tmp_path / "my prompts.jsonl"), "--n", "4"]
     return [*where, *given, "--global_bz", "2", "--theta", "1"]
 

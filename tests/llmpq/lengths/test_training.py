@@ -115,7 +115,11 @@ def test_the_command_trains_and_judges(tmp_path: Path, capsys: pytest.CaptureFix
     folder, figures = tmp_path / "p", tmp_path / "figures.json"
     model = ["--model", str(DEMO_MODEL)]
     assert main(["train", "--input", seen, *model, "-o", str(folder), "--buckets", "4"]) == 0
-    assert "the most frequent bucket" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the most frequent bucket" in printed
+    *table, written = printed.splitlines()
+    assert max(map(len, table)) <= 80
+    assert written.startswith(f"wrote {folder}; plan with it: llmpq plan --input prompts.jsonl")
     file = predictor_file(folder)
     vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
     assert file.tokenizer == tokenizer_digest(DEMO_MODEL, vocab_size)

@@ -14,12 +14,13 @@ import pytest
 
 from llmpq import Plan
 from llmpq.cli import algo
-from llmpq.report import write_curve, write_front
+from llmpq.report import write_curve, write_front, write_report
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.tradeoffs.front import FrontPoint
 from tests.llmpq.jobs_of_prompts import job_plan
 from tests.llmpq.report.browser import CONTRASTS, FOCUSED, WIDTHS, browser, page_of
 from tests.llmpq.report.test_same_figures import demo_job, two_types
+from tests.llmpq.tables.test_plans import eight_stages
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.rare
@@ -28,6 +29,7 @@ FEW = WhatIfOptions(budget_s=5.0)
 PICTURES = Path(os.environ.get("LLMPQ_REPORT_PICTURES", ROOT / "report_pictures"))
 VIEWS = [(width, scheme) for width in (400, 1280) for scheme in ("light", "dark")]
 MOST_STOPS = 400
+NAMES = ("job", "batch", "bare", "long", "refusal")
 OPEN = "open => document.querySelectorAll('details').forEach(each => each.open = open)"
 
 
@@ -39,20 +41,18 @@ def opened() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The pages of a job, of a batch on two kinds of device, without reasons, and of a refusal."""
+    """The pages of a job, of a batch, without reasons, with long names, and of a refusal."""
     folder = tmp_path_factory.mktemp("pages")
-    written = {name: folder / f"{name}.html" for name in ("job", "batch", "bare", "refusal")}
+    written = {name: folder / f"{name}.html" for name in NAMES}
     for name, plan in (("job", demo_job()), ("batch", two_types())):
         explained = Plan(plan.spec, plan.costs)
         explained.__dict__["explanation"] = plan.explain(FEW)
         explained.report(written[name])
     Plan(job_plan()).report(written["bare"])
+    write_report(written["long"], eight_stages("rack-7-of-building-2", (16, 8, 4, 3))[0])
     short = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2"]
     assert algo.main([*short, "--global_bz", "1", "--report", str(written["refusal"])]) == 2
     return written
-
-
-NAMES = ("job", "batch", "bare", "refusal")
 
 
 @pytest.mark.parametrize("name", NAMES)

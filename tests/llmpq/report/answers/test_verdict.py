@@ -96,6 +96,6 @@ def test_the_menu_leaves_out_what_gains_less_than_a_percent() -> None:
     less = replace(plan, beside=replace(plan.beside, more_devices=(hardly,)))
     assert not any("more" in course.name for course in menu(less))
     text = Page(report_page(less)).text
-    assert "one more device of any kind: less than 1% more tokens/s" in text
+    assert "one more device of any kind: less than 1 % more tokens/s" in text
     seconds = {course.name: course.seconds for course in menu(plan)}
     assert seconds["fast"] == pytest.approx(306 * 980 / 310)
