@@ -117,9 +117,13 @@ def test_a_run_that_is_refused_leaves_no_process(
         pids.add(process.pid)
         return process
 
+    def refused(_: Path) -> None:
+        raise SpecError("no such architecture")
+
     monkeypatch.setattr("llmpq.run.shared.resources.start_tokenizer", started)
-    with pytest.raises(SpecError, match="room for") as caught:
-        one_stage.run(["hello"], {"max_new_tokens": 10**6}, model=str(model))
+    monkeypatch.setattr("actors.stage.transformers_config.check_transformers_builds", refused)
+    with pytest.raises(SpecError, match="no such architecture") as caught:
+        one_stage.run(["hello"], model=str(model))
     assert caught.traceback  # as a notebook keeps it, and what its frames hold
     assert pids
     assert not alive(pids)

@@ -50,7 +50,7 @@ def rows() -> list[dict[str, Any]]:
     """Prompts of `LENGTHS`; rows of `LIMITS` may get more tokens than the plan has room for."""
     made: list[dict[str, Any]] = []
     for i, prompt in enumerate(PROMPTS):
-        row: dict[str, Any] = {"custom_id": str(i), "prompt": list(prompt)}
+        row: dict[str, Any] = {"custom_id": str(i), "prompt": list(prompt), "topic": {"of": i}}
         made.append(row | ({"max_new_tokens": LIMITS[i]} if i in LIMITS else {}))
     return made
 
@@ -59,7 +59,9 @@ def test_long_rows_come_last_with_the_same_tokens(tiny: tuple[Path, Any], spec: 
     events: list[RecoveryEvent] = []
     run = Plan(spec).run(rows(), Sampling(ignore_eos=True), on_event=events.append)
     results = {each.custom_id: each for each in run}
-    assert len(results) == len(PROMPTS)
+    assert {i: each.columns for i, each in results.items()} == {
+        str(i): {"topic": {"of": i}} for i in range(len(PROMPTS))
+    }
     good = {i: result for i, result in results.items() if result.error is None}
     assert set(list(good)[:3]) == {"0", "2"} | set(list(good)[2:3])
     assert set(list(good)[2:]) == {"1", "3", "4", "5"}, "after the others"
