@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 
 from actors.emulation.stand_in import check_planned_memory, stand_in_spec
 from actors.emulation.times import emulated_times
-from actors.messages import Finished, Request, StageStats, Transport
+from actors.messages import Finished, Request, Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.environment import stage_environment
 from actors.processes.handle import StageHandle
@@ -30,6 +30,7 @@ from actors.schedule.scheduler import QueueSizes
 from actors.schedule.table import queue_sizes
 from actors.stage.importance import what_is_seen
 from actors.stage.spec import StageSpec, stage_spec
+from actors.stage_figures import StageStats
 from actors.telemetry.meter import TelemetryOptions
 from actors.telemetry.observer import Observer
 from actors.transport.rendezvous import CONTROL

@@ -49,8 +49,8 @@ from actors.stage.layer_stream import compute_on
 from actors.stage.partial_model import empty_model
 from benchmarks.machine import BFLOAT16_CAPABILITY
 from quant.cache.folder import ShardCache
-from quant.checkpoint.read_ahead import READ_AHEAD_BYTES
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES
 from quant.common.units import MIB
 from quant.linear import LayerForm
 from quant.loading.emulated_kernels import LayerScheme

@@ -72,10 +72,12 @@ def plan_pictures(folder: Path) -> None:
     """Write `planning.svg`, `in_flight.svg` and `plan.svg`."""
     with tempfile.TemporaryDirectory() as aside:
         plan = f"{aside}/plan.json"
-        text = shown("llmpq.cli.algo", [*_PLAN.split(), "-o", plan]).replace(plan, "plan.json")
+        text = shown("llmpq.cli.running.algo", [*_PLAN.split(), "-o", plan]).replace(
+            plan, "plan.json"
+        )
         write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
     save(folder / "planning.svg", f"llmpq-algo {_PLAN} -o plan.json", text)
-    shown("llmpq.cli.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
+    shown("llmpq.cli.running.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
 
 
 def page_pictures(folder: Path) -> None:
@@ -85,7 +87,7 @@ def page_pictures(folder: Path) -> None:
     installed = os.environ.get("LLMPQ_BROWSER") or shutil.which("chromium")
     with tempfile.TemporaryDirectory() as aside, sync_playwright() as playwright:
         page = Path(aside) / "page.html"
-        shown("llmpq.cli.algo", [*_PLAN.split(), "--report", str(page)])
+        shown("llmpq.cli.running.algo", [*_PLAN.split(), "--report", str(page)])
         browser = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
         for name, width, scheme in (("wide", 1280, "light"), ("narrow", 400, "dark")):
             window = browser.new_page(
@@ -102,9 +104,9 @@ def run_picture(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as aside:
         plan, results = f"{aside}/plan.json", f"{aside}/results.jsonl"
         asked = ["--model", "examples/demo_model", "--cluster", cluster, "--input", prompts]
-        shown("llmpq.cli.algo", [*asked, "--n", "48", "-o", plan])
+        shown("llmpq.cli.running.algo", [*asked, "--n", "48", "-o", plan])
         told = ["--plan", plan, "--cluster", cluster, "--input", prompts, "--output", results]
-        *frames, end = _REDRAWN.split(shown("llmpq.cli.dist", told))
+        *frames, end = _REDRAWN.split(shown("llmpq.cli.running.dist", told))
     text = f"{busiest(frames).strip()}\n\n{end.strip()}"
     command = f"llmpq-dist --plan plan.json --input {prompts} --output results.jsonl"
     save(folder / "run.svg", command, text)

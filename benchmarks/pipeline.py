@@ -22,11 +22,12 @@ from pathlib import Path
 
 import torch
 
-from actors.messages import Request, Sampling, StageStats
+from actors.messages import Request, Sampling
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.static import StaticScheduler
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
+from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from benchmarks.machine import processor_name
 from benchmarks.quality import MODEL

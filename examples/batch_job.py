@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmpq.cli import algo, dist
+from llmpq.cli.running import algo, dist
 
 
 def main() -> int:

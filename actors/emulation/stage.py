@@ -15,8 +15,9 @@ from torch import Tensor
 
 from actors.emulation.clock import EmulatedClock
 from actors.emulation.times import ScaledTimes
-from actors.messages import Admission, MicroBatch, Sampled, Sampling, StageStats
+from actors.messages import Admission, MicroBatch, Sampled, Sampling
 from actors.stage.stage import Stage
+from actors.stage_figures import StageStats
 from planner.plan.modelled_times import ModelledTimes
 from quant.common.errors import DeviceError
 

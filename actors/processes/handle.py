@@ -10,10 +10,11 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from actors.messages import Chunk, LayersLoaded, Request, StageStats
+from actors.messages import Chunk, Request
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
+from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
 from actors.transport.rendezvous import Rendezvous
 from quant.importance.statistics import LayerImportance

@@ -16,20 +16,7 @@ from ray.actor import ActorHandle
 from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
-from actors.messages import (
-    BATCH_KINDS,
-    NO_SUPERVISION,
-    Chunk,
-    Finished,
-    LayersLoaded,
-    MicroBatch,
-    Progress,
-    QueueDepth,
-    Request,
-    Sampled,
-    StageStats,
-    Supervision,
-)
+from actors.messages import BATCH_KINDS, Chunk, Finished, MicroBatch, Progress, Request, Sampled
 from actors.processes.device import local_device
 from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
@@ -39,6 +26,7 @@ from actors.schedule.table import make_scheduler
 from actors.stage.importance import measure_stage
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
+from actors.stage_figures import NO_SUPERVISION, LayersLoaded, QueueDepth, StageStats, Supervision
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher
 from actors.transport.gloo_links import Links

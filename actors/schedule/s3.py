@@ -10,18 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from actors.messages import (
-    EVERY_KEY,
-    MicroBatch,
-    Move,
-    Park,
-    Request,
-    Supervision,
-    TokenIds,
-)
+from actors.messages import EVERY_KEY, MicroBatch, Move, Park, Request, TokenIds
 from actors.schedule.request_pool import RequestPool, Waiting
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.token_slots import TokenSlotScheduler, most_tokens, token_slot_sizes
+from actors.stage_figures import Supervision
 from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions

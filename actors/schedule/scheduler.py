@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import Finished, MicroBatch, Request, Sampled, Supervision, TokenIds
+from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
+from actors.stage_figures import Supervision
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyName

@@ -12,18 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.messages import (
-    NO_SUPERVISION,
-    Admission,
-    Finished,
-    MicroBatch,
-    Request,
-    Sampled,
-    Supervision,
-    TokenIds,
-    TokenRange,
-)
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds, TokenRange
 from actors.schedule.scheduler import QueueSizes
+from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.schedule.static import UNDER_WAY_PER_STAGE, refill_from
 
 

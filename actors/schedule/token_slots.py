@@ -10,19 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.messages import (
-    NO_SUPERVISION,
-    Admission,
-    Finished,
-    MicroBatch,
-    Move,
-    Request,
-    Sampled,
-    Supervision,
-    TokenIds,
-)
+from actors.messages import Admission, Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.scheduler import QueueSizes
 from actors.schedule.token_ranges import TokenRanges
+from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.spec import PlanSpec
 from planner.schedule.orca import OrcaSizes, policy_sizes
 from planner.scheduling import PolicyName, PolicyOptions

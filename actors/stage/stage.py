@@ -16,7 +16,7 @@ from actors.attention.cpu_decode import warm_up
 from actors.attention.key_factors import key_factors
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
-from actors.messages import EVERY_KEY, MicroBatch, Sampled, StageStats
+from actors.messages import EVERY_KEY, MicroBatch, Sampled
 from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
@@ -25,6 +25,7 @@ from actors.stage.sampler import Sampler
 from actors.stage.shard import load_shard, weight_bytes
 from actors.stage.spec import StageSpec
 from actors.stage.transformers_config import read_config
+from actors.stage_figures import StageStats
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
 from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings

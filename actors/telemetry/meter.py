@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from actors.messages import BATCH_KINDS, BatchKind, MicroBatch, PhaseWork
+from actors.messages import BATCH_KINDS, BatchKind, MicroBatch
+from actors.stage_figures import PhaseWork
 from planner.phases import Phase
 
 FULL_SHARE = 0.9

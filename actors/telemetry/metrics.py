@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from actors.messages import BATCH_KINDS, StageStats, Supervision
+from actors.messages import BATCH_KINDS
+from actors.stage_figures import StageStats, Supervision
 from actors.telemetry.meter import StageMeter
 
 INTERVAL_S = 0.5

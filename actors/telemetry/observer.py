@@ -11,7 +11,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
-from actors.messages import LayersLoaded, StageStats
+from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ _BAD_INPUT = 2
 class Subcommand:
     """A subcommand's `module`, what it does, and its old name.
 
-    The module `llmpq.cli.x` has the function `main`, and it or `llmpq.cli.options.x`, which is
+    The module `llmpq.cli.room.x` has the function `main`, and it or `llmpq.cli.options.x`, which is
     imported sooner, the function `x_parser`.
     """
 
@@ -37,8 +37,8 @@ class Subcommand:
 
     def parser(self, prog: str) -> Parser:
         """The parser of the command under the name `prog`."""
-        package, _, name = self.module.rpartition(".")
-        options = f"{package}.options.{name}"
+        name = self.module.rpartition(".")[2]
+        options = f"llmpq.cli.options.{name}"
         module = import_module(options if find_spec(options) else self.module)
         made: Parser = getattr(module, f"{name}_parser")(prog)
         return made
@@ -47,41 +47,59 @@ class Subcommand:
 GROUPS: dict[str, dict[str, Subcommand]] = {
     "plan and run": {
         "plan": Subcommand(
-            "llmpq.cli.algo", "decide bits, stages and micro-batches for a cluster", "llmpq-algo"
+            "llmpq.cli.running.algo",
+            "decide bits, stages and micro-batches for a cluster",
+            "llmpq-algo",
         ),
         "run": Subcommand(
-            "llmpq.cli.dist", "generate for files of prompts; goes on after any stop", "llmpq-dist"
+            "llmpq.cli.running.dist",
+            "generate for files of prompts; goes on after any stop",
+            "llmpq-dist",
         ),
         "serve": Subcommand(
-            "llmpq.cli.serve", "answer OpenAI's HTTP requests from a plan's stages", "llmpq-serve"
+            "llmpq.cli.running.serve",
+            "answer OpenAI's HTTP requests from a plan's stages",
+            "llmpq-serve",
         ),
-        "demo": Subcommand("llmpq.cli.demo", "plan and run a small model on this machine"),
+        "demo": Subcommand("llmpq.cli.running.demo", "plan and run a small model on this machine"),
     },
     "measure and prepare": {
         "profile": Subcommand(
-            "llmpq.cli.profile", "measure layers, loading and links of devices", "llmpq-profile"
+            "llmpq.cli.measuring.profile",
+            "measure layers, loading and links of devices",
+            "llmpq-profile",
         ),
         "indicator": Subcommand(
-            "llmpq.cli.indicator", "measure what layers lose at each bitwidth", "llmpq-indicator"
+            "llmpq.cli.measuring.indicator",
+            "measure what layers lose at each bitwidth",
+            "llmpq-indicator",
         ),
         "quantize": Subcommand(
-            "llmpq.cli.quantize", "make a GPTQ checkpoint with a plan's bits", "llmpq-quantize"
+            "llmpq.cli.measuring.quantize",
+            "make a GPTQ checkpoint with a plan's bits",
+            "llmpq-quantize",
         ),
         "eval": Subcommand(
-            "llmpq.cli.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
+            "llmpq.cli.measuring.evaluate", "measure perplexity of plans or bitwidths", "llmpq-eval"
         ),
         "convert": Subcommand(
-            "llmpq.cli.convert", "make safetensors of .bin weights", "llmpq-convert"
+            "llmpq.cli.measuring.convert", "make safetensors of .bin weights", "llmpq-convert"
         ),
         "lengths": Subcommand(
-            "llmpq.cli.lengths", "train and judge predictors of output lengths", "llmpq-lengths"
+            "llmpq.cli.measuring.lengths",
+            "train and judge predictors of output lengths",
+            "llmpq-lengths",
         ),
     },
     "look": {
-        "devices": Subcommand("llmpq.cli.devices", "list the accelerators that are known"),
-        "models": Subcommand("llmpq.cli.models", "list the models that are built in"),
-        "jobs": Subcommand("llmpq.cli.jobs", "list jobs, and show one while it runs or after"),
-        "completion": Subcommand("llmpq.cli.completion", "print a completion script for a shell"),
+        "devices": Subcommand("llmpq.cli.looking.devices", "list the accelerators that are known"),
+        "models": Subcommand("llmpq.cli.looking.models", "list the models that are built in"),
+        "jobs": Subcommand(
+            "llmpq.cli.looking.jobs", "list jobs, and show one while it runs or after"
+        ),
+        "completion": Subcommand(
+            "llmpq.cli.looking.completion", "print a completion script for a shell"
+        ),
     },
 }
 """The subcommands, in the groups of the help."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.messages import StageStats
+from actors.stage_figures import StageStats
 from llmpq.run.drift.rate import planned_tokens_per_s
 from planner.plan.spec import PlanSpec
 

@@ -9,7 +9,7 @@ from functools import partial
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from actors.messages import StageStats
+from actors.stage_figures import StageStats
 from llmpq.report.formatting import per_second, plain, seconds, size
 from llmpq.run.monitoring.slow_stages import measured_s, slow_stages, work_of
 from llmpq.run.summary import RunSummary

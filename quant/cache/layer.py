@@ -27,7 +27,7 @@ from quant.backends.base import PackedWeight
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
-from quant.checkpoint.tensor_header import DamagedFileError
+from quant.checkpoint.tensor_files.tensor_header import DamagedFileError
 from quant.importance.file import digest_of_inputs
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from pathlib import Path
 
-from quant.checkpoint.tensor_header import DamagedFileError, read_header
+from quant.checkpoint.tensor_files.tensor_header import DamagedFileError, read_header
 
 _HARMLESS = re.compile(
     r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|"

@@ -29,8 +29,8 @@ from quant.cache.layer import (
     put_submodule,
     read_layer,
 )
-from quant.checkpoint.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.reader import Checkpoint
+from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.untaken import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
 from quant.gptq.linear import gptq_linear

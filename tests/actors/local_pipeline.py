@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from actors.messages import Finished, MicroBatch, Sampled, StageStats, TokenIds
+from actors.messages import Finished, MicroBatch, Sampled, TokenIds
 from actors.schedule.driver import Pipeline, PipelineDriver
 from actors.schedule.scheduler import Scheduler
 from actors.stage.stage import Stage
+from actors.stage_figures import StageStats
 
 
 class LocalPipeline:

@@ -42,7 +42,14 @@ class Head:
 
     def command(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
         """`llmpq-dist --submit` with `arguments`; both its streams are pipes."""
-        command = [sys.executable, "-m", "llmpq.cli.dist", "--submit", self.address, *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "llmpq.cli.running.dist",
+            "--submit",
+            self.address,
+            *arguments,
+        ]
         return subprocess.Popen(
             command,
             env=self.environment | more,

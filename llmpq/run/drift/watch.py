@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from actors.messages import StageStats
+from actors.stage_figures import StageStats
 from llmpq.run.drift.lengths import LengthRecord, OutputLengths
 from llmpq.run.drift.rate import LEAST_ROWS, RateWindow, planned_tokens_per_s
 from llmpq.run.monitoring.meter import RunState

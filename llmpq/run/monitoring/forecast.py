@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.messages import StageStats
+from actors.stage_figures import StageStats
 
 LEAST_S = 5.0
 """Seconds of generating before which nothing is foretold: the first micro-batches take longer."""

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 
-from actors.messages import StageStats
 from actors.recovery.policy import RecoveryEvent
+from actors.stage_figures import StageStats
 from llmpq.jobs.journal.entries import (
     JOURNAL_VERSION,
     End,

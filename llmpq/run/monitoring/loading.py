@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages import LayersLoaded
+from actors.stage_figures import LayersLoaded
 from actors.stage_group import StageGroup
 
 INTERVAL_S = 1.0

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.messages import QueueDepth, StageStats
+from actors.stage_figures import QueueDepth, StageStats
 from llmpq.run.monitoring.forecast import Counts, TimeLeft, time_left
 
 INTERVAL_S = 1.0  # between two states

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from actors.messages import StageStats
+from actors.stage_figures import StageStats
 from actors.stage_group import StageGroup
 from llmpq.run.monitoring.meter import INTERVAL_S, RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace

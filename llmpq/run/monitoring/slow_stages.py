@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.messages import PhaseWork, StageStats
+from actors.stage_figures import PhaseWork, StageStats
 from planner.phases import PHASES, Phase
 from planner.plan.simulate import planned_s
 from planner.plan.spec import PlanSpec, StagePlan

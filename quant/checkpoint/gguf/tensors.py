@@ -11,7 +11,7 @@ import torch
 
 from quant.checkpoint.gguf.index import GgufIndex, GgufTensor
 from quant.checkpoint.gguf.library import BFLOAT16, UNPACKED, dequantize
-from quant.checkpoint.read_ahead import FileRange
+from quant.checkpoint.tensor_files.read_ahead import FileRange
 from quant.common.errors import CheckpointError
 
 _ELEMENTS_AT_ONCE = 1 << 22

@@ -26,7 +26,6 @@ from actors.messages import (
     Request,
     Sampled,
     Sampling,
-    Supervision,
     TokenIds,
     TokenRange,
 )
@@ -35,6 +34,7 @@ from actors.schedule.live import Inbox, LiveRun, Mail
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.stage import Stage
+from actors.stage_figures import Supervision
 from tests.actors.batches import batch_in_ranges
 from tests.actors.local_pipeline import LocalPipeline
 from tests.actors.models import (

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.messages import MicroBatch, PhaseWork
+from actors.messages import MicroBatch
+from actors.stage_figures import PhaseWork
 from actors.telemetry.meter import SpanLog, StageMeter, TelemetryOptions
 from tests.actors.batches import batch_in_ranges
 

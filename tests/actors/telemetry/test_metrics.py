@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.messages import NO_SUPERVISION, QueueDepth, StageStats, Supervision
+from actors.stage_figures import NO_SUPERVISION, QueueDepth, StageStats, Supervision
 from actors.telemetry import metrics
 from actors.telemetry.meter import StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher

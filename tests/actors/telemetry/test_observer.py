@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from actors.messages import LayersLoaded
+from actors.stage_figures import LayersLoaded
 from actors.telemetry.meter import SPAN, Spans
 from actors.telemetry.observer import Observer, StageTrace
 

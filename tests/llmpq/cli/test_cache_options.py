@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import dist
 from llmpq.cli.options.dist import dist_parser, run_options
+from llmpq.cli.running import dist
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import algo, convert, dist
+from llmpq.cli.measuring import convert
+from llmpq.cli.running import algo, dist
 from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, reference, save_tiny
 from tests.llmpq.commands import exit_code
@@ -208,7 +209,7 @@ def test_a_batch_end_to_end_as_a_process(
     long = {"custom_id": "long", "prompt": [3] * 40}
     prompts = prompts_file(tmp_path, *good, long)
     output = tmp_path / "out" / "results.jsonl"
-    command = [sys.executable, "-m", "llmpq.cli.dist", "--strat-file-name", str(plan_file)]
+    command = [sys.executable, "-m", "llmpq.cli.running.dist", "--strat-file-name", str(plan_file)]
     done = subprocess.run(
         [*command, "--input", str(prompts), "--output", str(output)],
         env=process_environment,

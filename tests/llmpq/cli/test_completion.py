@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli import completion
+from llmpq.cli.looking import completion
 from llmpq.cli.main import SUBCOMMANDS
 from llmpq.cli.options.dist import dist_parser
 from tests.llmpq.commands import exit_code

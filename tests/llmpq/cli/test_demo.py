@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli import algo, demo, dist
+from llmpq.cli.running import algo, demo, dist
 from llmpq.jobs.records.model_digest import model_digest
 from llmpq.plan import Plan
 from llmpq.run.checkpoint import checkpoint_reference

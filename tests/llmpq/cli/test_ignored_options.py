@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from llmpq.cli import algo, dist, evaluate, indicator, profile
 from llmpq.cli.common import Parser
+from llmpq.cli.measuring import evaluate, indicator, profile
 from llmpq.cli.options.algo import algo_parser
 from llmpq.cli.options.dist import dist_parser, submit_parser
+from llmpq.cli.running import algo, dist
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
 from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions

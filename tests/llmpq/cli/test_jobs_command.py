@@ -15,7 +15,8 @@ import pytest
 import ray.data
 
 from llmpq import Plan
-from llmpq.cli import dist, jobs
+from llmpq.cli.looking import jobs
+from llmpq.cli.running import dist
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS
 from tests.llmpq.fake_jobs import results_in, write_prompts
@@ -44,7 +45,7 @@ def test_killed_at_once_and_resumed(
     write_prompts(tmp_path / "in.jsonl", *rows)
     arguments = command(one_stage, tmp_path, "--shard-rows", "1")
     process = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.cli.dist", *arguments],
+        [sys.executable, "-m", "llmpq.cli.running.dist", *arguments],
         stderr=subprocess.DEVNULL,
         env=process_environment,
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import algo, dist
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE
+from llmpq.cli.running import algo, dist
 from quant.common.errors import SpecError
 from tests.paths import ROOT
 from tests.planner.edits import Edit, change

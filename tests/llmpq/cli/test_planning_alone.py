@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llmpq import Cluster
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from tests.paths import SPECS
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan, Workload
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 
 
 def test_the_front_of_a_job_has_the_seconds_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:

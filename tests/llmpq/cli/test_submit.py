@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import dist, submit
 from llmpq.cli.options.dist import dist_parser
-from llmpq.cli.submit import entrypoint, exit_code, split_options
+from llmpq.cli.running import dist, submit
+from llmpq.cli.running.submit import entrypoint, exit_code, split_options
 from llmpq.jobs.inputs import JobInput
 from llmpq.remote import ray_jobs
 from llmpq.remote.dashboard import dashboard_client

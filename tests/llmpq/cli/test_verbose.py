@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RaySystemError, RayTaskError
 
-from llmpq.cli import algo, convert, dist, evaluate, indicator, lengths, profile, quantize, serve
 from llmpq.cli.common import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, Parser, run_command
+from llmpq.cli.measuring import convert, evaluate, indicator, lengths, profile, quantize
+from llmpq.cli.running import algo, dist, serve
 from llmpq.remote.words import is_verbose
 from quant.common.errors import DeviceError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli import algo
 from llmpq.cli.common import console
+from llmpq.cli.running import algo
 from tests.paths import DEMO_MODEL
 
 PROMPTS = """{"custom_id": "a", "prompt": [5, 6, 7]}\n{"custom_id": "b", "prompt": [5, 6]}\n"""

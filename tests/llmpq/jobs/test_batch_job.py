@@ -161,7 +161,15 @@ def test_bad_input_and_error_rows_have_their_exit_codes(
 
 def listed(head: Head) -> list[dict[str, Any]]:
     """What `llmpq jobs list --ray` says of the head."""
-    command = [sys.executable, "-m", "llmpq.cli.jobs", "list", "--json", "--ray", head.address]
+    command = [
+        sys.executable,
+        "-m",
+        "llmpq.cli.looking.jobs",
+        "list",
+        "--json",
+        "--ray",
+        head.address,
+    ]
     done = subprocess.run(
         command, env=head.environment, capture_output=True, text=True, check=False
     )
@@ -206,7 +214,7 @@ def test_without_its_token_no_run_joins_the_head(
 ) -> None:
     """Said at once, in one message; `ray.init` alone takes 20 s and a line each of them."""
     prompts = write_prompts(tmp_path / "in.jsonl", {"prompt": [5]})
-    command = [sys.executable, "-m", "llmpq.cli.dist", "--plan", plan_file]
+    command = [sys.executable, "-m", "llmpq.cli.running.dist", "--plan", plan_file]
     command += ["--input", str(prompts), "--address", head.cluster]
     processes = [
         subprocess.Popen(

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.jobs.formats.csv_files import csv_rows
 from llmpq.jobs.inputs import JobInput
 from llmpq.rows.row import BadRow, Row

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import dist
+from llmpq.cli.running import dist
 from llmpq.jobs.job import JobOptions, Tally
 from llmpq.jobs.records.row_database import Kind, RowDatabase, Wanted
 from llmpq.jobs.records.row_list import rows_digest

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import dist
+from llmpq.cli.running import dist
 from llmpq.jobs.formats.csv_files import RESULT_COLUMNS, csv_lines, read_csv_results
 from llmpq.jobs.formats.file_format import SUFFIXES
 from llmpq.jobs.inputs import JobInput

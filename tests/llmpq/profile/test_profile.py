@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.profiling.links import measure_hops
-from llmpq.cli import algo, profile
+from llmpq.cli.measuring import profile
+from llmpq.cli.running import algo
 from llmpq.profile.layers import workload_of
 from planner.profiles.links import links_beside, links_path
 from planner.profiles.loading import loading_path, read_loading

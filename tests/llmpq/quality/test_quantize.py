@@ -17,8 +17,8 @@ from actors.stage.layer_stream import LayerStream, stream_layers
 from actors.stage.spec import stage_spec
 from actors.stage.stage import Stage
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import algo
-from llmpq.cli import quantize as command
+from llmpq.cli.measuring import quantize as command
+from llmpq.cli.running import algo
 from llmpq.quality.quantize import Quantization, quantize_checkpoint, shared_inputs
 from quant.canonical import dequantize, quantize
 from quant.checkpoint.reader import Checkpoint

@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq import Plan
-from llmpq.cli import algo, convert, dist
 from llmpq.cli.common import EXIT_BAD_INPUT
+from llmpq.cli.measuring import convert
+from llmpq.cli.running import algo, dist
 from llmpq.jobs.job import Job
 from llmpq.jobs.output.job_output import JobOutput
 from llmpq.rows.results import Result
@@ -163,7 +164,7 @@ def test_no_secret_in_anything_a_run_leaves(
     (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": [5, 6, 7]}\n{"prompt": 1}\n')
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "llmpq.cli.dist", "--plan", tmp_path / "plan.json"),
+            *(sys.executable, "-m", "llmpq.cli.running.dist", "--plan", tmp_path / "plan.json"),
             *("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl"),
             *("--trace", tmp_path / "trace.json", "--show-plan"),
         ],

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.report import write_curve, write_front, write_report
 from planner.explanation.what_if import WhatIfOptions
 from planner.search.tradeoffs.front import FrontPoint

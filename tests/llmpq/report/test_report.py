@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.report import report_page, write_front
 from llmpq.report.formatting import change, layer_span, listed, seconds, shortened, size
 from planner.explanation.explain import Explanation

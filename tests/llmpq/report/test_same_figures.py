@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from llmpq import Cluster, Job, Plan, Workload
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.report import report_page
 from llmpq.tables import comparison_table, front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq import Plan
-from llmpq.cli import dist
+from llmpq.cli.running import dist
 from llmpq.jobs.inputs import JobInput
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from llmpq.workload.batch import batch_of_input

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli import dist
+from llmpq.cli.running import dist
 from llmpq.jobs.formats.python_rows import rows_of
 from llmpq.jobs.job import JobOptions
 from llmpq.rows.row import MAX_ID_CHARACTERS, BadRow, Row, row_from_line

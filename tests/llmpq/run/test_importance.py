@@ -14,15 +14,16 @@ import pytest
 import ray
 import torch
 
-from actors.messages import Request, Sampling, StageStats
+from actors.messages import Request, Sampling
 from actors.processes.stage_actor import StageActor
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.importance import measure_layers
 from actors.stage.layer_stream import compute_on
+from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from actors.transport.rendezvous import CONTROL
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli import indicator
+from llmpq.cli.measuring import indicator
 from llmpq.run.importance import importance_store
 from planner.model.finding import model_shape
 from planner.plan.importance import PlannedImportance

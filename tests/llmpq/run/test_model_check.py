@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmpq import Cluster, Workload
-from llmpq.cli import algo, dist
+from llmpq.cli.running import algo, dist
 from llmpq.model_check import checked_shape
 from quant.common.errors import CheckpointError, LlmpqError, SpecError
 from tests.paths import ROOT

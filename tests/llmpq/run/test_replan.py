@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmpq import Cluster, Plan, Workload
-from llmpq.cli.dist import main
+from llmpq.cli.running.dist import main
 from llmpq.run.drift.control import Measured
 from llmpq.run.replan import replan, replan_after_loss, replan_measured, replanned_text
 from planner.cluster.device import Slowdown

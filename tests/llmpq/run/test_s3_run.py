@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import Finished, QueueDepth, Request, Sampling
+from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import RecoveryEvent
 from actors.schedule.scheduler import QueueSizes
+from actors.stage_figures import QueueDepth
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
 from planner.scheduling import PolicyOptions

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from actors.messages import PhaseWork, StageStats
+from actors.stage_figures import PhaseWork, StageStats
 from llmpq.run.summary import RunSummary
 from llmpq.tables import summary_table
 from tests.llmpq.tables.test_plans import eight_stages

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.tokenizing.requests import load_tokenizer, tokenizer_checked
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
 from quant.common.errors import CheckpointError, SpecError

@@ -10,7 +10,7 @@ import pytest
 
 from actors.stage.spec import stage_spec
 from llmpq import Cluster, InputJob, Job, Workload, job_of_input
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.workload import measured_lengths
 from llmpq.workload.input_job import job_of_prompts
 from llmpq.workload.long_rows import LongRowRule

@@ -23,7 +23,7 @@ from quant.backends.portable.torch_4bit import Torch4Bit
 from quant.cache import folder as shard_cache
 from quant.cache.folder import CacheKey, NewEntry, ShardCache
 from quant.cache.layer import CachedLayer, layer_key, new_entry, read_layer
-from quant.checkpoint.tensor_file import TensorWriter, reserved_bytes
+from quant.checkpoint.tensor_files.tensor_file import TensorWriter, reserved_bytes
 from quant.linear import LayerForm, quantize_linear
 from quant.loading.loader import module_nbytes
 from quant.scheme import Processor

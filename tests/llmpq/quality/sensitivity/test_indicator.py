@@ -18,7 +18,8 @@ from transformers import LlamaConfig
 
 from actors.stage.layer_stream import compute_on
 from llmpq import Cluster, Workload
-from llmpq.cli import algo, indicator
+from llmpq.cli.measuring import indicator
+from llmpq.cli.running import algo
 from llmpq.quality.options import IndicatorOptions
 from llmpq.quality.sensitivity.bitwidth_mixtures import assignments_to_measure
 from llmpq.quality.sensitivity.indicator import Calibration, measure_indicators
@@ -366,7 +367,7 @@ def test_bad_input_of_the_command(
 
 def test_help_loads_neither_torch_nor_ray() -> None:
     code = (
-        "import sys, llmpq.cli.indicator; "
+        "import sys, llmpq.cli.measuring.indicator; "
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

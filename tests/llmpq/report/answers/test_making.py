@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmpq import Cluster, Job, Plan, Workload
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from llmpq.report import making, report_page
 from llmpq.version import llmpq_version
 from planner.plan.spec import PlanSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli import algo
+from llmpq.cli.running import algo
 from tests.llmpq.report.pages import Page, measures
 
 NO_ROOM = ["--model", "opt-66b", "--device_names", "T4", "--device_numbers", "2", "--theta", "1"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.messages import PhaseWork, Request, Sampling, StageStats
+from actors.messages import Request, Sampling
+from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Cluster, Workload
 from llmpq.run.drift.control import EVERY_S, MOST_PLANS, DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from actors.messages import PhaseWork, QueueDepth, StageStats
+from actors.stage_figures import PhaseWork, QueueDepth, StageStats
 from llmpq.run.monitoring.forecast import LEAST_S
 from llmpq.run.monitoring.meter import RunMeter
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from actors.messages import PhaseWork, StageStats
 from actors.recovery.policy import RecoveryEvent
+from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Plan
 from llmpq.jobs.journal.entries import Entry, line_of
 from llmpq.jobs.journal.reader import read_journal

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from actors.messages import LayersLoaded
+from actors.stage_figures import LayersLoaded
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.loading import LoadingState, LoadingWatch
 from llmpq.run.monitoring.log_times import FIRST_S

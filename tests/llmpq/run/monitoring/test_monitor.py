@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from actors.messages import PhaseWork, QueueDepth, StageStats
+from actors.stage_figures import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.forecast import EARLY_PROMPTS
 from llmpq.run.monitoring.log_times import EVERY_S, FIRST_S, LogTimes, about, duration

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import LayersLoaded, Request, Sampling
+from actors.messages import Request, Sampling
+from actors.stage_figures import LayersLoaded
 from actors.stage_group import GroupOptions, StageGroup
 from actors.telemetry.meter import TelemetryOptions
 from llmpq import Cluster, Plan, Workload

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from actors.messages import PhaseWork, QueueDepth, StageStats, Supervision
+from actors.stage_figures import PhaseWork, QueueDepth, StageStats, Supervision
 from llmpq import Plan
 from llmpq.run.monitoring.meter import RunState
 from llmpq.run.monitoring.progress import RunProgress

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quant.checkpoint.read_ahead import FileRange
 from quant.checkpoint.stored_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -17,7 +16,8 @@ from quant.checkpoint.stored_tensors import (
     shard_path,
     unreadable,
 )
-from quant.checkpoint.tensor_header import DamagedFileError, TensorPlace, read_header
+from quant.checkpoint.tensor_files.read_ahead import FileRange
+from quant.checkpoint.tensor_files.tensor_header import DamagedFileError, TensorPlace, read_header
 from quant.checkpoint.weight_files import unread_weights
 from quant.common.errors import CheckpointError
 

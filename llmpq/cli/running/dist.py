@@ -30,7 +30,7 @@ from llmpq.cli.options.dist import (
     run_options,
 )
 from llmpq.cli.progress import TaskProgress
-from llmpq.cli.submit import known_job, split_options, submit
+from llmpq.cli.running.submit import known_job, split_options, submit
 from llmpq.cli.verbose import details
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally

@@ -17,8 +17,8 @@ from llmpq.cli.common import (
     tell_written,
 )
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
-from llmpq.cli.plan_files import PageOfRefusal, write_files, write_front_file
 from llmpq.cli.progress import TaskProgress
+from llmpq.cli.running.plan_files import PageOfRefusal, write_files, write_front_file
 from llmpq.cluster import Cluster
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.text import Text
 
-from llmpq.cli import algo, dist
 from llmpq.cli.common import Parser, console, run_command
+from llmpq.cli.running import algo, dist
 from quant.checkpoint.demo_model import DEMO, demo_gguf
 from quant.common.errors import InputError
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from quant.checkpoint.tensor_header import (
+from quant.checkpoint.tensor_files.tensor_header import (
     LENGTH_BYTES,
     MALFORMED,
     DamagedFileError,

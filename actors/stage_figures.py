@@ -1,0 +1,148 @@
+"""The figures that stages tell of themselves, and how far they are while they load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class PhaseWork:
+    """The work of a stage in micro-batches of one kind; `sampled` of their `requests` gave a token.
+
+    `full_micro_batches` have at least nine tenths of the planned size; `full_sizes` is the sum of
+    their shares of it, so that `full_s / full_sizes` is the seconds of a planned micro-batch. No
+    size is planned for mixed ones.
+    """
+
+    micro_batches: int = 0
+    requests: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    full_micro_batches: int = 0
+    full_s: float = 0.0
+    full_sizes: float = 0.0
+    sampled: int = 0
+
+    def since(self, earlier: PhaseWork) -> PhaseWork:
+        """The work that was done after `earlier`."""
+        return PhaseWork(**_differences(self, earlier))
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What was done about requests that outgrew their reservation, which is doubled then.
+
+    `grown`: how often it grew where it was, or at the cost of moves. Else the request was preempted
+    and came back to the queue: `parked` times with its keys and values in host memory, which are
+    `parked_tokens` tokens in all and `parked_now` at present, and `recomputed` times without; then
+    `recomputed_tokens` tokens are computed again.
+    """
+
+    grown: int = 0
+    parked: int = 0
+    parked_tokens: int = 0
+    parked_now: int = 0
+    recomputed: int = 0
+    recomputed_tokens: int = 0
+
+    def after(self, earlier: Supervision) -> Supervision:
+        """Both together; what is parked at present is that of this one."""
+        counts = {f.name: getattr(self, f.name) + getattr(earlier, f.name) for f in fields(self)}
+        return Supervision(**counts | {"parked_now": self.parked_now})
+
+    def since(self, earlier: Supervision) -> Supervision:
+        """What was done after `earlier`; what is parked at present is that of this one."""
+        return Supervision(**_differences(self, earlier) | {"parked_now": self.parked_now})
+
+    @property
+    def preemptions(self) -> int:
+        """How often a request was preempted."""
+        return self.parked + self.recomputed
+
+    @property
+    def doublings(self) -> int:
+        """How often a reservation was doubled."""
+        return self.grown + self.preemptions
+
+
+NO_SUPERVISION = Supervision()
+
+
+@dataclass(frozen=True)
+class QueueDepth:
+    """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
+    micro-batches on their way through the pipeline. `supervision` is of all runs so far.
+    """
+
+    waiting: int
+    in_slots: int
+    slots: int
+    micro_batches: int
+    supervision: Supervision = NO_SUPERVISION
+
+    def since(self, earlier: QueueDepth | None) -> QueueDepth:
+        """The queue as it is, with the supervision after `earlier`."""
+        if earlier is None:
+            return self
+        return replace(self, supervision=self.supervision.since(earlier.supervision))
+
+
+@dataclass(frozen=True)
+class LayersLoaded:
+    """How many of its `layers` a stage has `done`: read for their importance, or loaded with
+    their weights. None before it has begun either.
+    """
+
+    what: Literal["importance", "weights"] | None = None
+    done: int = 0
+    layers: int = 0
+
+
+@dataclass(frozen=True)
+class StageStats:
+    """The figures of a stage so far.
+
+    `busy_s` includes the micro-batch that is being computed, up to now; the other figures count
+    those that are done: `prefill`, `decode` and `mixed` the micro-batches of each kind, `*_tokens`
+    all tokens of prompts and of decode steps, also those of mixed micro-batches. Only the first
+    stage has a `queue`.
+    """
+
+    busy_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    micro_batches: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    prefill: PhaseWork = PhaseWork()
+    decode: PhaseWork = PhaseWork()
+    queue: QueueDepth | None = None
+    mixed: PhaseWork = PhaseWork()
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that its micro-batches gave."""
+        return self.prefill.sampled + self.decode.sampled + self.mixed.sampled
+
+    def since(self, earlier: StageStats) -> StageStats:
+        """The work that was done after `earlier`, all of it where the stage began anew since."""
+        if self.micro_batches < earlier.micro_batches:
+            return self
+        queue = None if self.queue is None else self.queue.since(earlier.queue)
+        return replace(
+            self,
+            busy_s=max(0.0, self.busy_s - earlier.busy_s),
+            prefill_tokens=self.prefill_tokens - earlier.prefill_tokens,
+            decode_tokens=self.decode_tokens - earlier.decode_tokens,
+            micro_batches=self.micro_batches - earlier.micro_batches,
+            prefill=self.prefill.since(earlier.prefill),
+            decode=self.decode.since(earlier.decode),
+            mixed=self.mixed.since(earlier.mixed),
+            queue=queue,
+        )
+
+
+def _differences(now: PhaseWork | Supervision, earlier: PhaseWork | Supervision) -> dict[str, Any]:
+    """Each field of `now` less that of `earlier`."""
+    return {f.name: getattr(now, f.name) - getattr(earlier, f.name) for f in fields(now)}

@@ -1,0 +1,1 @@
+"""Commands that measure devices and models, and prepare weights."""

@@ -1,0 +1,1 @@
+"""Files of tensors: headers, byte ranges, reading and writing tensor by tensor."""
