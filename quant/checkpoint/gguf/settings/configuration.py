@@ -74,9 +74,7 @@ def generation_entries(entries: Entries, vocabulary_size: int) -> dict[str, Any]
     found: dict[str, Any] = {}
     for key, name in _SAMPLING.items():
         value = entries.values.get(f"general.sampling.{key}")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if math.isfinite(value):
+        if isinstance(value, int | float) and math.isfinite(value):
             found[name] = value
     found |= {"do_sample": True} if found.get("temperature") else {}
     known = sorted(token for token in ends if token is not None)
