@@ -343,7 +343,7 @@ def test_bad_input_of_the_command(
         ([*complete, "-o", tmp_path], "name a file in a folder that exists"),
         ([*complete, "-o", tmp_path / "no" / "omega.json"], "name a file in a folder that exists"),
         ([*complete, "--sequences", 0], "sequences is 0"),
-        ([*complete, "--seed", -1], "seed -1"),
+        ([*complete, "--seed", -1], "seed is -1"),
         (
             [*complete, "--method", "variance", "--rounding", "weighted"],
             "one of nearest, stochastic",
