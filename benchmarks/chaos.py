@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos [--seed 1] [--faults 25] [--rows 500] [--transport gloo]
 
-`llmpq-dist` runs the demo model (float32, 16 bit, greedy) on three Ray nodes on this machine with
+`llmpq run` runs the demo model (float32, 16 bit, greedy) on three Ray nodes on this machine with
 one emulated device each, once without faults and once with. Faults follow each other as soon as the
 job goes on, and four of ten come with a second one on top of them: SIGKILL and SIGSTOP
 of a stage's process; a Ray node removed for some seconds, or until the job has planned again for
@@ -244,7 +244,7 @@ def table(lost: Lost) -> str:
 
 
 def arguments_for(folder: Path, output: Path, nodes: Nodes, transport: str) -> list[str]:
-    """The arguments of `llmpq-dist`."""
+    """The arguments of `llmpq run`."""
     return [
         *("--plan", str(folder / "plan.json"), "--input", str(folder / "prompts.jsonl")),
         *("--output", str(output), "--address", nodes.address, "--transport", transport),

@@ -1,4 +1,4 @@
-"""The job that `benchmarks.chaos` disturbs: `llmpq-dist` as a process, on local Ray nodes."""
+"""The job that `benchmarks.chaos` disturbs: `llmpq run` as a process, on local Ray nodes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Disk:
 
 @dataclass
 class DistJob:
-    """`llmpq-dist` with `arguments`, started again and again until all rows are done."""
+    """`llmpq run` with `arguments`, started again and again until all rows are done."""
 
     arguments: list[str]
     output: Path

@@ -3,7 +3,7 @@
     BUILD_CUDA_EXT=0 pip install gptqmodel      # in an environment of its own, for its torch
     python -m benchmarks.gptq_exchange
 
-The demo model is quantized by `llmpq-quantize`'s code and by GPTQModel, each with the same
+The demo model is quantized by `llmpq quantize`'s code and by GPTQModel, each with the same
 calibration text; GPTQModel's torch kernel then loads every checkpoint on the CPU, and its
 dequantized weights (float16) are compared with ours. Perplexity is that of our stages.
 """

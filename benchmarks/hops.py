@@ -3,7 +3,7 @@
     python -m benchmarks.hops [--turns 300]
 
 Half of a round trip between two processes of one node, packing and unpacking included, as
-`llmpq-profile` times it, and the line that the planner fits to the medians.
+`llmpq profile` times it, and the line that the planner fits to the medians.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def write_plan(path: Path) -> JobIdentity:
 
 
 def command_s(folder: Path, code: int) -> float:
-    """Seconds on the clock of `llmpq-dist` on the finished job, from its start to its end."""
+    """Seconds on the clock of `llmpq run` on the finished job, from its start to its end."""
     arguments = ["--plan", "plan.json", "--input", "prompts.jsonl", "--output", "out.jsonl"]
     began_s = time.perf_counter()
     done = subprocess.run(

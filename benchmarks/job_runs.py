@@ -208,7 +208,7 @@ def cpu_table() -> Iterator[str]:
 
 
 def _take_profile(path: Path, cluster: ClusterSpec, shape: ModelShape, folder: Path) -> None:
-    """Measure layers and hops of the machine as `llmpq-profile` does."""
+    """Measure layers and hops of the machine as `llmpq profile` does."""
 
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -4,7 +4,7 @@
     python -m benchmarks.latency_model gpus [--helix ../shared/data/helix]
     python -m benchmarks.latency_model memory [--plans 20]
 
-`cpu`: a LLaMA layer is profiled as `llmpq-profile` does, then random workloads that are not in the
+`cpu`: a LLaMA layer is profiled as `llmpq profile` does, then random workloads that are not in the
 profile are measured afresh, one thread; both at the usual pace of the machine
 (`actors.profiling.reference_work`), the raw column as the clock ran. `--together` measures both in
 turns, so that a machine that gets slower meanwhile counts for neither. `gpus`: measured fp16 times

@@ -2,7 +2,7 @@
 
     python -m benchmarks.local_head [--kill driver raylet gcs stage]
 
-`llmpq-dist` runs the demo model on three stages in a Ray of its own. Once rows are committed, one
+`llmpq run` runs the demo model on three stages in a Ray of its own. Once rows are committed, one
 process is killed (SIGKILL). Told are the seconds until the driver ends, its exit code and last
 words, how long each other process lives on, what is left in shared memory (of anybody: run it on a
 quiet machine) and in `/tmp/ray`, and whether the same command then finishes the job. Exits with 1
@@ -56,7 +56,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 class Job:
-    """`llmpq-dist` over `ROWS` rows, in `folder`."""
+    """`llmpq run` over `ROWS` rows, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.output = folder / "results.jsonl"

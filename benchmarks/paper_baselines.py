@@ -1,4 +1,4 @@
-"""The baselines of LLM-PQ section 6.1, those of `llmpq-algo --compare`, on measured layer times."""
+"""The baselines of LLM-PQ section 6.1, those of `llmpq plan --compare`, on measured layer times."""
 
 from __future__ import annotations
 

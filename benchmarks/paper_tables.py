@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper_tables [--update docs/reproduction.md]
 
-Plans and their simulation are those of `llmpq-algo`, baselines those of section 6.1. Layer times
+Plans and their simulation are those of `llmpq plan`, baselines those of section 6.1. Layer times
 are fitted on the authors' published latencies of 2023 (`profiles_2023`), theta is that of table 9.
 `--update` replaces what stands between the markers of a page.
 """

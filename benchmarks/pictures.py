@@ -3,10 +3,10 @@ planning of a job, its first seconds, its page, and a run in the terminal.
 
     python -m benchmarks.pictures [--folder docs] [--parts plan page run]
 
-`planning.svg` is what `llmpq-algo` prints of a job of OPT-30b on `cluster_specs/t4_v100_a100.yaml`,
+`planning.svg` is what `llmpq plan` prints of a job of OPT-30b on `cluster_specs/t4_v100_a100.yaml`,
 `in_flight.svg` the curve of that plan over prompts in flight. `plan.svg` is the beginning of a job
 of few slots and short answers on the same cluster, as `--trace` draws it. `run.svg` is what
-`llmpq-dist` shows of the demo job: one moment of the run, and its end. `report_wide.png` and
+`llmpq run` shows of the demo job: one moment of the run, and its end. `report_wide.png` and
 `report_narrow.png` are the beginning of that plan's page in a window of 1280 pixels, light, and of
 400, dark; they need playwright (`pip install '.[browser]'`) and Chromium (LLMPQ_BROWSER names it).
 """

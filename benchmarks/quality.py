@@ -214,7 +214,7 @@ def indicators_of(setting: Setting, calibration: Windows) -> dict[str, Matrix]:
     alone = Alone(setting.model, text, BITWIDTHS, like, importance)
     measured = alone.divergence(CPU, every_bitwidth=True)
     partly = measured.copy()
-    partly[:, BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq-indicator measures
+    partly[:, BITWIDTHS.index(4)] = np.nan  # 3 and 8 bit are what llmpq indicator measures
     return found | {
         "sizes": default_sensitivity(shape, BITWIDTHS),
         "error": in_nats(found["error"], partly),

@@ -8,8 +8,8 @@ results.
         --cluster cluster_specs/demo_mixed_cpu.yaml
 
 Without --cluster the job plans for the GPUs that Ray reports. What follows --run goes to
-`llmpq-dist`, other options to `llmpq-algo`. Paths are those of the head; relative ones lie in the
-uploaded working directory, so the output must be absolute. Exit codes are those of `llmpq-dist`.
+`llmpq run`, other options to `llmpq plan`. Paths are those of the head; relative ones lie in the
+uploaded working directory, so the output must be absolute. Exit codes are those of `llmpq run`.
 `ray job stop ID` commits what is finished, and the same command again goes on from there.
 """
 
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--cluster", help="cluster YAML (the cluster's own GPUs)")
     parser.add_argument("--address", default="auto", help="Ray cluster")
     parser.add_argument(
-        "--run", nargs=argparse.REMAINDER, default=[], help="the rest is for llmpq-dist"
+        "--run", nargs=argparse.REMAINDER, default=[], help="the rest is for llmpq run"
     )
     options, planning = parser.parse_known_args()
     if not Path(options.output).is_absolute():

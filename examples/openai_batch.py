@@ -1,4 +1,4 @@
-"""Have a running `llmpq-serve` (such as that of `make serve-demo`) answer a batch of requests."""
+"""Have a running `llmpq serve` (such as that of `make serve-demo`) answer a batch of requests."""
 
 import json
 import time

@@ -41,7 +41,8 @@ def to_polars(results: Iterable[Result]) -> polars.DataFrame:
             except (TypeError, ValueError, library.exceptions.PolarsError):
                 series = library.Series(name, _as_json(values), dtype=text)
         made.append(series)
-    return library.DataFrame(made)
+    table: polars.DataFrame = library.DataFrame(made)
+    return table
 
 
 def to_arrow(results: Iterable[Result]) -> pyarrow.Table:

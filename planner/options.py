@@ -157,7 +157,7 @@ class PlanOptions:
     - `max_ppl_delta`: most increase of perplexity over 16 bit; it becomes a `max_omega` by the
       points measured in the omega file.
     - `omega_file`: measured sensitivities (JSON).
-    - `importance`: file of `llmpq-indicator` that weights are rounded by (that of `omega_file`,
+    - `importance`: file of `llmpq indicator` that weights are rounded by (that of `omega_file`,
       or else stages measure on random ids when they load).
     - `profiles`: CSV of measured layer times. `profile_use` says whether they are fitted (`fit`) or
       taken as measured where the workload was measured (`measured`); with `strict_profiles` a plan
@@ -175,7 +175,7 @@ class PlanOptions:
       (`planner.scheduling`), with `max_batch_size` (None: what is best by simulation) and
       `prefill_chunk_tokens` (None: the default).
     - `predictor`: by which requests reserve memory under `s3`: the folder of a predictor, as
-      `llmpq-lengths train` makes it, whose held-out rows say how often it is right; `oracle`, which
+      `llmpq lengths train` makes it, whose held-out rows say how often it is right; `oracle`, which
       always is; or `longest`, which expects the most that a request may get, as is assumed where
       none is named.
     - `memory_margin`: the share of each GPU's memory that is left free.

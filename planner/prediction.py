@@ -16,11 +16,11 @@ PREDICTOR_FILE = "predictor.json"
 
 Count = Annotated[int, Field(ge=0)]
 
-_REMEDY = "make the predictor again: llmpq-lengths train"
+_REMEDY = "make the predictor again: llmpq lengths train"
 
 
 class PredictorFile(BaseModel):
-    """What `llmpq-lengths train` writes of a predictor.
+    """What `llmpq lengths train` writes of a predictor.
 
     `buckets` `[buckets]`: the most new tokens of each, ascending; an answer is in the first one
     that has room for it. `confusion` `[buckets][buckets]`: how many of the rows that were held out

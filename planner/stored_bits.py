@@ -20,7 +20,7 @@ def with_stored_bits(options: PlanOptions, shape: ModelShape) -> PlanOptions:
     if stored.mixed:
         raise SpecError(
             f"{shape.name} is quantized already, with different bits for some of its modules; run "
-            "it with the plan that it was quantized for (llmpq-dist --strat_file_name PLAN --model "
+            "it with the plan that it was quantized for (llmpq run --strat_file_name PLAN --model "
             "FOLDER), or plan for the original 16-bit checkpoint"
         )
     if stored.bits not in options.bits:

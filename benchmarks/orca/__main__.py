@@ -3,7 +3,7 @@
 python -m benchmarks.orca emulated    # large models on modelled A100 pipelines, virtual time
 python -m benchmarks.orca real        # a model of 168 million parameters on this machine's CPU
 python -m benchmarks.orca chunks      # prompts in parts: which --prefill_chunk_tokens
-python -m benchmarks.orca http        # llmpq-serve beside vLLM's server
+python -m benchmarks.orca http        # llmpq serve beside vLLM's server
 """
 
 from __future__ import annotations

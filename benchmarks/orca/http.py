@@ -1,4 +1,4 @@
-"""Part (c): llmpq-serve beside `vllm serve`: one model, one trace, one load generator, two cores.
+"""Part (c): llmpq serve beside `vllm serve`: one model, one trace, one load generator, two cores.
 
     python -m benchmarks.orca http --data REFERENCE_DATA --vllm_python OTHER/bin/python
                                    [--vllm_preload LIBRARY …] [--loads 0.5 0.8] [--passes 3]

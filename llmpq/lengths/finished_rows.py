@@ -1,7 +1,7 @@
 """Prompts with the lengths of their answers, to train on and to judge by.
 
 Lengths stand in the rows themselves (`output_tokens`), or in results that are joined with the
-prompts by `custom_id`: outputs of `llmpq-dist` and files of answers of OpenAI's batches.
+prompts by `custom_id`: outputs of `llmpq run` and files of answers of OpenAI's batches.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def read_finished(
 
 
 def result_lengths(path: Path) -> Mapping[str, int]:
-    """Tokens of answers by `custom_id`, of an output of `llmpq-dist` or of OpenAI's batches."""
+    """Tokens of answers by `custom_id`, of an output of `llmpq run` or of OpenAI's batches."""
     if not _is_of_openai(path):
         outputs = read_measured(path).outputs
         if outputs is None:
             raise InputError(
-                f"lengths {path}: it has no custom_id; give the output of llmpq-dist, or of a batch"
+                f"lengths {path}: it has no custom_id; give the output of llmpq run, or of a batch"
             )
         return outputs
     return dict(islice(_openai_lengths(path), MOST_FINISHED))
@@ -147,7 +147,7 @@ def _without_length(content: Content, place: str) -> tuple[Content, int]:
     if not isinstance(values, Mapping) or FIELD not in values:
         raise SpecError(
             f"{place}: no {FIELD}; give the tokens of each answer there, or with --lengths the "
-            "results of llmpq-dist"
+            "results of llmpq run"
         )
     kept = {name: value for name, value in values.items() if name != FIELD}
     return kept, whole_tokens(values[FIELD], FIELD, place)

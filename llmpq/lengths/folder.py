@@ -41,7 +41,7 @@ def check_tokenizer(file: PredictorFile, folder: Path, digest: str, model: str) 
     if file.tokenizer not in (None, digest):
         raise SpecError(
             f"the predictor in {folder} reads ids of another tokenizer ({file.tokenizer}) than "
-            f"{model} has ({digest}); train one for it: llmpq-lengths train --model"
+            f"{model} has ({digest}); train one for it: llmpq lengths train --model"
         )
 
 

@@ -134,7 +134,7 @@ def wait_loaded(source: LengthSource, has_tokenizer: bool) -> None:
         source.close()
         raise SpecError(
             "the predictor reads texts, and the model has no tokenizer to make them of token ids; "
-            "train one on token ids: llmpq-lengths train --model"
+            "train one on token ids: llmpq lengths train --model"
         )
 
 
@@ -146,7 +146,7 @@ def _folder(named: str | Path) -> Path:
         raise SpecError(f"predictor {str(named)!r:.200}: {error}") from error
     if not found:
         raise SpecError(
-            f"predictor {str(named)!r:.200} is no folder; give one of llmpq-lengths train, "
+            f"predictor {str(named)!r:.200} is no folder; give one of llmpq lengths train, "
             f"{LONGEST}, or {TRACE}FILE"
         )
     return folder

@@ -53,7 +53,7 @@ def weighed(
     shape = model_shape(str(weighing.folder))
     if plan is not None and plan.rounding == GPTQ and shape.stored is None:
         raise SpecError(
-            f"{subject.name} is calibrated before a run; make its checkpoint with llmpq-quantize "
+            f"{subject.name} is calibrated before a run; make its checkpoint with llmpq quantize "
             "and pass that folder as --model"
         )
     if not any(_needs(scheme, shape.stored is not None) for scheme in subject.layers):

@@ -50,7 +50,7 @@ def with_calibrated(
     if options.no_cache:
         raise SpecError(
             "rounding gptq keeps a calibrated checkpoint, which no_cache forbids; give a cache_dir "
-            "that all nodes see, or quantize with llmpq-quantize and pass its folder as --model"
+            "that all nodes see, or quantize with llmpq quantize and pass its folder as --model"
         )
     bits = tuple(bits for stage in plan.stages for bits in stage.bitwidths)
     documents = () if prompts is None else prompts(folder)

@@ -33,7 +33,7 @@ class EvaluationOptions:
     `sequence_length` None: `SEQUENCE_LENGTH`, or the model's positions where these are fewer.
     `device` and `dtype`: `auto` is a GPU where there is one, and the planned type of each stage
     (for plain bitwidths float32 on a CPU, the GPU's 16-bit type on a GPU). `importance`: file of
-    `llmpq-indicator` that weights are rounded by; None: the plan's, or else as stages measure it,
+    `llmpq indicator` that weights are rounded by; None: the plan's, or else as stages measure it,
     kept in `cache_dir` (None: the user's) for them and for later evaluations.
     """
 

@@ -32,7 +32,7 @@ class _Field(NamedTuple):
 
 
 _ONE = "one answer a row: repeat the row with another seed"
-_NO_LOGPROBS = "log-probabilities are not given: leave it out, or ask llmpq-serve"
+_NO_LOGPROBS = "log-probabilities are not given: leave it out, or ask llmpq serve"
 _NO_TOOLS = "tools are not offered to the model: describe them in a system message, or leave it out"
 _IN_WORDS = "ask for it in the prompt, or leave it out"
 _FIELDS: Mapping[str, _Field] = {

@@ -126,6 +126,6 @@ def checked_fingerprint(path: Path, shape: ModelShape) -> str:
     if found.shape != shape.fingerprint():
         raise CheckpointError(
             f"importance {path} belongs to a model of shape {found.shape}, but {shape.name} has "
-            f"shape {shape.fingerprint()}; measure that of this model with llmpq-indicator"
+            f"shape {shape.fingerprint()}; measure that of this model with llmpq indicator"
         )
     return found.fingerprint

@@ -74,10 +74,10 @@ class RunOptions:
     `policy` schedules requests, in place of the plan's: "static" in its micro-batches of either
     phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
     and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
-    "orca", but by the lengths that `predictor` expects: a folder of `llmpq-lengths train`,
+    "orca", but by the lengths that `predictor` expects: a folder of `llmpq lengths train`,
     "longest" (the default), or "trace:FILE" of predictions by `custom_id`. What a predictor learns
     beside the run is written to the folder `save_predictor`, if one is named. `importance`: file of
-    `llmpq-indicator` that weights are rounded by, where it is not where the plan says.
+    `llmpq indicator` that weights are rounded by, where it is not where the plan says.
 
     Raises `SpecError` for a value out of range.
     """

@@ -64,7 +64,7 @@ def _origin_of(plan: PlanSpec) -> PlanOrigin:
     if plan.origin is None:
         raise SpecError(
             "the plan does not say what it was made from, as those of earlier versions; plan again "
-            "with llmpq-algo"
+            "with llmpq plan"
         )
     return plan.origin
 

@@ -2,7 +2,7 @@
 
 Ordinary rows are one job. Few that are much longer than the others are another, with a plan of its
 own (`llmpq/workload/long_rows.py` has the rule). Rows that the model has no positions for are in
-neither: `llmpq-dist` writes error rows for them.
+neither: `llmpq run` writes error rows for them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class InputJob:
 def left_out_note(rows: NamedRows) -> str:
     """A sentence on rows that the plan has no room for."""
     return (
-        f"{rows.are} longer than what is planned for ({rows.shown}); llmpq-dist gives error rows "
+        f"{rows.are} longer than what is planned for ({rows.shown}); llmpq run gives error rows "
         "for such"
     )
 
@@ -95,7 +95,7 @@ def left_out_note(rows: NamedRows) -> str:
 def beyond_note(rows: NamedRows) -> str:
     """A sentence on rows that the model has no positions for."""
     return (
-        f"{rows.are} longer than the model's context ({rows.shown}); llmpq-dist gives error rows "
+        f"{rows.are} longer than the model's context ({rows.shown}); llmpq run gives error rows "
         "for such"
     )
 
@@ -117,7 +117,7 @@ def job_of_input(
       `InputError` that names them (`error`), or plan without them (`leave`): they become error rows
       of a run. A `LongRowRule` says at which percentile of the rows they begin, too.
     - `lengths`: measured lengths, from which outputs are expected to be shorter than their limits:
-      a CSV `prompt_tokens,output_tokens`, or an output of `llmpq-dist` over these prompts. If it is
+      a CSV `prompt_tokens,output_tokens`, or an output of `llmpq run` over these prompts. If it is
       not finished, the rows that it has no result for are planned.
 
     Bad rows are left out. Raises `InputError` where no row can be used, SpecError for options.

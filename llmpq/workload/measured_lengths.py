@@ -31,7 +31,7 @@ MOST_FINISHED = 10_000
 
 _KEYS = ("custom_id", "error", "token_ids")
 _REMEDY = (
-    f"give a CSV with the columns {','.join(COLUMNS)}, or the output of llmpq-dist over this input"
+    f"give a CSV with the columns {','.join(COLUMNS)}, or the output of llmpq run over this input"
 )
 
 
@@ -49,7 +49,7 @@ class MeasuredLengths:
 
 
 def read_measured(path: str | Path) -> MeasuredLengths:
-    """The lengths at `path`: a CSV of `COLUMNS`, or an output of `llmpq-dist`, finished or not.
+    """The lengths at `path`: a CSV of `COLUMNS`, or an output of `llmpq run`, finished or not.
 
     Error rows are left out. Raises SpecError or `InputError` naming file and line.
     """
@@ -135,7 +135,7 @@ def _finished(path: Path, folder: Path) -> Iterator[tuple[str, int]]:
         manifest = job.manifest()
         shards = job.shards(manifest.generation) if manifest is not None else []
         if manifest is None and path == folder:
-            raise InputError(f"lengths {path}: no folder of a job of llmpq-dist; {_REMEDY}")
+            raise InputError(f"lengths {path}: no folder of a job of llmpq run; {_REMEDY}")
         for shard in shards:
             yield from _outputs(shard.lines(), shard.path)
         if manifest is not None and manifest.replaces:

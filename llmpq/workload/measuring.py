@@ -3,7 +3,7 @@
 A file of a million rows is read twice as a stream, and only numbers are kept of a row. Its bytes
 are counted in the first reading. The second tokenizes rows that are evenly spaced, and those of the
 most bytes, as slots have to hold the longest. What this can miss: a row of fewer bytes than all of
-these, but of more tokens, as of digits or another script. `llmpq-dist` gives such a row as an error
+these, but of more tokens, as of digits or another script. `llmpq run` gives such a row as an error
 row or to the plan of the long rows, and no slot is overrun.
 """
 
@@ -142,7 +142,7 @@ class InputMeasure:
             raise no_prompts(self._named)
         if not sizes:
             raise InputError(
-                f"{self._named}: no row can be used; llmpq-dist would write only errors"
+                f"{self._named}: no row can be used; llmpq run would write only errors"
             )
         return _Survey(
             _numbers(sizes),

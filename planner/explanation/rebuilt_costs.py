@@ -17,7 +17,7 @@ _ROUNDING = 1e-6
 """Relative difference up to which figures are the same: sums in another order."""
 
 _OTHER_FIGURES = "the plan was changed, or made by another version of llmpq"
-_REMEDY = "plan again with llmpq-algo"
+_REMEDY = "plan again with llmpq plan"
 
 
 def rebuilt_costs(plan: PlanSpec) -> CostModel:

@@ -68,7 +68,7 @@ def check_plan(plan: PlanSpec, shape: ModelShape | None, source: str = "plan") -
         if stage.memory_bytes > stage.memory_limit_bytes:
             raise SpecError(
                 f"{source}: field stages.{stage.index}.memory_bytes: {stage.memory_bytes} where "
-                f"{stage.device} offers {stage.memory_limit_bytes}; plan again with llmpq-algo, "
+                f"{stage.device} offers {stage.memory_limit_bytes}; plan again with llmpq plan, "
                 "with fewer bits or a smaller batch"
             )
     _refuse_first(_prediction(plan), source)
@@ -80,7 +80,7 @@ def _refuse_first(checks: Iterator[Derived], source: str) -> None:
         raise SpecError(
             f"{source}: field {wrong.field}: {wrong.found!r:.80} where {wrong.why} make it "
             f"{wrong.computed!r:.80}; the file was changed, or made by another version of llmpq: "
-            "plan again with llmpq-algo"
+            "plan again with llmpq plan"
         )
 
 

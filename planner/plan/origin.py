@@ -45,7 +45,7 @@ class PlanOrigin:
         where = "the plan's origin.cluster"
         values, _ = parse_yaml(self.cluster, where)
         if not isinstance(values, dict):
-            raise SpecError(f"{where} is no mapping; plan again with llmpq-algo")
+            raise SpecError(f"{where} is no mapping; plan again with llmpq plan")
         whole = ClusterSpec.from_dict(values, where)
         left = tuple(
             replace(device, slowdown=self.slowdowns.get(device.name, AS_MODELLED))

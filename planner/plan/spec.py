@@ -188,7 +188,7 @@ class Baseline:
 
 @dataclass(frozen=True, config=STRICT)
 class PlanSpec:
-    """Everything `llmpq-dist` needs, as versioned JSON with these very names.
+    """Everything `llmpq run` needs, as versioned JSON with these very names.
 
     With `head_on_first` LM head and sampling live on the first stage, else on the last. `rounding`
     is how stages round weights while they load. `stand_in`: the small model that computes in place
@@ -288,11 +288,11 @@ class PlanSpec:
         except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
             raise SpecError(f"{source}: not a plan: {error}") from error
         if not isinstance(content, Mapping) or "stages" not in content:
-            raise SpecError(f"{source}: not a plan; make one with llmpq-algo -o plan.json")
+            raise SpecError(f"{source}: not a plan; make one with llmpq plan -o plan.json")
         if content.get("version") != PLAN_VERSION:
             raise SpecError(
                 f"{source}: plan version {content.get('version')!r}, this llmpq reads "
-                f"{PLAN_VERSION}; plan again with llmpq-algo"
+                f"{PLAN_VERSION}; plan again with llmpq plan"
             )
         try:
             plan = _ADAPTER.validate_json(text, strict=True)

@@ -101,7 +101,7 @@ def _row(line: Line, kind: type[_Row]) -> _Row:
     if version != str(VERSION):
         raise SpecError(
             f"{line.place}: the row is of version {version!r}, but this llmpq reads version "
-            f"{VERSION}; measure again with llmpq-profile"
+            f"{VERSION}; measure again with llmpq profile"
         )
     try:
         return TypeAdapter(kind).validate_python(values)

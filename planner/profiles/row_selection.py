@@ -161,7 +161,7 @@ def refuse_estimates(
         if lacking:
             raise SpecError(
                 f"strict_profiles: {path} has not all times of {device.name}: "
-                f"{'; '.join(_problems(lacking))}; measure them with llmpq-profile, leave those "
+                f"{'; '.join(_problems(lacking))}; measure them with llmpq profile, leave those "
                 "bits out (--bits), or plan without --strict_profiles"
             )
 

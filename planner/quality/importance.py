@@ -34,7 +34,7 @@ def planned_importance(options: PlanOptions, shape: ModelShape) -> PlannedImport
         raise SpecError(
             f"omega file {options.omega_file} was measured with the importance "
             f"{told[FINGERPRINT_ENTRY]!s:.40} in {path}, which is not there; put it there, name it "
-            "with --importance, or measure both again with llmpq-indicator"
+            "with --importance, or measure both again with llmpq indicator"
         )
     return _of_file(path, shape)
 
@@ -47,6 +47,6 @@ def _of_file(path: Path, shape: ModelShape) -> PlannedImportance:
     if found.shape != shape.fingerprint():
         raise SpecError(
             f"importance {path} belongs to a model of shape {found.shape}, but {shape.name} has "
-            f"shape {shape.fingerprint()}; measure that of this model with llmpq-indicator"
+            f"shape {shape.fingerprint()}; measure that of this model with llmpq indicator"
         )
     return PlannedImportance(found.fingerprint, str(path.expanduser().absolute()))

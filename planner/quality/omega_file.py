@@ -1,7 +1,7 @@
 """Reading omega files: llmpq's own JSON, and the plain arrays that others write.
 
 Three forms are read: `{"bits": [...], "model_fingerprint": "...", "matrix": [L][K]}`, with what
-`llmpq-indicator` adds to it; a bare array [L][K], as JSON or `.npy`; and `{layer: {bits: value}}`.
+`llmpq indicator` adds to it; a bare array [L][K], as JSON or `.npy`; and `{layer: {bits: value}}`.
 The published prototype pickles its array, and a pickle runs code when it is read: it is refused,
 with the line that converts it.
 """

@@ -79,7 +79,7 @@ def fit_perplexity(points: Sequence[WeighedPoint], source: str) -> PerplexityFit
     if not full:
         raise SpecError(
             f"{source} holds no perplexities measured at 16 bit and below, so an increase of "
-            "perplexity cannot be bounded; make it with: llmpq-indicator --perplexity TEXT"
+            "perplexity cannot be bounded; make it with: llmpq indicator --perplexity TEXT"
         )
     baseline = full[0]
     above = [

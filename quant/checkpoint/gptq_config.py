@@ -32,7 +32,7 @@ _FORMATS = {"gptq": 1, "gptq_v2": 0}
 """Formats, with what has to be added to their zeros: the first one stores them less one."""
 
 _REMEDY = (
-    "give the original 16-bit checkpoint, or one in GPTQ format, such as llmpq-quantize makes of it"
+    "give the original 16-bit checkpoint, or one in GPTQ format, such as llmpq quantize makes of it"
 )
 
 

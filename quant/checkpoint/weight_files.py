@@ -42,7 +42,7 @@ def unread_weights(folder: Path) -> str | None:
     if _first(folder, _BIN_FILES):
         return (
             f"{folder} holds PyTorch .bin weights, which are not read directly; "
-            f"run: llmpq-convert {folder} {folder}-safetensors"
+            f"run: llmpq convert {folder} {folder}-safetensors"
         )
     shard = _first(folder, ("*.safetensors",))
     if shard is not None:

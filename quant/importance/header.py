@@ -21,7 +21,7 @@ SEEN, SHAPE, FINGERPRINT, SHARED = "seen", "model_fingerprint", "fingerprint", "
 """Entries of the header."""
 
 FINGERPRINT_HEX = 16
-REMEDY = "measure it again with llmpq-indicator, or leave it out"
+REMEDY = "measure it again with llmpq indicator, or leave it out"
 _FINGERPRINT = re.compile(rf"[0-9a-f]{{{FINGERPRINT_HEX}}}")
 
 

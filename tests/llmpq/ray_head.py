@@ -41,7 +41,7 @@ class Head:
         return (self.folder / "ray" / "ray_current_cluster").read_text()
 
     def command(self, *arguments: str, **more: str) -> subprocess.Popen[str]:
-        """`llmpq-dist --submit` with `arguments`; both its streams are pipes."""
+        """`llmpq run --submit` with `arguments`; both its streams are pipes."""
         command = [
             sys.executable,
             "-m",

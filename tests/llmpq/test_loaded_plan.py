@@ -168,7 +168,7 @@ def edited(*path: str | int, to: object) -> Callable[[Path], None]:
         (lambda folder: (folder / "times.csv").unlink(), r"times\.csv is not what it was"),
         (
             lambda folder: (folder / "times.csv").write_text(PROFILE + "\n"),
-            r"times\.csv is not what it was when the plan was made.*llmpq-algo",
+            r"times\.csv is not what it was when the plan was made.*llmpq plan",
         ),
         (lambda folder: (folder / "omega.json").unlink(), r"omega\.json is not what it was"),
         (
@@ -184,7 +184,7 @@ def edited(*path: str | int, to: object) -> Callable[[Path], None]:
             r"another version of llmpq: the plan's cluster \(0+\) and",
         ),
         (edited("stages", 0, "device", to="a/gone"), r"the plan's devices \(.*'a/gone'"),
-        (edited("origin", to=None), "does not say what it was made from.*llmpq-algo"),
+        (edited("origin", to=None), "does not say what it was made from.*llmpq plan"),
     ],
 )
 def test_what_is_gone_or_changed_is_named(

@@ -129,7 +129,7 @@ def _cluster(data: bytes, folder: Path) -> bool:
 
 
 def _plan(data: bytes, folder: Path) -> bool:
-    """As `llmpq-dist` reads one: what is accepted is what the planner could have written."""
+    """As `llmpq run` reads one: what is accepted is what the planner could have written."""
     path = _file(folder, "plan.json", data)
     plan = PlanSpec.load(path)
     text = plan.to_json()

@@ -59,7 +59,7 @@ def in_groups_of_64(quantizer: Quantizer) -> Quantizer:
 def calibrated(
     given: Given, bits: int, on_random_ids: bool = False
 ) -> Iterator[tuple[str, Rounded]]:
-    """What `llmpq-quantize` writes, and with random ids a run of rounding `gptq` without a text."""
+    """What `llmpq quantize` writes, and with random ids a run of rounding `gptq` without a text."""
     stream = LayerStream(given.model, _COMPUTE)
     layers, shape = stream.layers, given.token_ids.shape
     token_ids = torch.from_numpy(given.token_ids)

@@ -25,7 +25,7 @@ class OutputLock:
             except BlockingIOError as error:
                 os.close(self._descriptor)
                 raise InputError(
-                    f"output {output} is being written by another llmpq-dist; wait for its end or "
+                    f"output {output} is being written by another llmpq run; wait for its end or "
                     "name another output"
                 ) from error
             if self._is_the_file():

@@ -115,7 +115,7 @@ def measure_points(
 ) -> OmegaContent:
     """`content` with perplexities of a text: at 16 bit, at each lower bitwidth, and for mixtures.
 
-    Measured with this machine's kernels, as by `llmpq-eval --bits`. Raises as `measure_omega`.
+    Measured with this machine's kernels, as by `llmpq eval --bits`. Raises as `measure_omega`.
     """
     device = device_of(options.device)
     layers = len(content.matrix)

@@ -41,7 +41,7 @@ class SlowStage:
     def __str__(self) -> str:
         """The problem, the numbers and the remedy in one sentence."""
         remedy = (
-            "these times were estimated from a datasheet: measure the device with llmpq-profile"
+            "these times were estimated from a datasheet: measure the device with llmpq profile"
             if self.is_estimate
             else "another load, or a device unlike the profiled one: look, measure it again with "
             "llmpq-profile"

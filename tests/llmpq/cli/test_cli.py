@@ -49,7 +49,7 @@ def run_dist(plan_file: Path, prompts: Path, output: Path, *more: str) -> int:
     )
 
 
-# ------------------------------------------------------------------------------------ llmpq-algo
+# ------------------------------------------------------------------------------------ llmpq plan
 
 
 def test_the_papers_spelling_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_unwritable_plan_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------ llmpq-dist
+# ------------------------------------------------------------------------------------ llmpq run
 
 
 @pytest.mark.rare  # `test_security.py` runs such a process, `test_jobs_command.py` looks at tokens

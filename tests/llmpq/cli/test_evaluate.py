@@ -1,4 +1,4 @@
-"""The command `llmpq-eval`: what it prints and writes, and what it refuses."""
+"""The command `llmpq eval`: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 

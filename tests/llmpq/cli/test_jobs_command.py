@@ -1,4 +1,4 @@
-"""`llmpq-dist` killed and started again: the results are those of a run that nothing disturbed."""
+"""`llmpq run` killed and started again: the results are those of a run that nothing disturbed."""
 
 from __future__ import annotations
 

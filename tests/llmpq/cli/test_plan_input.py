@@ -149,5 +149,5 @@ def test_python_names_the_file_too(tmp_path: Path, plan_file: Path) -> None:
     change("micro_batches", "decode", to=1)(content)
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq-algo"):
+    with pytest.raises(SpecError, match=r"p\.json: field .* plan again with llmpq plan"):
         Plan.load(path).run([[1]])

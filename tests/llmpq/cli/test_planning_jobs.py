@@ -1,4 +1,4 @@
-"""`llmpq-algo` for a whole job: its front, and what it takes from a file of prompts."""
+"""`llmpq plan` for a whole job: its front, and what it takes from a file of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`llmpq-quantize` on input that it cannot use: one message, exit code 2, nothing written."""
+"""`llmpq quantize` on input that it cannot use: one message, exit code 2, nothing written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `llmpq-serve`: what it refuses before anything starts."""
+"""The command `llmpq serve`: what it refuses before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job that `llmpq-dist --submit` makes of a command, and Ray's answers, without a cluster."""
+"""The job that `llmpq run --submit` makes of a command, and Ray's answers, without a cluster."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_a_damaged_shard_is_kept_aside_and_done_again(source: Path, target: Path
 
 def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
     with JobOutput(target, SMALL_SHARDS):
-        with pytest.raises(InputError, match="another llmpq-dist"):
+        with pytest.raises(InputError, match="another llmpq run"):
             run_job(source, target)
         code = (
             "import sys; from llmpq.jobs.output.job_output import JobOutput; "
@@ -195,7 +195,7 @@ def test_only_one_driver_writes_an_output(source: Path, target: Path) -> None:
         other = subprocess.run(
             [sys.executable, "-c", code, str(target)], capture_output=True, text=True, check=False
         )
-        assert "another llmpq-dist" in other.stderr
+        assert "another llmpq run" in other.stderr
     run_job(source, target)
     (target.with_name("out.jsonl.job") / "lock").touch()  # of a driver that was killed
     assert run_job(source, target).resumed == 7

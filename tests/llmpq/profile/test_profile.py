@@ -1,4 +1,4 @@
-"""`llmpq-profile`: the planner reads its file, and a second run goes on where the file ends."""
+"""`llmpq profile`: the planner reads its file, and a second run goes on where the file ends."""
 
 from __future__ import annotations
 

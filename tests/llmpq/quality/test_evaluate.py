@@ -304,4 +304,4 @@ def test_logits_that_are_not_finite(tmp_path: Path) -> None:
         measure(tmp_path, token_windows([token_text()], None, 24), (16,))
 
 
-# ------------------------------------------------------------------------------------ llmpq-eval
+# ------------------------------------------------------------------------------------ llmpq eval

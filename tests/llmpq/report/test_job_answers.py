@@ -119,7 +119,7 @@ def test_a_kind_of_device_on_two_nodes_is_told_apart() -> None:
         (
             LONGEST,
             "KV memory of a request: 3.91 MiB in the mean (400 tokens), as every answer is "
-            "expected to be the longest; --predictor FOLDER of llmpq-lengths for less",
+            "expected to be the longest; --predictor FOLDER of llmpq lengths for less",
         ),
     ],
 )

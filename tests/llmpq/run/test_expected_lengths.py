@@ -151,7 +151,7 @@ def test_sources_by_name(tmp_path: Path) -> None:
     assert trace.submit(prompts).result() == [3, 9]
     with pytest.raises(InputError, match="nothing was learnt"):
         trace.save(tmp_path / "p")
-    with pytest.raises(SpecError, match="is no folder; give one of llmpq-lengths train, longest"):
+    with pytest.raises(SpecError, match="is no folder; give one of llmpq lengths train, longest"):
         open_source(tmp_path / "none", tmp_path, NO_TOKENIZER)
 
 

@@ -1,4 +1,4 @@
-"""Spoiled model folders: `llmpq-algo` and `llmpq-dist` refuse them alike, before Ray starts."""
+"""Spoiled model folders: `llmpq plan` and `llmpq run` refuse them alike, before Ray starts."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_what_does_not_fit_and_plans_that_do_not_say_their_origin() -> None:
     assert caught.value.devices == (v100,)
     old = plan.to_json().split(',\n "origin"')[0] + "\n}\n"
     assert PlanSpec.from_json(old) == replace(plan, origin=None, beside=PlansBeside())
-    with pytest.raises(SpecError, match="llmpq-algo"):
+    with pytest.raises(SpecError, match="llmpq plan"):
         replan(PlanSpec.from_json(old), [t4])
 
 

@@ -88,7 +88,7 @@ def test_what_is_no_output(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, content, message in (
         ("missing.jsonl", None, "no such file; give a CSV with the columns"),
-        ("empty", None, "no folder of a job of llmpq-dist"),
+        ("empty", None, "no folder of a job of llmpq run"),
         ("notes.md", "x", r"\.md is no ending of results"),
         ("in.jsonl", '{"prompt": "x"}\n', "row 1 is no result of llmpq"),
         ("torn.jsonl", "{\n", "row 1 is no result of llmpq"),

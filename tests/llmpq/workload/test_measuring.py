@@ -81,7 +81,7 @@ def test_token_ids_and_given_lengths_need_no_tokenizer(tmp_path: Path) -> None:
 def test_inputs_without_a_usable_row(tmp_path: Path, model: Path) -> None:
     for lines, message in {
         (" ",): "no prompts; give one JSON object per line",
-        ("{", '{"prompt": 3}'): "no row can be used; llmpq-dist would write only errors",
+        ("{", '{"prompt": 3}'): "no row can be used; llmpq run would write only errors",
         ('{"prompt": ""}',): "no prompt could be tokenized",
         ('{"prompt": []}',): "no prompt has tokens",
     }.items():

@@ -83,7 +83,7 @@ def test_noise_is_no_point() -> None:
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ([], "omega.json holds no perplexities measured at 16 bit.*llmpq-indicator --perplexity"),
+        ([], "omega.json holds no perplexities measured at 16 bit.*llmpq indicator --perplexity"),
         (on_curve([1, 2, 3], 1.0)[1:], "no perplexities measured at 16 bit"),
         (on_curve([1, 2], 1.0), "2 of 3 measured perplexities .* 3 are needed"),
         (on_curve([1, 1, 1], 1.0), "3 are needed"),
@@ -163,7 +163,7 @@ def test_bound_without_measured_points(tmp_path: Path) -> None:
     assert planned(path).perplexity is None
     with pytest.raises(SpecError, match=r"omega\.json holds no perplexities"):
         planned(path, max_ppl_delta=1.0)
-    with pytest.raises(SpecError, match=r"sensitivity default.*llmpq-indicator"):
+    with pytest.raises(SpecError, match=r"sensitivity default.*llmpq indicator"):
         planned(path, omega_file=None, max_ppl_delta=1.0)
 
 

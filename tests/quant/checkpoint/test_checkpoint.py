@@ -101,7 +101,7 @@ def test_damaged_header(single: Path) -> None:
 
 def test_bin_weights_name_the_converter(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"run: llmpq-convert \S+ \S+-safetensors"):
+    with pytest.raises(CheckpointError, match=r"run: llmpq convert \S+ \S+-safetensors"):
         Checkpoint(tmp_path)
 
 

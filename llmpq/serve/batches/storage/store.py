@@ -48,7 +48,7 @@ class BatchStore:
             self._lock = OutputLock(self.folder / "lock", self.folder)
         except InputError as error:
             raise SpecError(
-                f"the folder {self.folder} of files and batches is in use by another llmpq-serve; "
+                f"the folder {self.folder} of files and batches is in use by another llmpq serve; "
                 "end that, or pass another --batch_dir"
             ) from error
         except OSError as error:

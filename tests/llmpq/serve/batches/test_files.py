@@ -241,7 +241,7 @@ def test_a_server_that_loads_takes_no_files(tmp_path: Path) -> None:
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     options = BatchOptions(tmp_path / "a" / "folder")
     store = BatchStore(options)
-    with pytest.raises(SpecError, match="in use by another llmpq-serve"):
+    with pytest.raises(SpecError, match="in use by another llmpq serve"):
         BatchStore(options)
     store.close()
     assert not options.batch_dir.exists()
