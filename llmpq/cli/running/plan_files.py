@@ -18,7 +18,7 @@ from planner.options import PlanOptions
 from planner.search.remedies import PlanningRequest
 from planner.search.tradeoffs.front import FrontPoint
 from planner.workload import Job, Workload
-from quant.checkpoint.model_reference import local_path
+from quant.checkpoint.model_reference import is_local_model, local_path
 from quant.common.errors import InfeasibleError, SpecError
 
 PROMPTS, RESULTS = "prompts.jsonl", "results.jsonl"  # names for files that the user did not name
@@ -57,7 +57,7 @@ def _run_command(options: argparse.Namespace, plan: Plan) -> str:
     words = ["llmpq", "run", "--plan", options.output, "--input", *inputs]
     source = local_path(plan.model.source, "give a folder", SpecError)
     is_hub_id = source is None and plan.model.source.count("/") == 1
-    if not is_hub_id and (source is None or not source.is_dir()):
+    if not is_hub_id and (source is None or not is_local_model(source)):
         words += ["--model", "FOLDER"]
     return command_line(*words, "--output", RESULTS)
 
