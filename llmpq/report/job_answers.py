@@ -194,7 +194,7 @@ def _prediction(plan: PlanSpec, job: JobForecast) -> str:
         return (
             f"KV memory of a request: {_size(longest * token_bytes)} in the mean ({longest:,.0f} "
             "tokens), as every answer is expected to be the longest; --predictor FOLDER of "
-            "llmpq-lengths for less"
+            "llmpq lengths for less"
         )
     fewer = min(in_flight, int(slots.reservable_tokens / longest))
     return (

@@ -43,7 +43,7 @@ def test_a_predictor_file_is_read_as_it_was_written(tmp_path):
 )
 def test_what_is_wrong_is_named_with_the_file(tmp_path, changes, named):
     write(tmp_path, **changes)
-    with pytest.raises(SpecError, match="llmpq-lengths train") as refused:
+    with pytest.raises(SpecError, match="llmpq lengths train") as refused:
         predictor_file(tmp_path)
     assert named in str(refused.value)
     assert str(tmp_path / PREDICTOR_FILE) in str(refused.value)

@@ -39,7 +39,8 @@ def job_text(job: JobOverview) -> RenderableType:
 
 
 def _parts(job: JobOverview) -> Iterator[RenderableType]:
-    yield Text(f"{job.output}: {state_words(job)}", style="bold")
+    # A path and a command stay in one piece, so that they can be copied.
+    yield Text(f"{job.output}: {state_words(job)}", "bold", no_wrap=True, overflow="ignore")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -49,7 +50,7 @@ def _parts(job: JobOverview) -> Iterator[RenderableType]:
     if job.state == "stopped":
         yield Text(why_stopped(job))
         if job.command:
-            yield Text(f"  {job.command}", style="dim", overflow="fold")
+            yield Text(f"  {job.command}", "dim", no_wrap=True, overflow="ignore")
     yield from (Text(f"note: {remark}") for remark in job.remarks)
     if job.sessions and job.sessions[-1].parts[-1].plan.stages:
         yield _stages(job.sessions[-1].parts[-1])

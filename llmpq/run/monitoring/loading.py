@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from actors.stage_figures import LayersLoaded
-from actors.stage_group import StageGroup
+
+if TYPE_CHECKING:
+    from actors.stage_group import StageGroup
 
 INTERVAL_S = 1.0
 WAIT_AT_END_S = 10.0  # for a question in progress, which waits 5 s for the stages
@@ -93,5 +95,5 @@ def loading_watch(
     group: StageGroup, show: Sequence[Callable[[LoadingState], None]]
 ) -> LoadingWatch:
     """Watch the stages of `group` load, and tell `show` how far they are."""
-    layers = sum(len(stage.layers) for stage in group.plan.stages)
+    layers = sum(len(stage.layers) for stage in group.plan.stages) if show else 0
     return LoadingWatch(group.observer, layers, show)

@@ -44,7 +44,7 @@ class SlowStage:
             "these times were estimated from a datasheet: measure the device with llmpq profile"
             if self.is_estimate
             else "another load, or a device unlike the profiled one: look, measure it again with "
-            "llmpq-profile"
+            "llmpq profile"
         )
         return (
             f"stage {self.stage} on {self.device} is {self.measured_s / self.planned_s - 1:.0%} "

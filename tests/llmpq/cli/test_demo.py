@@ -59,11 +59,11 @@ def test_it_plans_runs_and_shows_question_and_answer(
 ) -> None:
     calls: dict[str, list[str]] = {}
 
-    def plan(arguments: Sequence[str]) -> int:
+    def plan(arguments: Sequence[str], prog: str) -> int:
         calls["plan"] = list(arguments)
         return 0
 
-    def run(arguments: Sequence[str]) -> int:
+    def run(arguments: Sequence[str], prog: str) -> int:
         calls["run"] = list(arguments)
         given = dict(pairwise(arguments))
         rows = [json.loads(line) for line in Path(given["--input"]).read_text().splitlines()]
@@ -89,8 +89,8 @@ def test_its_files_can_be_planned(
     installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any model: the cluster has three unlike devices that CPUs play."""
-    monkeypatch.setattr(dist, "main", lambda arguments: 0)
-    monkeypatch.setattr(algo, "main", lambda arguments: 0)
+    monkeypatch.setattr(dist, "main", lambda arguments, prog: 0)
+    monkeypatch.setattr(algo, "main", lambda arguments, prog: 0)
     demo.main([str(tmp_path)])
     monkeypatch.undo()
     assert "time_scale: 0" in (tmp_path / "cluster.yaml").read_text()

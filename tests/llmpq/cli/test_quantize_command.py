@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "a seed that is none": (
         ["--bits", "4", "--calibration", "text.jsonl", "--seed", "-1"],
-        "sequences is 128 and seed -1; give at least 1 and 0",
+        "seed is -1; give at least 0",
     ),
     "no such device": (
         ["--bits", "4", "--calibration", "text.jsonl", "--device", "tpu"],

@@ -293,7 +293,7 @@ def test_command_line_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(printed.to_json())["model"]["name"] in Page(target.read_text()).text
     missing = tmp_path / "no" / "page.html"
     assert algo.main([*arguments, *small, "--report", str(missing)]) == 2
-    assert "cannot write the report" in capsys.readouterr().err
+    assert "name a file in a folder that exists" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 

@@ -250,7 +250,7 @@ def test_what_is_said_when_planning_is_said_when_running(
     planning = capsys.readouterr().err.removeprefix("llmpq-algo")
     assert dist.main([*run_of(plan, tmp_path), "--model", str(model.folder)]) == 2
     assert capsys.readouterr().err.removeprefix("llmpq-dist") == planning
-    assert "llmpq-convert" in planning
+    assert "llmpq convert" in planning
 
 
 def test_what_lacks_weights_can_be_planned(model: Model) -> None:

@@ -76,7 +76,7 @@ def test_strict_refuses_it(tmp_path: Path, other: dict[str, str], reason: str) -
     with pytest.raises(SpecError, match=r"strict_profiles: .*p\.csv .* node0/CPU:0: ") as refusal:
         planned(path, strict_profiles=True)
     assert reason in str(refusal.value)
-    assert "llmpq-profile" in str(refusal.value)
+    assert "llmpq profile" in str(refusal.value)
 
 
 def test_a_whole_file_is_fitted_and_strict(tmp_path: Path) -> None:

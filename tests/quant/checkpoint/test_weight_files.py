@@ -11,10 +11,10 @@ from quant.checkpoint.weight_files import unread_file, unread_weights
 from quant.common.errors import CheckpointError
 
 FOLDERS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    ".bin": ({"pytorch_model.bin": ""}, (".bin weights", "llmpq-convert")),
+    ".bin": ({"pytorch_model.bin": ""}, (".bin weights", "llmpq convert")),
     ".bin in shards": (
         {"pytorch_model-00001-of-00002.bin": "", "pytorch_model.bin.index.json": "{}"},
-        (".bin weights", "llmpq-convert"),
+        (".bin weights", "llmpq convert"),
     ),
     "an adapter": (
         {"adapter_config.json": '{"base_model_name_or_path": "a/b"}', "adapter_model.bin": ""},

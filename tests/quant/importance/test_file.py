@@ -127,7 +127,7 @@ def test_what_is_wrong_is_told_with_the_file_and_a_remedy(
     with pytest.raises(CheckpointError, match=told) as raised:
         load_importance(path)
     assert str(path) in str(raised.value)
-    assert "llmpq-indicator" in str(raised.value)
+    assert "llmpq indicator" in str(raised.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0{}", b"not a file of tensors"])

@@ -300,7 +300,7 @@ def test_bound_of_perplexity_from_the_command_line(
     command = ["--model", str(model), "--cluster", str(cluster_file), "--global_bz", "2", "--s",
                "16", "--n", "4", "--omega_file", str(omega), "--max-ppl-delta"]  # fmt: skip
     assert algo.main([*command, "0.5"]) == 2
-    assert "llmpq-indicator --perplexity" in capsys.readouterr().err
+    assert "llmpq indicator --perplexity" in capsys.readouterr().err
     omega.write_text(json.dumps(content))
     assert algo.main([*command, str(total[0])]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -50,7 +50,7 @@ def test_a_stage_a_fifth_slower_is_named_with_numbers_and_remedy(timed: Any) -> 
     (slow,) = slow_stages(timed, [FAST, SLOW, FAST])
     assert (slow.stage, slow.phase) == (1, "decode")
     text = str(slow)
-    for part in ("stage 1", "25%", "125 ms", "100 ms", "llmpq-profile", "--profiles"):
+    for part in ("stage 1", "25%", "125 ms", "100 ms", "llmpq profile", "--profiles"):
         assert part in text
     assert "estimated" not in text
 
