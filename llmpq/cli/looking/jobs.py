@@ -132,7 +132,7 @@ def _print(job: JobOverview, as_json: bool) -> None:
         sys.stdout.write(json.dumps(job_figures(job), indent=1) + "\n")
         return
     printed = console()
-    printed.print(job_text(job), width=min(COLUMNS, printed.width))
+    printed.print(job_text(job), width=min(COLUMNS, printed.width), crop=False)
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,7 +94,9 @@ class LoadingWatch:
 
 def loading_watch(
     group: StageGroup, show: Sequence[Callable[[LoadingState], None]]
-) -> LoadingWatch:
+) -> AbstractContextManager[object]:
     """Watch the stages of `group` load, and tell `show` how far they are."""
-    layers = sum(len(stage.layers) for stage in group.plan.stages) if show else 0
+    if not show:
+        return nullcontext()
+    layers = sum(len(stage.layers) for stage in group.plan.stages)
     return LoadingWatch(group.observer, layers, show)
