@@ -113,6 +113,11 @@ def _add_workload(group: OptionGroup) -> None:
         help="measured lengths: CSV prompt_tokens,output_tokens, or the output of llmpq run, also "
         "of a job that is not done",
     )
+    _add_long_rows(group)
+
+
+def _add_long_rows(group: OptionGroup) -> None:
+    add = group.option
     add(
         "--long_rows",
         choices=LONG_ROWS,

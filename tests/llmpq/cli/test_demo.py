@@ -21,6 +21,7 @@ from llmpq.run.checkpoint import checkpoint_reference
 from planner.model.finding import model_shape
 from quant.checkpoint.demo_model import demo_gguf
 from quant.checkpoint.model_reference import resolve
+from quant.common.errors import LlmpqError
 from tests.actors.models import CONFIGS, save_tiny
 from tests.quant.checkpoint.gguf.written import write_gguf
 
@@ -28,7 +29,7 @@ from tests.quant.checkpoint.gguf.written import write_gguf
 def has_smollm2() -> bool:
     try:
         return demo_gguf().is_file()
-    except Exception:
+    except LlmpqError:
         return False
 
 

@@ -86,6 +86,16 @@ def test_killed_at_once_and_resumed(
     assert len(found) == ROWS
     for i in range(ROWS):
         assert found[f"q{i}"]["token_ids"] == expected[i % 16]
+    check_a_job_that_is_done(arguments, tmp_path, capsys, monkeypatch)
+
+
+def check_a_job_that_is_done(
+    arguments: list[str],
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same command says so without Ray; other rows and options are told apart."""
 
     def no_ray(*_: object) -> None:
         pytest.fail("Ray is started for a job that is done")
@@ -93,7 +103,7 @@ def test_killed_at_once_and_resumed(
     monkeypatch.setattr("llmpq.run.shared.stages.ray_session", no_ray)
     assert dist.main(arguments) == 0
     assert f"all {ROWS} rows are done" in capsys.readouterr().err
-    with (tmp_path / "in.jsonl").open("a") as file:
+    with (folder / "in.jsonl").open("a") as file:
         file.write(json.dumps({"custom_id": "long", "prompt": [3] * 40}) + "\n")
     assert dist.main(arguments) == 2
     assert "1 is new ('long'); pass --extend" in capsys.readouterr().err

@@ -90,8 +90,12 @@ def test_a_disk_that_hangs_does_not_hold_up_the_job(
     journal = JournalWriter(tmp_path / "job.journal", write)
     for entry in session():
         journal.note(entry)
-    journal.close()
+    closing = threading.Thread(target=journal.close)
+    closing.start()
+    closing.join(30)
+    still_waits = closing.is_alive()
     released.set()
+    assert not still_waits
 
 
 def test_a_large_journal_keeps_every_second_point_of_earlier_sessions(tmp_path: Path) -> None:

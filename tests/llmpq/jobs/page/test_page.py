@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -33,41 +32,9 @@ from tests.llmpq.made_journals import (
     session,
     write_journal,
 )
+from tests.llmpq.report.pages import Page
 
 HOSTILE = "<script>alert('1')</script>\"><img src=x onerror=alert(1)>&amp;"
-VOID = {"meta", "br"}
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, and the words; fails where tags do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-        if name not in VOID:
-            self._open.append(name)
-
-    def handle_startendtag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.elements.append((name, dict(attributes)))
-
-    def handle_endtag(self, name: str) -> None:
-        assert self._open.pop() == name
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).replace(SPACE, " ").split())
 
 
 def job_of(folder: Path, entries: list[Entry], **done: int) -> JobOverview:
