@@ -128,7 +128,14 @@ def test_deep_nesting(name: str, depth: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", _SHARES)
-@pytest.mark.parametrize("seed", range(3), ids=["real", "emulated", "job"])
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.rare, id="real"),
+        pytest.param(1, marks=pytest.mark.rare, id="emulated"),
+        pytest.param(2, id="job"),
+    ],
+)
 def test_every_field_of_a_plan(seed: int, share: int, tmp_path: Path) -> None:
     """Removed, and replaced by every hostile value: the place is named, or the plan round-trips."""
     parser = parsers()["plan JSON"]

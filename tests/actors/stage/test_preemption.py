@@ -168,7 +168,7 @@ def check_ways(counts: Supervision, guess: str, way: tuple[int, int]) -> None:
         assert bool(counts.recomputed) == (way != PARKED)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.rare), 2])
 @pytest.mark.parametrize("way", [COMPUTED, PARKED, BOTH])
 @pytest.mark.parametrize("guess", GUESSES)
 def test_tokens_are_those_of_generate(

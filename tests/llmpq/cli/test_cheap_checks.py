@@ -85,39 +85,42 @@ QUANTIZE = ("--plan", "plan.json", "--calibration", TEXT, "-o", "quantized")
 INDICATOR = ("--model", MODEL, "--calibration", TEXT, "-o", "omega.json")
 EVAL = ("--bits", "4", "--model", MODEL, "--text", TEXT)
 PLAN = ("--model", MODEL, "--cluster", DEMO_CLUSTER)
-CASES: list[tuple[str, tuple[object, ...], str]] = [
+OFTEN: list[tuple[str, tuple[object, ...], str]] = [
     ("dist", (*RUN, "--input", "twice.jsonl"), "stands in"),
     ("dist", (*RUN, "--plan", "gone.json"), "cannot read plan gone.json"),
-    ("dist", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
-    ("dist", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
-    ("dist", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
-    ("dist", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
     ("dist", (*RUN, "--importance", "gone"), "gone cannot be read"),
     ("dist", (*RUN, "--importance", PROMPTS), "holds no importance"),
-    ("dist", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
-    ("dist", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
-    ("dist", (*RUN, "--model", "./gone"), "no folder"),
     ("serve", ("--plan", "plan.json", "--importance", "gone"), "gone cannot be read"),
-    ("serve", ("--plan", "plan.json", "--model", "./gone"), "no folder"),
     ("algo", (*PLAN, "-o", "gone/plan.json"), "name a file in a folder that exists"),
     ("algo", (*PLAN, "--report", "gone/plan.html"), "name a file in a folder that exists"),
     ("algo", (*PLAN, "--input", "gone"), "cannot read input gone"),
     ("quantize", (*QUANTIZE, "--plan", "gone.json"), "cannot read plan gone.json"),
+    ("indicator", (*INDICATOR, "--input", "gone"), "cannot read input gone"),
+    ("evaluate", (*EVAL, "--importance", "gone"), "gone cannot be read"),
+    ("evaluate", (*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
+    ("profile", ("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
+]
+SELDOM: list[tuple[str, tuple[object, ...], str]] = [
+    ("dist", (*RUN, "--input", "gone.jsonl"), "cannot read input gone.jsonl"),
+    ("dist", (*RUN, "--cluster", "other.yaml"), "which differs from other.yaml"),
+    ("dist", (*RUN, "--output", "done.jsonl", "--temperature", "1"), "was made with temperature"),
+    ("dist", (*RUN, "--trace", "gone/run.json"), "cannot write the trace"),
+    ("dist", (*RUN, "--policy", "s3", "--predictor", "gone"), "'gone' is no folder"),
+    ("dist", (*RUN, "--max_new_tokens", "999"), "the plan has room for 48"),
+    ("dist", (*RUN, "--model", "./gone"), "no folder"),
+    ("serve", ("--plan", "plan.json", "--model", "./gone"), "no folder"),
     ("quantize", (*QUANTIZE, "--calibration", "gone.txt"), "cannot read text gone.txt"),
     ("quantize", (*QUANTIZE, "--device", "tpu"), "choose from auto, cpu, cuda"),
     ("quantize", (*QUANTIZE, "--damping", "-1"), "damping is -1.0"),
     ("quantize", (*QUANTIZE, "-o", MODEL), "is the model itself"),
-    ("indicator", (*INDICATOR, "--input", "gone"), "cannot read input gone"),
     ("indicator", (*INDICATOR, "--dtype", "int8"), "unknown value 'int8'"),
     ("indicator", (*INDICATOR, "--perplexity", "gone"), "cannot read text gone"),
     ("indicator", (*INDICATOR, "--model", "./gone"), "no folder"),
-    ("evaluate", (*EVAL, "--importance", "gone"), "gone cannot be read"),
-    ("evaluate", (*EVAL, "--bits", "5"), "bitwidth 5 is not one of"),
     ("evaluate", (*EVAL, "--text", "gone"), "cannot read text gone"),
     ("profile", ("--model", "gone", "-o", "times.csv"), "gone"),
-    ("profile", ("--model", MODEL, "-o", "times.csv", "--points", "0"), "points is 0"),
     ("profile", ("--model", MODEL, "-o", "gone/times.csv"), "a folder that exists"),
 ]
+CASES = [*OFTEN, *(pytest.param(*case, marks=pytest.mark.rare) for case in SELDOM)]
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), CASES)

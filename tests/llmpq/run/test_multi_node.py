@@ -33,6 +33,7 @@ def ray_nodes(worker_environment: dict[str, str]) -> Iterator[None]:
     cluster.shutdown()
 
 
+@pytest.mark.rare  # `test_placement.py` has the rules; here a cluster of four nodes starts
 @pytest.mark.usefixtures("ray_nodes")
 def test_every_stage_runs_on_the_node_of_its_device(tiny: tuple[Path, Any], plan: Plan) -> None:
     with StageGroup(plan.spec, str(tiny[0])) as group:

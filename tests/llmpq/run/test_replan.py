@@ -62,6 +62,7 @@ def test_lost_devices_are_in_no_later_plan_and_the_rest_is_planned_as_if_new() -
     assert "tokens/s" in text
 
 
+@pytest.mark.rare  # plans several times
 def test_options_hold_but_not_a_latency_that_fewer_devices_cannot_keep(tmp_path: Path) -> None:
     first = planned((1, 2), bits=(4, 8), kv_bits="auto", dtype="float16")
     plan = replan(first, ["node1/V100-SXM2-32GB:0"])

@@ -87,6 +87,7 @@ def test_long_rows_can_be_left_out_and_begin_at_a_percentile(source: Path) -> No
             LongRowRule(percentile=percentile)
 
 
+@pytest.mark.rare  # plans whole jobs
 def test_a_row_that_keeps_a_plan_from_fitting_is_named_with_a_percentile(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

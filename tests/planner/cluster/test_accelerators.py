@@ -211,6 +211,7 @@ def test_every_entry_is_plausible() -> None:
         ), entry.name
 
 
+@pytest.mark.rare  # plans with each of forty GPUs
 def test_a_small_model_is_planned_on_every_entry() -> None:
     """With the kernels that the tables have for it, and times that are marked as estimated."""
     shape, workload = model_shape("opt-125m"), Workload(4, 64, 16)

@@ -75,7 +75,9 @@ def counted(batch: MicroBatch) -> tuple[int, int, tuple[tuple[int, int], ...]]:
     return len(steps), sum(steps), tuple(each for each in rows if not (each[0] and each[1] == 1))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(16), *(pytest.param(n, marks=pytest.mark.rare) for n in range(16, 40))]
+)
 def test_every_batch_is_that_of_the_scheduler(seed: int) -> None:
     case = Case(seed)
     pipeline, scheduler = driven(case)

@@ -72,7 +72,10 @@ def test_what_prediction_frees_becomes_requests_in_flight(
     "lengths",
     [
         Lengths((30,) * 9, (100, 100, 100, 900, 100, 100, 100, 100, 800), "seen", 1000),
-        Lengths((120, 40, 300, 80, 20, 500), (30, 90, 10, 200, 60, 350), "seen", 800),
+        pytest.param(
+            Lengths((120, 40, 300, 80, 20, 500), (30, 90, 10, 200, 60, 350), "seen", 800),
+            marks=pytest.mark.rare,
+        ),
     ],
 )
 def test_where_memory_is_scarce_no_oracle_is_below_orca(lengths: Lengths) -> None:

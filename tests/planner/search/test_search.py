@@ -135,6 +135,7 @@ class Steps:
         return self.now
 
 
+@pytest.mark.rare  # its search takes the time it is given
 def test_out_of_time_the_best_plan_so_far_comes_with_its_gap() -> None:
     names = ["T4-16GB", "V100-SXM2-32GB", "A100-40GB", "P100"]
     cluster = ClusterSpec.from_counts(names, [1] * 4)
