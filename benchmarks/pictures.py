@@ -76,7 +76,7 @@ def plan_pictures(folder: Path) -> None:
             plan, "plan.json"
         )
         write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
-    save(folder / "planning.svg", f"llmpq-algo {_PLAN} -o plan.json", text)
+    save(folder / "planning.svg", f"llmpq plan {_PLAN} -o plan.json", text)
     shown("llmpq.cli.running.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
 
 
@@ -108,7 +108,7 @@ def run_picture(folder: Path) -> None:
         told = ["--plan", plan, "--cluster", cluster, "--input", prompts, "--output", results]
         *frames, end = _REDRAWN.split(shown("llmpq.cli.running.dist", told))
     text = f"{busiest(frames).strip()}\n\n{end.strip()}"
-    command = f"llmpq-dist --plan plan.json --input {prompts} --output results.jsonl"
+    command = f"llmpq run --plan plan.json --input {prompts} --output results.jsonl"
     save(folder / "run.svg", command, text)
 
 
