@@ -72,9 +72,8 @@ def plan_pictures(folder: Path) -> None:
     """Write `planning.svg`, `in_flight.svg` and `plan.svg`."""
     with tempfile.TemporaryDirectory() as aside:
         plan = f"{aside}/plan.json"
-        text = shown("llmpq.cli.running.algo", [*_PLAN.split(), "-o", plan]).replace(
-            plan, "plan.json"
-        )
+        text = shown("llmpq.cli.running.algo", [*_PLAN.split(), "-o", plan])
+        text = _REDRAWN.split(text)[-1].replace(plan, "plan.json")  # without the bar of the search
         write_curve(folder / "in_flight.svg", Plan.load(plan).spec)
     save(folder / "planning.svg", f"llmpq plan {_PLAN} -o plan.json", text)
     shown("llmpq.cli.running.algo", [*_FIRST_FILLS.split(), "--trace", str(folder / "plan.svg")])
@@ -107,7 +106,7 @@ def run_picture(folder: Path) -> None:
         shown("llmpq.cli.running.algo", [*asked, "--n", "48", "-o", plan])
         told = ["--plan", plan, "--cluster", cluster, "--input", prompts, "--output", results]
         *frames, end = _REDRAWN.split(shown("llmpq.cli.running.dist", told))
-    text = f"{busiest(frames).strip()}\n\n{end.strip()}"
+    text = f"{busiest(frames).strip()}\n\n{end.strip()}".replace(f"{aside}/", "")
     command = f"llmpq run --plan plan.json --input {prompts} --output results.jsonl"
     save(folder / "run.svg", command, text)
 
