@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmpq.cli.options.calibration import add_calibration
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import (
     AUTO,
@@ -77,22 +78,7 @@ def _add_texts(group: OptionGroup, default: IndicatorOptions) -> None:
     add(
         "--model", required=True, metavar="MODEL", help="folder, GGUF file or hub id of the weights"
     )
-    add(
-        "--calibration",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="text to calibrate on: plain, or .jsonl with prompt or text; - for stdin",
-    )
-    add(
-        "--input",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATH",
-        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
-    )
+    add_calibration(group)
     add(
         "--perplexity",
         nargs="+",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from llmpq.cli.options.calibration import add_calibration
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.quality.options import AUTO, DEVICES, DTYPES
 from quant.gptq.options import DAMPING
@@ -60,23 +61,7 @@ def _add_bits(group: OptionGroup) -> None:
 
 def _add_calibration(group: OptionGroup) -> None:
     add = group.option
-    add(
-        "--calibration",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="plain text, or .jsonl with prompt or text (a string or token ids); folders, globs; "
-        "- for stdin",
-    )
-    add(
-        "--input",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="PATH",
-        help="prompts of the job, as for llmpq run: calibrated on as the model will see them",
-    )
+    add_calibration(group)
     add(
         "--sequences",
         type=int,
