@@ -276,7 +276,8 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
     why = "origin.cluster without the lost devices"
-    here = sorted([*(stage.device for stage in plan.stages), *plan.unused_devices])
+    used = (name for stage in plan.stages for name in stage.device_names)
+    here = sorted([*used, *plan.unused_devices])
     names = sorted(device.name for device in cluster.devices)
     yield Derived("stages and unused_devices", here, names, why)
     emulate = cluster.emulate
