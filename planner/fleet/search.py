@@ -85,6 +85,15 @@ def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_cou
         )
 
 
+def number_of(replicas: int | str) -> int | None:
+    """The number of pipelines that is asked for; None for `auto`."""
+    if replicas == AUTO:
+        return None
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise SpecError(f"replicas is {replicas!r}; give auto, or a whole number of at least 1")
+    return replicas
+
+
 def as_job(workload: Workload | Job) -> Job:
     """A job as it is; of a batch one of so many prompts that are all alike."""
     if isinstance(workload, Job):

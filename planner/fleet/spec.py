@@ -67,6 +67,15 @@ class FleetSpec:
             raise SpecError(f"cannot write the fleet to {target}: {error}") from error
 
     @classmethod
+    def load(cls, path: str | Path) -> FleetSpec:
+        """Read a fleet; raises `SpecError` naming file and field."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise SpecError(f"cannot read fleet {path}: {error}") from error
+        return cls.from_json(text, str(path))
+
+    @classmethod
     def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:
         """The fleet in `text`; raises `SpecError` naming `source` and the field."""
         try:

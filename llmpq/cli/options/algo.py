@@ -159,6 +159,13 @@ def _add_cluster(group: OptionGroup) -> None:
         "chooses for each stage (default: 1)",
     )
     add(
+        "--replicas",
+        type=_auto_or_number,
+        metavar="COUNT",
+        help="divide the cluster into so many pipelines that share the prompts, or auto, which "
+        "finds how many and what of (default: one pipeline)",
+    )
+    add(
         "--keep_all_devices",
         action="store_const",
         const=True,
