@@ -205,15 +205,17 @@ def _smallest_problems(costs: CostModel) -> Iterator[SizedProblem]:
     """
     sizes = smallest_sizes(costs.options)
     for placed in heads_of(replace(costs, job=None)):
-        for devices in _end_choices(costs):
+        for devices in end_choices(costs):
             yield _sized(placed, devices, sizes)
 
 
-def _end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """Yield one order of all devices for each pair of kinds at the ends."""
+def end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
+    """Yield one order of all devices for each pair of kinds at the ends, on which alone it depends
+    what fits.
+    """
     devices = canonical_devices(costs.cluster.devices)
     for part in order_tree(devices, costs.options.all_orders).by_ends().values():
-        yield tuple(devices[index] for index in next(part.orders()))
+        yield tuple(devices[index] for index in part.example())
 
 
 def _with_devices(costs: CostModel, devices: tuple[Device, ...]) -> CostModel:
