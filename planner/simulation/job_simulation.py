@@ -96,7 +96,7 @@ class _Busy:
     def seconds(self, passes: int) -> FloatArray:
         """Seconds of each stage in prefill and in decode [2, N] after so many passes."""
         known = {id(taken): taken for taken in self._taken[:passes]}
-        pairs = zip(map(id, self._taken[:passes]), self._decodes)
+        pairs = zip(map(id, self._taken[:passes]), self._decodes[:passes], strict=True)
         counts, busy_s = Counter(pairs), np.zeros((2, self._stages))
         for (key, is_decode), times in counts.items():
             compute_s, decode_s = np.array(known[key].compute), np.array(known[key].decode)

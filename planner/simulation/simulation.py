@@ -195,7 +195,8 @@ class PipelineClock:
         """Run the next pass as `run` does, for those who ask only when its result is back."""
         at_s = self.returned_s[each.results_before]
         stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
-        for j, (compute_s, transfer_s) in enumerate(zip(taken.compute, taken.transfer)):
+        hops = zip(taken.compute, taken.transfer, strict=True)
+        for j, (compute_s, transfer_s) in enumerate(hops):
             free_s = stage_free_s[j]
             stage_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + compute_s
             free_s = link_free_s[j]
