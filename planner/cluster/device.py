@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from planner.cluster.accelerators import Accelerator
 from quant.common.errors import SpecError
@@ -100,15 +101,16 @@ class Device:
         numbers = "+".join(str(device.index) for device in self.members)
         return f"{self.node}/{self.accelerator.name}:{numbers}"
 
-    @property
+    @cached_property
     def time_kind(self) -> Hashable:
         """A key that is equal for devices that hold and compute a layer alike."""
-        kind = self.accelerator.name, self.threads, self.emulated, self.stand_in, self.slowdown
+        slowdown = self.slowdown.prefill, self.slowdown.decode
+        kind = self.accelerator.name, self.threads, self.emulated, self.stand_in, slowdown
         if not self.ranks:
             return kind
         return *kind, self.degree, self.link_bytes_per_s, self.host_link_bytes_per_s
 
-    @property
+    @cached_property
     def cost_kind(self) -> Hashable:
         """A key that is equal for devices with which plans cost the same, but for their nodes."""
         links = self.link_bytes_per_s, self.host_link_bytes_per_s

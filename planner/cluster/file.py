@@ -22,8 +22,12 @@ from planner.cluster.safe_yaml import MOST_BYTES, parse_yaml
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
-MAX_DEVICES = 256
-"""Most devices of a cluster: eight times as many as the search of device orders is designed for."""
+MOST_DESCRIBED = 256
+"""Most accelerators that a file describes: more kinds than anyone has bought."""
+
+MOST_DEVICES = 100_000
+"""More devices than one operator has for one model; a count beyond is a typing error, and would
+take the memory of this machine before a plan is looked for."""
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -89,7 +93,7 @@ class ClusterEntry(_Strict):
     """The whole cluster file; `accelerators` are those that the registry does not have."""
 
     name: Annotated[str, Field(min_length=1)]
-    accelerators: Annotated[dict[str, AcceleratorEntry], Field(max_length=MAX_DEVICES)] = {}
+    accelerators: Annotated[dict[str, AcceleratorEntry], Field(max_length=MOST_DESCRIBED)] = {}
     nodes: Annotated[list[NodeEntry], Field(min_length=1)]
     network: NetworkEntry | None = None
     emulate: EmulateEntry | None = None
@@ -147,8 +151,8 @@ def read_yaml(path: Path) -> tuple[object, Source]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise SpecError(
-                f"cluster file {path} has {path.stat().st_size} bytes; {MAX_DEVICES} devices take "
-                f"less than {MOST_BYTES}"
+                f"cluster file {path} has {path.stat().st_size} bytes; a cluster takes at most "
+                f"{MOST_BYTES}"
             )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -166,9 +170,9 @@ def parse_cluster(values: object, source: Source) -> ClusterFile:
     except ValidationError as error:
         raise _first_problem(error, source) from error
     devices = sum(count for node in entry.nodes for count in node.accelerators.values())
-    if devices > MAX_DEVICES:
+    if devices > MOST_DEVICES:
         raise source.error(
-            ["nodes"], f"{devices} devices; plan for at most {MAX_DEVICES}, split the cluster"
+            ["nodes"], f"{devices} devices; at most {MOST_DEVICES} can be, is a count mistyped?"
         )
     file = ClusterFile(entry, _described(entry.accelerators, source), source)
     for index in range(len(entry.nodes)):

@@ -8,8 +8,8 @@ import yaml
 
 from quant.common.errors import SpecError
 
-MOST_BYTES = 1 << 18
-"""Largest file: a thousand bytes for each device. Larger ones would take minutes to read."""
+MOST_BYTES = 1 << 20
+"""Largest file: a hundred bytes for each of ten thousand nodes, which take seconds to read."""
 
 MOST_NODES = MOST_BYTES // 2
 """Most keys and values: no file of `MOST_BYTES` has more unless aliases multiply them."""
@@ -28,13 +28,18 @@ def parse_yaml(text: str, label: str) -> tuple[object, yaml.Node | None]:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_more_nodes(document, label)
         _refuse_repeated_keys(document, label)
-        return yaml.safe_load(text), document
+        return _values_of(document), document
     except (yaml.YAMLError, *_IMPOSSIBLE) as error:
         raise SpecError(f"{label} is not valid YAML: {error}") from error
     except RecursionError as error:
         raise SpecError(
             f"{label} nests too deeply or contains itself; write it out flat"
         ) from error
+
+
+def _values_of(document: yaml.Node | None) -> object:
+    """Build the values of nodes, without reading the text once more."""
+    return None if document is None else yaml.SafeLoader("").construct_document(document)
 
 
 def _refuse_more_nodes(document: yaml.Node | None, label: str) -> None:

@@ -241,9 +241,11 @@ def _from_values(values: object, source: Source) -> ClusterSpec:
         )
     gbit = entry.network.internode_gbit_per_s if entry.network else DEFAULT_INTERNODE_GBIT_PER_S
     names = [node.name or f"node{index}" for index, node in enumerate(entry.nodes)]
+    seen = set[str]()
     for index, name in enumerate(names):
-        if name in names[:index]:
+        if name in seen:
             raise source.error(["nodes", index, "name"], f"a second node {name!r}; names differ")
+        seen.add(name)
     emulate = None
     if entry.emulate is not None:
         emulate = Emulation(entry.emulate.time_scale, entry.emulate.stand_in)

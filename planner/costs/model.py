@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
 from planner.model.tensor_parallel import rank_shape
 from planner.optimiser.assignment import Assignment
+from planner.optimiser.capacity import stages_hold
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import job_passes
@@ -54,6 +57,14 @@ class CostModel:
     job: Job | None = None
     head_on_first: bool = False
     only_bits: int | None = None
+    _rows: dict[Hashable, _StageRows] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    @cached_property
+    def of_batch(self) -> CostModel:
+        """The costs of the requests in flight as one batch, whose memory is that of the job."""
+        return self if self.job is None else replace(self, job=None)
 
     def head_stage(self, stages: int) -> int:
         """The stage that has LM head and sampling."""
@@ -128,7 +139,12 @@ class CostModel:
         self, devices: Sequence[Device], stage: int, sizes: MicroBatches
     ) -> StageMemory:
         """The memory of stage number `stage` on `devices` besides its layers."""
-        device, quantized = devices[stage], min(self.options.bits) < FULL_BITS
+        ends = StageEnds.of(stage, len(devices), self.head_on_first)
+        return self.memory_with(devices[stage], ends, sizes)
+
+    def memory_with(self, device: Device, ends: StageEnds, sizes: MicroBatches) -> StageMemory:
+        """The memory of a stage on `device` with what `ends` says, besides its layers."""
+        quantized = min(self.options.bits) < FULL_BITS
         work = StageWork(
             self.shape_on(device),
             self.workload,
@@ -139,28 +155,21 @@ class CostModel:
             self.policy(sizes).mixed_requests,
             self.shape.vocab_size,
         )
-        ends = StageEnds.of(stage, len(devices), self.head_on_first)
         return fixed_stage_memory(work, device, ends)
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         """Make the assignment problem of one device order and pair of micro-batch sizes."""
-        batch, stages = self.workload.global_batch, len(devices)
-        dtypes, times = [self.dtype(device) for device in devices], self.times(sizes, stages)
-        prefill_comm, decode_comm = self.transfers(sizes, stages).of_order(devices, dtypes)
-        fixed_prefill, fixed_decode = self._fixed_times(devices, times)
-        net = [
-            self.limit_bytes(device) - self.fixed_memory(devices, j, sizes).total
-            for j, device in enumerate(devices)
-        ]
+        batch, rows = self.workload.global_batch, self._rows_of(sizes, len(devices))
+        layers, hops, fixed = rows.layer_seconds(devices), rows.hops(devices), rows.ends_s(devices)
         return AssignmentProblem(
-            prefill_s=self._table(devices, lambda d, b: times.prefill_s(d, b, self.dtype(d))),
-            decode_s=self._table(devices, lambda d, b: times.decode_s(d, b, self.dtype(d))),
-            fixed_prefill_s=fixed_prefill,
-            fixed_decode_s=fixed_decode,
-            prefill_comm_s=prefill_comm,
-            decode_comm_s=decode_comm,
-            layer_bytes=self._table(devices, self._layer_bytes),
-            memory_bytes=np.array(net, dtype=np.float64),
+            prefill_s=layers[:, 0],
+            decode_s=layers[:, 1],
+            fixed_prefill_s=fixed[0],
+            fixed_decode_s=fixed[1],
+            prefill_comm_s=hops[0],
+            decode_comm_s=hops[1],
+            layer_bytes=rows.layer_bytes(devices),
+            memory_bytes=rows.free_bytes(devices),
             sensitivity=self.sensitivity,
             theta=self.theta,
             bitwidths=self.options.bits,
@@ -169,32 +178,118 @@ class CostModel:
             new_tokens=self.workload.new_tokens,
             objective=self.options.objective if self.job is None else "job",
             available=np.array([self.only_bits in (None, bits) for bits in self.options.bits]),
-            passes=self.passes(sizes, stages),
+            passes=rows.passes,
         )
 
-    def _table(self, devices: Sequence[Device], cost: Callable[[Device, int], float]) -> FloatArray:
-        """Compute `cost` of every stage and bitwidth, `[N, K]`, once for equal devices."""
-        rows: dict[object, list[float]] = {}
-        kinds = [device.time_kind for device in devices]
-        for kind, device in zip(kinds, devices, strict=True):
-            if kind not in rows:
-                rows[kind] = [float(cost(device, bits)) for bits in self.options.bits]
-        return np.array([rows[kind] for kind in kinds])
+    def has_room(self, devices: Sequence[Device], sizes: MicroBatches) -> bool:
+        """Whether memory allows a plan, as it does or not for the problem of the same order."""
+        rows = self._rows_of(sizes, len(devices))
+        usable = [self.only_bits in (None, bits) for bits in self.options.bits]
+        each = rows.layer_bytes(devices)[:, usable].min(axis=1) * self.options.group
+        layers = self.shape.layers // self.options.group
+        return stages_hold(each, rows.free_bytes(devices), layers)
 
-    def _layer_bytes(self, device: Device, bits: int) -> float:
+    def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
+        if (sizes, stages) not in self._rows:
+            self._rows[sizes, stages] = _StageRows(self, sizes, stages)
+        return self._rows[sizes, stages]
+
+    def layer_bytes(self, device: Device, bits: int) -> float:
+        """Bytes of a layer on `device` with its KV cache."""
         weights = layer_weight_bytes(self.shape_on(device), bits, device, self.dtype(device))
         return weights + self.kv_bytes_per_layer(device)
 
-    def _fixed_times(
-        self, devices: Sequence[Device], times: MicroBatchTimes
-    ) -> tuple[FloatArray, FloatArray]:
-        """Seconds of embedding and head per prefill and per decode micro-batch, each `[N]`."""
+
+class _StageRows:
+    """The costs of stages at one pair of sizes: those of each kind of device are computed once,
+    since a search asks for the same ones in thousands of orders.
+    """
+
+    def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
+        self._costs, self._sizes, self._stages = costs, sizes, stages
+        self._bytes: dict[Hashable, list[float]] = {}
+        self._seconds: dict[Hashable, list[list[float]]] = {}
+        self._free: dict[Hashable, float] = {}
+        self._hops: dict[Hashable, tuple[float, float]] = {}
+
+    @cached_property
+    def passes(self) -> JobPasses | None:
+        """The passes of the job; None for a batch."""
+        return self._costs.passes(self._sizes, self._stages)
+
+    @cached_property
+    def _times(self) -> MicroBatchTimes:
+        return self._costs.times(self._sizes, self._stages)
+
+    @cached_property
+    def _transfers(self) -> Transfers:
+        return self._costs.transfers(self._sizes, self._stages)
+
+    def layer_seconds(self, devices: Sequence[Device]) -> FloatArray:
+        """Seconds of a layer in prefill and in decode by bitwidth: `[N, 2, K]`."""
+        for device in devices:
+            if device.cost_kind not in self._seconds:
+                self._seconds[device.cost_kind] = self._seconds_on(device)
+        return np.array([self._seconds[device.cost_kind] for device in devices])
+
+    def layer_bytes(self, devices: Sequence[Device]) -> FloatArray:
+        """Bytes of a layer with its KV cache by bitwidth: `[N, K]`."""
+        costs = self._costs
+        for device in devices:
+            if device.cost_kind not in self._bytes:
+                bytes_of = [float(costs.layer_bytes(device, bits)) for bits in costs.options.bits]
+                self._bytes[device.cost_kind] = bytes_of
+        return np.array([self._bytes[device.cost_kind] for device in devices])
+
+    def free_bytes(self, devices: Sequence[Device]) -> FloatArray:
+        """Bytes that each stage has left for layers `[N]`; below 0 where the rest does not fit."""
+        return np.array([self._free_bytes(device, j) for j, device in enumerate(devices)])
+
+    def hops(self, devices: Sequence[Device]) -> FloatArray:
+        """Seconds per prefill and per decode micro-batch of the transfer from each stage to the
+        next, and from the last to the first: `[2, N]`.
+        """
+        onward = [self._hop_s(*pair, self._transfers.onward_s) for pair in pairwise(devices)]
+        back = self._hop_s(devices[-1], devices[0], self._transfers.back_s)
+        return np.array([*onward, back]).T
+
+    def ends_s(self, devices: Sequence[Device]) -> FloatArray:
+        """Seconds of embedding and head per prefill and per decode micro-batch: `[2, N]`."""
         seconds = np.zeros((2, len(devices)))
-        first, head_stage = devices[0], self.head_stage(len(devices))
+        first, head_stage = devices[0], self._costs.head_stage(len(devices))
         head = devices[head_stage]
-        seconds[:, 0] += times.embedding_s(first, self.dtype(first))
-        seconds[:, head_stage] += times.final_s(head, self.dtype(head))
-        return seconds[0], seconds[1]
+        seconds[:, 0] += self._times.embedding_s(first, self._costs.dtype(first))
+        seconds[:, head_stage] += self._times.final_s(head, self._costs.dtype(head))
+        return seconds
+
+    def _seconds_on(self, device: Device) -> list[list[float]]:
+        times, dtype = self._times, self._costs.dtype(device)
+        bits = self._costs.options.bits
+        return [
+            [float(seconds(device, each, dtype)) for each in bits]
+            for seconds in (times.prefill_s, times.decode_s)
+        ]
+
+    def _free_bytes(self, device: Device, stage: int) -> float:
+        is_first, is_last = stage == 0, stage == self._stages - 1
+        key = device.cost_kind, is_first, is_last
+        if key not in self._free:
+            ends = StageEnds.of(stage, self._stages, self._costs.head_on_first)
+            held = self._costs.memory_with(device, ends, self._sizes).total
+            self._free[key] = float(self._costs.limit_bytes(device) - held)
+        return self._free[key]
+
+    def _hop_s(
+        self,
+        sender: Device,
+        receiver: Device,
+        seconds: Callable[[Device, Device, str], tuple[float, float]],
+    ) -> tuple[float, float]:
+        """Seconds of a hop, which are those of all between such devices of one node, or of two."""
+        key = sender.cost_kind, receiver.cost_kind, sender.node == receiver.node, seconds.__name__
+        if key not in self._hops:
+            self._hops[key] = seconds(sender, receiver, self._costs.dtype(sender))
+        return self._hops[key]
 
 
 def grouped(problem: AssignmentProblem, group: int) -> AssignmentProblem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from quant.checkpoint.gptq_config import WHOLE_ROW, GptqConfig
 from quant.common.errors import SpecError
@@ -114,6 +115,10 @@ class ModelShape:
 
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """The weight matrices of one decoder layer, fused where transformers fuses them."""
+        return self._layer_linears
+
+    @cached_property
+    def _layer_linears(self) -> tuple[LinearShape, ...]:
         *mlp, down = map(self._with_groups, self._mlp_linears())
         if self.cut_groups is not None:
             down = replace(down, cut_group=self.cut_groups[1])

@@ -31,25 +31,31 @@ def layer_capacity(problem: AssignmentProblem, layer_scale: float = 1.0) -> IntA
 
     `layer_scale` multiplies the bytes of a layer. No stage counts more than all layers.
     """
-    capacity = np.zeros(problem.stages, dtype=np.int64)
-    for stage, (each, memory) in enumerate(
-        zip(smallest_layer_bytes(problem) * layer_scale, problem.memory_bytes, strict=True)
-    ):
-        if memory < 0:
-            capacity[stage] = -1
-        elif np.isfinite(each):
-            capacity[stage] = whole_layers(each, memory, problem.layers)
+    each = smallest_layer_bytes(problem) * layer_scale
+    return _capacity(each, problem.memory_bytes, problem.layers)
+
+
+def _capacity(each: FloatArray, memory: FloatArray, layers: int) -> IntArray:
+    capacity = whole_layers(each, memory, layers)
+    capacity[np.isinf(each)] = 0
+    capacity[memory < 0] = -1
     return capacity
 
 
 def is_feasible(problem: AssignmentProblem, layer_scale: float = 1.0) -> bool:
     """Whether some assignment has a finite objective."""
-    capacity = layer_capacity(problem, layer_scale)
+    each = smallest_layer_bytes(problem) * layer_scale
+    return stages_hold(each, problem.memory_bytes, problem.layers)
+
+
+def stages_hold(each: FloatArray, memory: FloatArray, layers: int) -> bool:
+    """Whether stages with so much `memory` [N] hold all layers, `each` [N] of so many bytes."""
+    capacity = _capacity(each, memory, layers)
     return bool(
-        problem.layers >= min(problem.stages, 2)
-        and (capacity >= 0).all()
+        layers >= min(capacity.size, 2)
+        and capacity.min() >= 0
         and min(capacity[0], capacity[-1]) >= 1
-        and capacity.sum() >= problem.layers
+        and capacity.sum() >= layers
     )
 
 
@@ -95,14 +101,17 @@ def explain_infeasible(problem: AssignmentProblem, device_names: Sequence[str]) 
     return _explain_one_stage(problem, device_names) or _explain_total(problem)
 
 
-def whole_layers(each: float, memory: float, most: int) -> int:
-    """The greatest count up to `most` whose bytes, multiplied as `evaluate` does, fit `memory`."""
-    if most * each <= memory:
-        return most
-    count = int(memory // each)
-    if (count + 1) * each <= memory:
-        return count + 1
-    return count - 1 if count * each > memory else count
+def whole_layers(
+    each: FloatArray | np.float64, memory: FloatArray | np.float64, most: int
+) -> IntArray:
+    """The greatest counts [N] up to `most` whose bytes, multiplied as `evaluate` does, fit
+    `memory` [N].
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        whole = np.floor_divide(memory, each)
+        whole += ((whole + 1) * each <= memory) * 1.0 - (whole * each > memory) * 1.0
+        whole = np.where(most * each <= memory, most, whole)
+    return np.where(np.isfinite(whole), whole, 0.0).astype(np.int64)
 
 
 def _explain_one_stage(problem: AssignmentProblem, device_names: Sequence[str]) -> str:

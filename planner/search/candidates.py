@@ -87,7 +87,7 @@ class Candidates:
         for placed in heads_of(costs):
             known: dict[MicroBatches, SizedOrders] = {}
             for kinds, part, count in parts:
-                example = next(part.orders())
+                example = part.example()
                 order = tuple(devices[index] for index in example)
                 for each in fitting_problems(placed, order):
                     if each.sizes not in known:

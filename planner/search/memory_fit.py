@@ -96,7 +96,7 @@ def smaller_equal_problems(
 
 def fits_somehow(costs: CostModel) -> bool:
     """Whether all devices of the cluster together have a plan, at the smallest micro-batches."""
-    return any(is_feasible(each.problem) for each in _smallest_problems(costs))
+    return any(placed.has_room(devices, sizes) for placed, devices, sizes in _smallest(costs))
 
 
 def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
@@ -120,7 +120,8 @@ def fitting_sets(costs: CostModel) -> list[tuple[Device, ...]]:
 
 def misfit(costs: CostModel) -> DoesNotFitError:
     """The error that says why all devices have no plan, with figures and without remedies."""
-    closest = max(_smallest_problems(costs), key=lambda each: each.problem.memory_bytes.sum())
+    smallest = (_sized(*each) for each in _smallest(costs))
+    closest = max(smallest, key=lambda each: each.problem.memory_bytes.sum())
     why = explain_infeasible(closest.problem, [device.name for device in closest.devices])
     sizes = closest.sizes
     return DoesNotFitError(
@@ -170,7 +171,9 @@ def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fit
     """Whether memory allows these sizes; it is the same for a batch as for a job, whose passes take
     long to count.
     """
-    return fits(_sized(replace(costs, job=None), devices, sizes).problem)
+    if fits is is_feasible:
+        return costs.has_room(devices, sizes)
+    return fits(_sized(costs.of_batch, devices, sizes).problem)
 
 
 def _smaller_sizes(
@@ -198,22 +201,23 @@ def _equal_sizes(costs: CostModel, stages: int, parts: int) -> MicroBatches:
     return MicroBatches(options.prefill_micro_batch or share, options.decode_micro_batch or share)
 
 
-def _smallest_problems(costs: CostModel) -> Iterator[SizedProblem]:
-    """Yield a problem for each choice of the devices at both ends and of the head's place.
-
-    The order of the devices between them changes no memory.
+def _smallest(costs: CostModel) -> Iterator[tuple[CostModel, tuple[Device, ...], MicroBatches]]:
+    """Yield an order for each choice of the devices at both ends and of the head's place, with the
+    smallest sizes. The order of the devices between them changes no memory.
     """
     sizes = smallest_sizes(costs.options)
-    for placed in heads_of(replace(costs, job=None)):
-        for devices in _end_choices(costs):
-            yield _sized(placed, devices, sizes)
+    for placed in heads_of(costs.of_batch):
+        for devices in end_choices(costs):
+            yield placed, devices, sizes
 
 
-def _end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
-    """Yield one order of all devices for each pair of kinds at the ends."""
+def end_choices(costs: CostModel) -> Iterator[tuple[Device, ...]]:
+    """Yield one order of all devices for each pair of kinds at the ends, on which alone it depends
+    what fits.
+    """
     devices = canonical_devices(costs.cluster.devices)
     for part in order_tree(devices, costs.options.all_orders).by_ends().values():
-        yield tuple(devices[index] for index in next(part.orders()))
+        yield tuple(devices[index] for index in part.example())
 
 
 def _with_devices(costs: CostModel, devices: tuple[Device, ...]) -> CostModel:
@@ -231,8 +235,9 @@ def _useful(costs: CostModel) -> tuple[Device, ...]:
 def _held_between(costs: CostModel, device: Device) -> int:
     """Count the layers that fit on the middle one of three such devices."""
     three = [replace(device, index=device.index + step) for step in range(3)]
-    alone = replace(costs, job=None)
-    return int(layer_capacity(_sized(alone, three, smallest_sizes(costs.options)).problem)[1])
+    return int(
+        layer_capacity(_sized(costs.of_batch, three, smallest_sizes(costs.options)).problem)[1]
+    )
 
 
 def _narrower(costs: CostModel, sets: Sequence[tuple[Device, ...]]) -> list[tuple[Device, ...]]:

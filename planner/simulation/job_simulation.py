@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,12 +70,40 @@ class SimulatedJob:
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What was done when the result of a prefill was back: requests prefilled, tokens decoded."""
+    """What was done when the result of a prefill was back: passes, requests prefilled, tokens
+    decoded.
+    """
 
+    passes: int
     prefilled: int
     decoded: int
     seconds: float
-    busy_s: FloatArray  # [2, N]: prefill, decode
+
+
+class _Busy:
+    """The seconds in which stages computed, by the number of passes since the beginning."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._taken: list[PassSeconds] = []
+        self._decodes: list[bool] = []
+
+    def add(self, taken: PassSeconds, is_decode: bool) -> None:
+        """Add the next pass; one that mixes the phases says itself what is decode."""
+        self._taken.append(taken)
+        self._decodes.append(is_decode)
+
+    def seconds(self, passes: int) -> FloatArray:
+        """Seconds of each stage in prefill and in decode [2, N] after so many passes."""
+        known = {id(taken): taken for taken in self._taken[:passes]}
+        pairs = zip(map(id, self._taken[:passes]), self._decodes[:passes], strict=True)
+        counts, busy_s = Counter(pairs), np.zeros((2, self._stages))
+        for (key, is_decode), times in counts.items():
+            compute_s, decode_s = np.array(known[key].compute), np.array(known[key].decode)
+            if not decode_s.size:
+                decode_s = is_decode * compute_s
+            busy_s += times * np.array([compute_s - decode_s, decode_s])
+        return busy_s
 
 
 def simulate_job(
@@ -107,7 +136,7 @@ def forecast_job(
     count = _simulated_rows(job, slots, passes, most_passes, waiting)
     rows = JobRows.of(job, count)
     schedule = job_schedule(rows, slots, sizes, stages)
-    part, marks = _simulate(schedule, rows, stages, seconds_of)
+    part, marks, busy = _simulate(schedule, rows, stages, seconds_of)
     if count == job.prompts:  # the sample may not come a whole number of times
         return replace(part, generated_tokens=job.output_tokens)
     ends = marks[_nearest(marks, count - waiting)] if waiting else marks[-1]
@@ -115,7 +144,7 @@ def forecast_job(
     fills = max(1, (count - 2 * waiting) // slots - 2)
     begins = marks[_nearest(marks, ends.prefilled - fills * slots)]
     prompts, decoded = ends.prefilled - begins.prefilled, ends.decoded - begins.decoded
-    prefill_s, decode_s = ends.busy_s - begins.busy_s
+    prefill_s, decode_s = busy.seconds(ends.passes) - busy.seconds(begins.passes)
     more = (job.lengths.mean_output - 1) * prompts / decoded if decoded else 1.0
     busiest = (prefill_s + decode_s).argmax()
     slower = (prefill_s + more * decode_s)[busiest] / (prefill_s + decode_s)[busiest]
@@ -171,32 +200,29 @@ def _simulate(
     rows: JobRows,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
-) -> tuple[SimulatedJob, list[_Mark]]:
-    clock = PipelineClock(stages)
+) -> tuple[SimulatedJob, list[_Mark], _Busy]:
+    clock, busy = PipelineClock(stages), _Busy(stages)
     marks: list[_Mark] = []
-    busy_s, decoded = [[0.0] * stages, [0.0] * stages], 0
-    for each in schedule.passes():
+    passes = decoded = 0
+    for passes, each in enumerate(schedule.passes(), start=1):
         taken = seconds_of(each)
-        clock.run(each, taken)
+        clock.finish(each, taken)
         is_decode = each.phase == "decode"
-        for j, compute_s in enumerate(taken.compute):
-            decode_s = taken.decode[j] if taken.decode else is_decode * compute_s
-            busy_s[0][j] += compute_s - decode_s
-            busy_s[1][j] += decode_s
+        busy.add(taken, is_decode)
         decoded += each.decodes if isinstance(each, MixedPass) else is_decode * each.requests
         if not is_decode:
-            done = schedule.prefilled, decoded
-            marks.append(_Mark(*done, clock.returned_s[-1], np.array(busy_s)))
+            marks.append(_Mark(passes, schedule.prefilled, decoded, clock.returned_s[-1]))
     returned_s = np.array(clock.returned_s)
+    prefill_busy_s, decode_busy_s = busy.seconds(passes)
     simulated = SimulatedJob(
         prompts=len(rows.prompts),
         generated_tokens=float(sum(rows.outputs)),
         seconds=float(returned_s[-1]),
-        prefill_busy_s=np.array(busy_s[0]),
-        decode_busy_s=np.array(busy_s[1]),
+        prefill_busy_s=prefill_busy_s,
+        decode_busy_s=decode_busy_s,
         ended_s=returned_s[list(schedule.ended_after)],
     )
-    return simulated, marks
+    return simulated, marks, busy
 
 
 def _passes(job: Job, slots: int, sizes: MicroBatches | OrcaSizes, stages: int) -> float:

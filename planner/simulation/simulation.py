@@ -191,6 +191,18 @@ class PipelineClock:
         self.returned_s.append(at_s)
         return starts
 
+    def finish(self, each: Pass, taken: PassSeconds) -> None:
+        """Run the next pass as `run` does, for those who ask only when its result is back."""
+        at_s = self.returned_s[each.results_before]
+        stage_free_s, link_free_s = self._stage_free_s, self._link_free_s
+        hops = zip(taken.compute, taken.transfer, strict=True)
+        for j, (compute_s, transfer_s) in enumerate(hops):
+            free_s = stage_free_s[j]
+            stage_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + compute_s
+            free_s = link_free_s[j]
+            link_free_s[j] = at_s = (free_s if free_s > at_s else at_s) + transfer_s
+        self.returned_s.append(at_s)
+
 
 @dataclass(frozen=True)
 class OccupiedStages:

@@ -57,17 +57,8 @@ def _most_layers(problem: AssignmentProblem, choice: int) -> IntArray | None:
     """Count the layers of a bitwidth that fit each stage [N]; None where one cannot be empty."""
     if (problem.memory_bytes < 0).any():
         return None
-    return np.array(
-        [
-            whole_layers(float(each), float(memory), problem.layers) if runs else 0
-            for each, memory, runs in zip(
-                problem.layer_bytes[:, choice],
-                problem.memory_bytes,
-                problem.available[:, choice],
-                strict=True,
-            )
-        ]
-    )
+    held = whole_layers(problem.layer_bytes[:, choice], problem.memory_bytes, problem.layers)
+    return np.where(problem.available[:, choice], held, 0)
 
 
 def _fastest_prefill(problem: AssignmentProblem, choice: int, most: IntArray) -> tuple[int, ...]:

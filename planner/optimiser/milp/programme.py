@@ -209,10 +209,10 @@ def _may_lie(steps: Sequence[Step], stage: int) -> bool:
 
 def _most(problem: AssignmentProblem, stage: int, choice: int) -> int:
     """Count the layers of a bitwidth that the device runs and holds."""
-    memory = float(problem.memory_bytes[stage])
+    memory = problem.memory_bytes[stage]
     if not problem.available[stage, choice] or memory < 0:
         return 0
-    return whole_layers(float(problem.layer_bytes[stage, choice]), memory, problem.layers)
+    return int(whole_layers(problem.layer_bytes[stage, choice], memory, problem.layers))
 
 
 def _quality_terms(model: AssignmentModel) -> pulp.LpAffineExpression:

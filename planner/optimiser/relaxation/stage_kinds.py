@@ -25,7 +25,7 @@ class StageKinds:
 def stage_kinds(problem: AssignmentProblem) -> StageKinds:
     """Group the stages between the ends by their rows of the problem's arrays."""
     last = problem.stages - 1
-    rows = [_row_bytes(problem, stage) for stage in range(problem.stages)]
+    rows = _row_bytes(problem)
     middle = sorted(set(rows[1:last]))
     ends = 1 if last == 0 else 2
     place = {row: ends + index for index, row in enumerate(middle)}
@@ -41,15 +41,15 @@ def each_stage_alone(problem: AssignmentProblem) -> StageKinds:
     return StageKinds(stages, stages, np.ones_like(stages))
 
 
-def _row_bytes(problem: AssignmentProblem, stage: int) -> bytes:
-    """Join all that a stage's costs depend on; transfers enter through constants only."""
-    rows = (
-        problem.prefill_s[stage],
-        problem.decode_s[stage],
-        problem.layer_bytes[stage],
-        problem.available[stage].astype(np.float64),
-        problem.fixed_prefill_s[stage : stage + 1],
-        problem.fixed_decode_s[stage : stage + 1],
-        problem.memory_bytes[stage : stage + 1],
+def _row_bytes(problem: AssignmentProblem) -> list[bytes]:
+    """Join all that each stage's costs depend on; transfers enter through constants only."""
+    columns = (
+        problem.prefill_s,
+        problem.decode_s,
+        problem.layer_bytes,
+        problem.available,
+        problem.fixed_prefill_s[:, np.newaxis],
+        problem.fixed_decode_s[:, np.newaxis],
+        problem.memory_bytes[:, np.newaxis],
     )
-    return np.concatenate(rows).tobytes()
+    return [row.tobytes() for row in np.concatenate(columns, axis=1)]

@@ -6,8 +6,8 @@ The LM head is on the last stage and layers are decided one by one, as the syste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
@@ -22,19 +22,19 @@ from planner.optimiser.objectives import latency_form
 from planner.optimiser.problem import AssignmentProblem
 from planner.optimiser.sensitivity_tables import SensitivityTables
 from planner.optimiser.solve_options import SolveOptions
+from planner.search.candidates import Candidates
 from planner.search.memory_fit import (
     Fits,
     SizedProblem,
+    end_choices,
     equal_problems,
     fitting_problems,
     problems_near_share,
     smaller_equal_problems,
 )
-from planner.search.orders.enumeration import distinct_orders
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
 ADABITS = SolveOptions(time_limit_s=10.0)
-MOST_ORDERS = 24  # all of four unlike groups; further ones hardly differ
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,10 +75,9 @@ Sized = Callable[[CostModel, Sequence[Sequence[Device]], Fits], Iterable[SizedPr
 class Policy:
     """The decisions of a baseline: the sizes it tries, its partition, what it looks for.
 
-    Of the orders that keep equal devices together (up to `MOST_ORDERS`, those with unlike ends
-    first) and all sizes it takes the least by the first of `least`, of equal ones the least by the
-    next. With `one_bitwidth` that is the highest at which anything fits. The second of `sized`
-    counts where nothing fits by the first, at any bitwidth.
+    Of the orders of `baseline_orders` and all sizes it takes the least by the first of `least`, of
+    equal ones the least by the next. With `one_bitwidth` that is the highest at which anything
+    fits. The second of `sized` counts where nothing fits by the first, at any bitwidth.
     """
 
     sized: tuple[Sized, ...]
@@ -98,10 +97,10 @@ class Policy:
 
 def choose(costs: CostModel, name: str) -> BaselineChoice:
     """The baseline's choice; DoesNotFitError where nothing fits."""
-    policy = POLICIES[name]
+    policy, orders = POLICIES[name], baseline_orders(costs)
     for sized in policy.sized:
         for each in policy.allowed(costs):
-            found = list(_solved(each, policy, sized))
+            found = list(_solved(each, policy, sized(each, orders, policy.fits)))
             if found:
                 return _least(found, policy.least)
     raise DoesNotFitError(
@@ -123,14 +122,23 @@ def with_one_bitwidth(costs: CostModel, bits: int) -> CostModel:
 
 
 def baseline_orders(costs: CostModel) -> list[tuple[Device, ...]]:
-    """The device orders that a baseline tries."""
-    return list(islice(distinct_orders(costs.cluster.devices, all_orders=False), MOST_ORDERS))
+    """The device orders that a baseline tries: one for each pair of kinds at the ends, on which
+    memory depends, and the most promising one by the bounds of the search. The stages between the
+    ends change little: layers cost the same there wherever a device stands.
+    """
+    together = replace(costs, options=replace(costs.options, all_orders=False))
+    orders = list(end_choices(together))
+    with suppress(DoesNotFitError):
+        orders.append(Candidates(together).pop().devices)
+    return list(dict.fromkeys(orders))
 
 
-def _solved(costs: CostModel, policy: Policy, sized: Sized) -> Iterator[BaselineChoice]:
+def _solved(
+    costs: CostModel, policy: Policy, problems: Iterable[SizedProblem]
+) -> Iterator[BaselineChoice]:
     """Yield the policy's assignment for every order and pair of sizes in which it has one."""
     tables = SensitivityTables(costs.sensitivity)
-    for each in sized(costs, baseline_orders(costs), policy.fits):
+    for each in problems:
         found = policy.solve(each.problem, tables)
         yield BaselineChoice(costs, each.devices, each.sizes, each.problem, found)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,12 +170,31 @@ class _LeastAfter:
 
     def __call__(self, partial: PartialOrder) -> FloatArray:
         """The least price; infinite where nothing can follow."""
-        key = partial.key, partial.latest_kind
-        if key not in self._known:
-            self._known[key] = self._found(partial)
-        return self._known[key]
+        waiting = [partial]
+        while waiting:  # no recursion: there may be more stages than Python allows calls
+            steps = self._steps(waiting[-1])
+            unknown = [each for _, each in steps if self._key(each) not in self._known]
+            if unknown:
+                waiting += unknown
+                continue
+            latest = waiting.pop()
+            if self._key(latest) not in self._known:
+                self._known[self._key(latest)] = self._found(latest, steps)
+        return self._known[self._key(partial)]
 
-    def _found(self, partial: PartialOrder) -> FloatArray:
+    @staticmethod
+    def _key(partial: PartialOrder) -> Hashable:
+        return partial.key, partial.latest_kind
+
+    def _steps(self, partial: PartialOrder) -> list[tuple[Placement, PartialOrder]]:
+        """The continuations by which a price is found; none where it is known without them."""
+        if self._key(partial) in self._known or partial.is_complete or not self._exact:
+            return []
+        return list(self._orders.tree.steps(partial))
+
+    def _found(
+        self, partial: PartialOrder, steps: Sequence[tuple[Placement, PartialOrder]]
+    ) -> FloatArray:
         orders = self._orders
         if partial.is_complete:
             back_s = float(orders.return_s[int(partial.returns_within_node)])
@@ -184,8 +203,8 @@ class _LeastAfter:
             return orders.rough_after(partial)
         latest = partial.latest_kind
         found = np.full(orders.layers + 1, np.inf)
-        for placement, following in orders.tree.steps(partial):
-            after = self(following)
+        for placement, following in steps:
+            after = self._known[self._key(following)]
             rows = orders.rows(placement, latest is None, following.is_complete)
             for row, is_end in reversed(rows):
                 after = orders.costs.back(after, row, is_end)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -22,8 +22,11 @@ from planner.search.orders.device_sets import canonical_devices
 
 Placed = TypeVar("Placed")
 
-MOST_COUNTED = 500
-"""Most states of partial orders that are gone through to count orders."""
+MOST_COUNTED = 60
+"""Most states of partial orders that are gone through to count orders, in hundredths of a second.
+"""
+
+KEPT_TREES = 64  # of the sets of devices that a search goes back to
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class PartialOrder:
 
 def order_tree(devices: Sequence[Device], all_orders: bool) -> OrderTree:
     """The tree of all orders of a cluster's devices."""
+    return _order_tree(tuple(devices), all_orders)
+
+
+@lru_cache(maxsize=KEPT_TREES)
+def _order_tree(devices: tuple[Device, ...], all_orders: bool) -> OrderTree:
     return OrderTree(devices, lambda d: d.cost_kind, lambda d: d.node, all_orders)
 
 
@@ -109,6 +117,9 @@ class OrderTree:
         nodes = {node: index for index, node in enumerate(dict.fromkeys(map(node_of, devices)))}
         self.kind_of_device = tuple(kinds[kind_of(device)] for device in devices)
         self._ends: tuple[int, int] | None = None
+        self._by_ends: dict[tuple[int, int], OrderTree] | None = None
+        self._orders: int | None = None
+        self._example: tuple[int, ...] | None = None
         self._all_orders = all_orders
         self._members: dict[tuple[int, int], list[int]] = {}
         for index, device in enumerate(devices):
@@ -127,22 +138,26 @@ class OrderTree:
         if wanted - pieces:
             return None
         tree = copy(self)
-        tree._ends = first, last
+        tree._ends, tree._by_ends, tree._orders, tree._example = (first, last), None, None, None
         return tree
 
     def by_ends(self) -> dict[tuple[int, int], OrderTree]:
         """The orders by the kinds of their first and last stage."""
-        kinds = range(1 + max(self.kind_of_device))
-        pairs = [(first, last) for first in kinds for last in kinds]
-        found = {ends: self.between(*ends) for ends in pairs}
-        return {ends: tree for ends, tree in found.items() if tree is not None}
+        if self._by_ends is None:
+            kinds = range(1 + max(self.kind_of_device))
+            pairs = [(first, last) for first in kinds for last in kinds]
+            found = {ends: self.between(*ends) for ends in pairs}
+            self._by_ends = {ends: tree for ends, tree in found.items() if tree is not None}
+        return self._by_ends
 
     def steps(self, partial: PartialOrder) -> Iterator[tuple[Placement, PartialOrder]]:
-        """Yield every placement that may come next, and the partial order that it gives."""
+        """Yield every placement that may come next, and the partial order that it gives; those on
+        the node of the latest stage first.
+        """
         latest = partial.placed[-1][0] if partial.placed else None
         first = partial.placed[0][0] if partial.placed else None
         seen = set()
-        for node, left in enumerate(partial.left):
+        for node, left in sorted(enumerate(partial.left), key=lambda each: each[0] != latest):
             look = left, node == latest, node == first
             if look in seen:
                 continue
@@ -166,9 +181,20 @@ class OrderTree:
     def orders(self) -> Iterator[tuple[int, ...]]:
         """Yield every distinct order, as indices of the devices in stage order.
 
-        The given order of the groups comes first.
+        The given order of the groups comes first, with the devices of a node side by side.
         """
-        yield from self._orders_after((self.root,))
+        waiting: list[tuple[PartialOrder, ...]] = [(self.root,)]
+        while waiting:  # no recursion: there may be more stages than Python allows calls
+            partials = waiting.pop()
+            if partials[0].is_complete:
+                yield from map(self.indices, complete_orders(partials))
+            waiting += reversed(self.next_placements(partials).values())
+
+    def example(self) -> tuple[int, ...]:
+        """The first of the orders."""
+        if self._example is None:
+            self._example = next(self.orders())
+        return self._example
 
     def indices(self, whole: PartialOrder) -> tuple[int, ...]:
         """The devices of a complete order, equal ones of a node in ascending order."""
@@ -178,17 +204,24 @@ class OrderTree:
         )
 
     def count(self) -> int:
-        """Count the distinct orders; an upper bound if too many nodes mix kinds."""
-        mixed = self._all_orders or any(len(left) > 1 for left in self.root.left)
+        """Count the distinct orders; at most so many if too many nodes come in several parts."""
+        if self._orders is None:
+            self._orders = self._counted()
+        return self._orders
+
+    def _counted(self) -> int:
+        mixed = [left for left in self.root.left if self._places(left) > 1]
         if mixed and self.most_states() <= MOST_COUNTED:
             return self._count((self.root,), {})
+        # Stages of one node are told from those of others, and then nodes that are alike are not.
         pieces = Counter(
-            (kind, 1, node) if self._all_orders else (kind, count, 0)
+            (kind, count // self._pieces(count), node if self._places(left) > 1 else -1)
             for node, left in enumerate(self.root.left)
             for kind, count in left
             for _ in range(self._pieces(count))
         )
-        return _arrangements(pieces, self._ends)
+        alike = Counter(tuple(sorted(left)) for left in mixed)
+        return _arrangements(pieces, self._ends) // math.prod(map(math.factorial, alike.values()))
 
     def most_states(self) -> int:
         """Count the ways in which some of the devices may be placed, at most."""
@@ -198,13 +231,6 @@ class OrderTree:
             each = math.prod((count + 1 if self._all_orders else 2) for _, count in left)
             ways *= math.comb(nodes + each - 1, each - 1)
         return ways
-
-    def _orders_after(self, partials: tuple[PartialOrder, ...]) -> Iterator[tuple[int, ...]]:
-        if partials[0].is_complete:
-            for whole in complete_orders(partials):
-                yield self.indices(whole)
-        for following in self.next_placements(partials).values():
-            yield from self._orders_after(following)
 
     def _count(self, partials: tuple[PartialOrder, ...], known: dict[Hashable, int]) -> int:
         if partials[0].is_complete:
@@ -229,6 +255,10 @@ class OrderTree:
         """Count the placements in which the equal devices of a node come."""
         return count if self._all_orders else 1
 
+    def _places(self, left: Sequence[tuple[int, int]]) -> int:
+        """Count the placements in which the devices `left` of a node come."""
+        return sum(self._pieces(count) for _, count in left)
+
     @staticmethod
     def _groups(partial: PartialOrder) -> list[tuple[int, int]]:
         return [group for left in partial.left for group in left]
@@ -243,16 +273,12 @@ class OrderTree:
 
 def _arrangements(pieces: Counter[tuple[int, int, int]], ends: tuple[int, int] | None) -> int:
     """Count the distinct sequences of `pieces` (kind first) between ends of two kinds."""
-    if ends is None:
-        return math.factorial(pieces.total()) // math.prod(map(math.factorial, pieces.values()))
-    if pieces.total() == 1:
-        return 1
-    total = 0
-    for first in [piece for piece in pieces if piece[0] == ends[0]]:
-        others = pieces - Counter([first])
-        for last in [piece for piece in others if piece[0] == ends[1]]:
-            total += _arrangements(others - Counter([last]), None)
-    return total
+    total = pieces.total()
+    every = math.factorial(total) // math.prod(map(math.factorial, pieces.values()))
+    if ends is None or total == 1:
+        return every
+    first, last = (sum(n for (kind, *_), n in pieces.items() if kind == end) for end in ends)
+    return every * first * (last - (ends[0] == ends[1])) // (total * (total - 1))
 
 
 def complete_orders(partials: Sequence[PartialOrder]) -> list[PartialOrder]:

@@ -21,6 +21,7 @@ from planner.optimiser.solve_options import SolveOptions
 from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.baselines.comparison import baseline, offloading
+from planner.search.baselines.policies import baseline_orders
 from planner.search.costs import cost_model
 from planner.simulation.simulation import simulate_assignment
 from planner.workload import Workload
@@ -100,6 +101,19 @@ def test_16_bit_keeps_no_memory_for_kernels_of_fewer_bits() -> None:
     assert plan.stages[0].memory_bytes <= plan.stages[0].memory_limit_bytes
     with pytest.raises(InfeasibleError):
         Cluster(full).plan("opt-1.3b", PAPER, method="uniform", bits=[16], prefill_micro_batch=32)
+
+
+def test_a_baseline_tries_one_order_for_each_pair_of_ends_and_the_most_promising() -> None:
+    """Of ten nodes with a device of their own each, as of 24 devices of four kinds."""
+    kinds = ("T4", "P100", "V100-32GB", "A100-40GB", "L4")
+    nodes = [{"accelerators": {kind: 1}} for kind in kinds * 2]
+    mixed = {"name": "ten", "nodes": nodes, "network": {"internode_gbit_per_s": 25}}
+    for cluster in (ClusterSpec.from_dict(mixed), ClusterSpec.from_yaml(SPECS / "mixed_24.yaml")):
+        found = baseline_orders(costs_on(cluster, "opt-30b", PlanOptions()))
+        names = {device.cost_kind for device in cluster.devices}
+        ends = {(order[0].cost_kind, order[-1].cost_kind) for order in found}
+        assert len(ends) == len(names) ** 2 <= len(found) <= len(names) ** 2 + 1
+        assert all({*order} == {*cluster.devices} for order in found)
 
 
 @pytest.mark.parametrize("number", [3, 5, 6])

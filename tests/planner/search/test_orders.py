@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from planner.search.orders import enumeration
 from planner.search.orders.enumeration import OrderTree
 
 Device = tuple[str, str]  # node and type
@@ -110,6 +111,30 @@ def test_orders_are_counted_and_parted_by_their_ends(
         assert {(kinds[order[0]], kinds[order[-1]]) for order in members} == {(first, last)}
     parted = [looks(devices, order) for part in parts.values() for order in part.orders()]
     assert Counter(parted) == Counter(found)
+
+
+@pytest.mark.parametrize("all_orders", [False, True])
+@pytest.mark.parametrize("devices", CLUSTERS)
+def test_where_orders_are_not_gone_through_they_are_at_least_as_many(
+    devices: list[Device], all_orders: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = tree(devices, all_orders)
+    monkeypatch.setattr(enumeration, "MOST_COUNTED", 0)
+    bounded = tree(devices, all_orders)
+    assert bounded.count() >= exact.count()
+    for ends, part in exact.by_ends().items():
+        assert bounded.by_ends()[ends].count() >= part.count()
+    assert sum(part.count() for part in bounded.by_ends().values()) == bounded.count()
+
+
+@pytest.mark.parametrize("nodes", [11, 200])
+def test_many_nodes_that_mix_kinds_are_as_quick_as_few(nodes: int) -> None:
+    """None of their orders is made but the one that is asked for."""
+    devices = [(f"node{index}", kind) for index in range(nodes) for kind in ("T4", "V100")]
+    parts = tree(devices, all_orders=True).by_ends()
+    assert len(parts) == 4
+    assert sum(part.count() for part in parts.values()) == tree(devices, all_orders=True).count()
+    assert parts[0, 1].example() == tuple(range(2 * nodes)), "a node's devices are side by side"
 
 
 def test_more_orders_than_can_be_listed_are_counted() -> None:
