@@ -1,6 +1,8 @@
 """Plans for large models and large fleets.
 
 python -m benchmarks.scale groups     # the costs of tensor-parallel groups beside measured ones
+python -m benchmarks.scale planner    # seconds, gap and memory of planning as clusters grow
+python -m benchmarks.scale fleets     # one pipeline and several that share a job, on mixed clusters
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.scale import groups
+from benchmarks.scale import fleets, groups, planner
 
-PARTS = {"groups": groups}
+PARTS = {"groups": groups, "planner": planner, "fleets": fleets}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
