@@ -7,18 +7,18 @@ pipeline is described without names: two nodes' worth of four T4, or one V100 wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster.device import Device
 from planner.cluster.groups import equal_devices, group_of
 from planner.cluster.spec import ClusterSpec
 
+FALLING = 0.97
+"""Share of the most tokens per second and device below which no larger make-up is tried."""
+
 MOST_DEVICES = 16
 """Devices of a pipeline that is not the whole cluster's, or its share of one of few."""
-
-FEW_SHARES = 4
-"""Numbers of pipelines for which a cluster is divided evenly, beside smaller make-ups."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,26 @@ def block_devices(block: Block, devices: Sequence[Device]) -> list[Device]:
     return [group_of(devices[first : first + degree]) for first in range(0, block.size, degree)]
 
 
-def single_kind(pools: Pools, kind: int, least: int) -> Iterator[MakeUp]:
-    """Yield make-ups of one kind, from the fewest devices that hold the model on: those first that
-    leave the fewest devices of a node over.
+def single_kind(
+    pools: Pools, kind: int, least: int, speed: Callable[[MakeUp], float]
+) -> Iterator[MakeUp]:
+    """Yield make-ups of one kind: from the fewest devices that hold the model on ever twice as
+    many, while tokens per second grow with the devices; then sizes around the best.
+
+    `speed`: tokens per second of a make-up that was yielded, 0 where it has none.
     """
     most, node = pools.devices_of(kind), pools.largest(kind)
-    power = 1 << (least - 1).bit_length()
-    sizes = (least, power, -(-least // node) * node, least + 1, 2 * power, 2 * least)
-    for size in dict.fromkeys(sizes):
-        if size <= min(most, max(MOST_DEVICES, least)):
+    each: dict[int, float] = {}
+    size = least
+    while size <= most:
+        yield (make_up := pools.blocks(kind, size))
+        each[size] = speed(make_up) / size
+        if each[size] < FALLING * max(each.values()) or size == most:
+            break
+        size = min(most, -(-2 * size // node) * node if size >= node else 2 * size)
+    best = max(each, key=lambda size: each[size], default=least)
+    for size in (-(-best // node) * node, best + 1, best * 3 // 2):
+        if size not in each and least <= size <= most:
             yield pools.blocks(kind, size)
 
 
@@ -124,15 +135,19 @@ def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[Ma
                 yield (*pools.blocks(one, first), *pools.blocks(other, second))
 
 
-def even_shares(pools: Pools, number: int) -> Iterator[MakeUp]:
-    """Yield the make-ups of a `number`-th of all devices: of every kind, or of each kind alone."""
-    every: list[Block] = []
-    for kind in range(len(pools.kinds)):
-        if count := pools.devices_of(kind) // number:
-            every += pools.blocks(kind, count)
-            yield pools.blocks(kind, count)
-    if every:
-        yield tuple(every)
+def even_shares(pools: Pools, numbers: Sequence[int], fastest: Sequence[int]) -> Iterator[MakeUp]:
+    """Yield what each of these `numbers` of equal pipelines has: of all kinds, then without the
+    slowest ones, at last of each kind alone. `fastest` orders the kinds.
+    """
+    for count in range(len(fastest), 1, -1):
+        for number in numbers:
+            shares = [(kind, pools.devices_of(kind) // number) for kind in fastest[:count]]
+            if all(share for _, share in shares):
+                yield tuple(block for kind, share in shares for block in pools.blocks(kind, share))
+    for kind in fastest:
+        for number in numbers:
+            if share := pools.devices_of(kind) // number:
+                yield pools.blocks(kind, share)
 
 
 def grouped_make_ups(make_up: MakeUp, degrees: Sequence[int]) -> Iterator[MakeUp]:

@@ -16,8 +16,9 @@ from planner.search.tradeoffs.qualities import TIE_BREAK, seconds_per_sensitivit
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 
-ONE_S = 0.6
-"""Seconds after which the search for a plan of one make-up takes the best so far."""
+ONE_S, FEW_DEVICES = 0.6, 6
+"""Seconds after which the search for a plan of one make-up takes the best so far, where it has so
+few devices; with more of them as many more seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,16 @@ class Pricing:
         cluster = replace(self.costs.cluster, devices=devices)
         return replace(self.costs, cluster=cluster, job=job, options=options)
 
+    def speed(self, make_up: MakeUp) -> float:
+        """The most tokens per second of a make-up's blocks, in groups or not; 0 where none fits."""
+        alike = [(block.kind, block.size) for block in make_up]
+        own = (
+            each.tokens_per_s
+            for each in self.priced
+            if [(block.kind, block.size) for block in each.make_up] == alike
+        )
+        return max(own, default=0.0)
+
     def fits(self, make_up: MakeUp) -> bool:
         """Whether memory allows a pipeline of this make-up."""
         return fits_somehow(self.costs_of(make_up))
@@ -89,7 +100,11 @@ class Pricing:
         costs = replace(costs, theta=worth * self._seconds_per_sensitivity(same, costs))
         try:
             solve = plan_solver(costs, self.clock)
-            solution = solve(costs.theta, quick=True, limit_s=ONE_S)
+            solution = solve(
+                costs.theta,
+                quick=True,
+                limit_s=ONE_S * max(1.0, len(costs.cluster.devices) / FEW_DEVICES),
+            )
         except InfeasibleError:
             self._unfit.add(same)
             return None

@@ -8,14 +8,13 @@ choice among what was priced is proven up to its gap; what was not priced is bou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.model import CostModel
 from planner.fleet.ceiling import ceiling_tokens_per_s, device_tokens_per_s
 from planner.fleet.makeups import (
-    FEW_SHARES,
     MOST_DEVICES,
     MakeUp,
     Pools,
@@ -43,8 +42,15 @@ from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
 
-PRICING_S, PRICING_S_PER_DEVICE = 4.0, 0.04
-"""Seconds in which make-ups are priced, as long as `search_time_limit` allows them."""
+PRICING_S, PRICING_S_PER_DEVICE = 5.0, 0.03
+"""Seconds in which make-ups are priced for their speed: at least so many, and as many for every
+device, as long as `search_time_limit` allows them."""
+
+MOST_SHARE = 32
+"""Devices of a share of the whole cluster that is priced, beside smaller make-ups."""
+
+FEW = (2, 1, 3, 4)
+"""Numbers of pipelines for which the cluster is divided evenly, the most promising first."""
 
 QUALITY_TIME = 0.4
 """The share of the time that is left for the quality that is wanted, once speeds are known."""
@@ -143,7 +149,8 @@ def _pricing(
 ) -> Pricing:
     """The pricing of make-ups, with about the share of the job that each device does."""
     devices = len(request.cluster.devices)
-    limit_s = min(request.options.search_time_limit, PRICING_S + PRICING_S_PER_DEVICE * devices)
+    limit_s = max(PRICING_S, PRICING_S_PER_DEVICE * devices)
+    limit_s = min(request.options.search_time_limit / (1 + QUALITY_TIME), limit_s)
     rates = [device_tokens_per_s(costs, request.job, kind) for kind in pools.kinds]
     total = sum(rate * pools.devices_of(kind) for kind, rate in enumerate(rates))
     shares = tuple(rate / total for rate in rates)
@@ -153,29 +160,39 @@ def _pricing(
 def _make_ups(
     request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
 ) -> Iterator[MakeUp]:
-    """Yield the make-ups to price, most promising first: for each kind in turn the best of its own,
-    then larger ones and mixtures.
+    """Yield the make-ups to price, most promising first: of each kind alone, then even shares of
+    the cluster, then mixtures of two kinds.
     """
     degrees = degrees_of(costs)
-    number, devices = request.number, len(request.cluster.devices)
+    devices = len(request.cluster.devices)
+    numbers = [each for each in FEW if devices <= MOST_SHARE * each]
+    if request.number is not None:
+        numbers = [request.number]
+    fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
     least = {kind: _least(pools, kind, pricing) for kind in range(len(pools.kinds))}
-    alone = {kind: each for kind, each in least.items() if each <= MOST_DEVICES}
-    turns: list[Iterator[MakeUp]] = []
-    if number is not None:
-        turns.append(even_shares(pools, number))
-    else:
-        turns += [even_shares(pools, each) for each in range(1, FEW_SHARES) if devices <= 16 * each]
-    turns += [single_kind(pools, kind, each) for kind, each in alone.items()]
-    turns += [mixed_kinds(pools, kind, least) for kind in least]
-    while turns:
-        for each in list(turns):
-            make_up = next(each, None)
-            if make_up is None:
-                turns.remove(each)
-                continue
+    alone = {kind: least[kind] for kind in fastest if least[kind] <= MOST_DEVICES}
+    phases = (
+        [single_kind(pools, kind, each, pricing.speed) for kind, each in alone.items()],
+        [even_shares(pools, numbers, fastest)],
+        [mixed_kinds(pools, kind, least) for kind in fastest],
+    )
+    for phase in phases:
+        for make_up in _in_turns(phase):
             if request.options.tensor_parallel in (1, AUTO):
                 yield make_up
             yield from grouped_make_ups(make_up, degrees)
+
+
+def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
+    """Yield one of each source in turn until all have ended."""
+    left = list(sources)
+    while left:
+        for each in list(left):
+            make_up = next(each, None)
+            if make_up is None:
+                left.remove(each)
+            else:
+                yield make_up
 
 
 def _least(pools: Pools, kind: int, pricing: Pricing) -> int:
