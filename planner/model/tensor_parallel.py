@@ -2,10 +2,10 @@
 et al. 2019, section 3).
 
 Attention is divided by heads, the MLP by the columns between its linears, embedding and LM head by
-rows of the vocabulary. Ranks whose number does not divide these get parts that differ by one unit;
-the first ones have the larger parts. The columns of the MLP are cut between the quantization groups
-of its last linear, so that no rank holds a part of a group. Heads may be narrower than a group of
-the attention's output: there ranks share the group's scale (`quant.cuts.part_group`).
+rows of the vocabulary. Ranks whose number does not divide these get parts that differ by one unit,
+the first ones the larger parts. The columns of the MLP are cut between the quantization groups of
+its last linear where there are enough. Where a cut goes through a group, as between heads that are
+narrower, ranks have the scale of the group in common (`quant.cuts.part_group`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from quant.cuts import COLUMNS, ROWS, Cut, part_shape
 from quant.scheme import GROUP_SIZES, LinearShape
 
 _FINER_UNITS = (16, 8, 4, 2, 1)
-"""Columns of the MLP that stay together where no group size divides them: their one group is the
-whole row, whose scale all ranks share."""
+"""Columns of the MLP that stay together where there are too few groups for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +153,13 @@ def _heads(shape: ModelShape, degree: int) -> list[tuple[range, range]]:
 
 
 def _mlp_unit(shape: ModelShape, degree: int) -> int:
-    """Columns of the MLP that no cut takes apart: a group of its last linear."""
+    """Columns of the MLP that no cut takes apart: a group of its last linear, where it has enough
+    of them.
+    """
     stored = shape.layer_linears()[-1].stored_group
-    units = [*GROUP_SIZES, *_FINER_UNITS] if stored is None else [stored, *GROUP_SIZES]
+    groups = [*GROUP_SIZES] if stored is None else [stored, *GROUP_SIZES]
     columns = shape.intermediate_size
-    for unit in units:
+    for unit in (*groups, *_FINER_UNITS):
         if columns % unit == 0 and columns // unit >= degree:
             return unit
     raise SpecError(
