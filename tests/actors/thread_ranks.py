@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Thread
@@ -85,21 +85,30 @@ def divided(
     specs: Sequence[StageSpec], degrees: Sequence[int], folder: Path, **options: Any
 ) -> Iterator[list[Stage]]:
     """Rank 0 of each stage of `specs`, whose other ranks follow in threads until the end."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(following(load_ranks(spec, degree, folder, **options)))
+            for spec, degree in zip(specs, degrees, strict=True)
+        ]
+
+
+@contextmanager
+def following(ranks: Sequence[Stage]) -> Iterator[Stage]:
+    """Rank 0 of a stage, which the others follow in threads until the end."""
     failed: list[BaseException] = []
-    leaders: list[Stage] = []
-    threads: list[Thread] = []
-    for spec, degree in zip(specs, degrees, strict=True):
-        ranks = load_ranks(spec, degree, folder, **options)
-        groups = thread_groups(degree)
-        for stage, group in zip(ranks, groups, strict=True):
-            stage.join(group)
-        leaders.append(ranks[0])
-        for each in zip(ranks[1:], groups[1:], strict=True):
-            threads.append(Thread(target=_following, args=(*each, failed), daemon=True))
-            threads[-1].start()
-    yield leaders
-    for stage in leaders:
-        stage.dismiss()
+    groups = thread_groups(len(ranks))
+    for stage, group in zip(ranks, groups, strict=True):
+        stage.join(group)
+    members = zip(ranks[1:], groups[1:], strict=True)
+    threads = [Thread(target=_following, args=(*each, failed), daemon=True) for each in members]
+    for thread in threads:
+        thread.start()
+    try:
+        yield ranks[0]
+        ranks[0].dismiss()
+    except BaseException:
+        groups[0].table.barrier.abort()
+        raise
     for thread in threads:
         thread.join(_TIMEOUT_S)
     assert not failed, failed

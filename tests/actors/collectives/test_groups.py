@@ -89,7 +89,7 @@ def test_a_rank_that_is_gone_is_noticed() -> None:
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:
-    with pytest.raises(DeviceError, match="rank 0 of 2 on 127.0.0.1 did not meet.* 0.2 s"):
+    with pytest.raises(DeviceError, match=r"rank 0 of 2 on 127.0.0.1 did not meet.* 0.2 s"):
         DistributedGroup(Seat(0, 2, CPU, timeout_s=0.2), torch.distributed.HashStore())
 
 

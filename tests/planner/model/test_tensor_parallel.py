@@ -156,7 +156,12 @@ def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
 
 def test_rows_of_the_vocabulary() -> None:
     parts = [vocabulary_cut(SMALL, rank_share(SMALL, 4, rank)) for rank in range(4)]
-    assert [(part.begin, part.end) for part in parts] == [(0, 50), (50, 100), (100, 150), (150, 199)]
+    assert [(part.begin, part.end) for part in parts] == [
+        (0, 50),
+        (50, 100),
+        (100, 150),
+        (150, 199),
+    ]
 
 
 def stored(desc_act: bool, group: int = 128) -> GptqConfig:
