@@ -7,6 +7,7 @@ rank knows.
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from typing import Protocol
 
@@ -62,7 +63,10 @@ def receive(group: RankGroup) -> tuple[Order, MicroBatch | None]:
     order = Order(data[0])
     if order not in (Order.STEP, Order.FINISH):
         return order, None
-    decoded = decode(torch.frombuffer(bytearray(data[1:]), dtype=torch.uint8))
+    try:
+        decoded = decode(torch.frombuffer(bytearray(data[1:]), dtype=torch.uint8))
+    except (ValueError, struct.error) as error:  # too short for any message
+        raise StageLostError("rank 0 of a stage sends a part of an order") from error
     if isinstance(decoded, Sampled):
         raise StageLostError("rank 0 of a stage sends tokens; its version is another one")
     return order, decoded[0]

@@ -1,4 +1,4 @@
-"""Dividing models among ranks: every part is held, groups stay whole, and what cannot be is said."""
+"""Dividing models among ranks: every part is held, groups stay whole, the impossible is refused."""
 
 from __future__ import annotations
 
