@@ -20,13 +20,16 @@ from torch import Tensor
 
 from quant.common.errors import DeviceError, StageLostError
 
-_LENGTH = torch.int64
+_FOR_EVER = timedelta(days=365)
+"""Ranks wait so long for the next order: a stage without requests is no fault. The end of a process
+is noticed all the same, as its connection closes."""
 
 
 @dataclass(frozen=True)
 class Seat:
     """The place of one rank: its number, that of all ranks, the device that it computes on, and the
-    address on which it listens to the others, within `timeout_s` for each call.
+    address on which it listens to the others. Each call ends within `timeout_s`, but for waiting
+    for the next order.
     """
 
     rank: int
@@ -81,8 +84,8 @@ class DistributedGroup:
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """The bytes of rank 0, by way of the host: their number, then they themselves."""
-        length = torch.tensor([0 if data is None else len(data)], dtype=_LENGTH)
-        self._wait(self._host.broadcast([length], _from_rank_0()))
+        length = torch.tensor([0 if data is None else len(data)])
+        self._wait(self._host.broadcast([length], _from_rank_0(_FOR_EVER)), _FOR_EVER)
         content = torch.empty(int(length), dtype=torch.uint8)
         if data:
             content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -104,9 +107,9 @@ class DistributedGroup:
             return None
         return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, limit: timedelta | None = None) -> None:
         try:
-            work.wait(timedelta(seconds=self._seat.timeout_s))
+            work.wait(limit or timedelta(seconds=self._seat.timeout_s))
         except RuntimeError as error:
             raise StageLostError(
                 f"rank {self.rank} of {self.degree} lost another one: {error}"
@@ -133,8 +136,10 @@ def _nccl(seat: Seat, store: Any) -> Any:
     return distributed.ProcessGroupNCCL(own, seat.rank, seat.degree, options)
 
 
-def _from_rank_0() -> Any:
+def _from_rank_0(limit: timedelta | None = None) -> Any:
     options = torch.distributed.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
+    if limit is not None:
+        options.timeout = limit
     return options

@@ -174,6 +174,10 @@ class Stage:
         """Bring `inputs` to the device in the type that is computed in; all ranks have those of
         rank 0 then, and their order.
         """
+        if self._group.degree != self.spec.degree:
+            raise RuntimeError(
+                f"rank {self.spec.rank} of stage {self.spec.index} has not joined yet"
+            )
         dtype = self.dtype if inputs.is_floating_point() else inputs.dtype
         inputs = inputs.to(self.device, dtype, non_blocking=True)
         if self.spec.rank == 0:

@@ -20,9 +20,9 @@ DEGREE = 3
 WIDTHS = (4, 2, 3)
 
 
-def over_gloo(degree: int) -> list[RankGroup]:
+def over_gloo(degree: int, timeout_s: float = 20.0) -> list[RankGroup]:
     store = torch.distributed.HashStore()
-    seats = [Seat(rank, degree, CPU, timeout_s=20.0) for rank in range(degree)]
+    seats = [Seat(rank, degree, CPU, timeout_s=timeout_s) for rank in range(degree)]
     with ThreadPoolExecutor(degree) as pool:
         return list(pool.map(lambda seat: DistributedGroup(seat, store), seats))
 
@@ -86,6 +86,19 @@ def test_a_rank_that_is_gone_is_noticed() -> None:
     del second
     with pytest.raises(StageLostError, match="rank 0 of 2 lost another one"):
         first.all_reduce(torch.zeros(3))
+
+
+def test_the_next_order_may_come_late_but_not_the_end_of_rank_0() -> None:
+    first, second = over_gloo(2, timeout_s=1.0)
+    with ThreadPoolExecutor(1) as pool:
+        order = pool.submit(second.broadcast_bytes, None)
+        with pytest.raises(TimeoutError):
+            order.result(1.5)
+        assert first.broadcast_bytes(b"late") == order.result(10) == b"late"
+        order = pool.submit(second.broadcast_bytes, None)
+        del first
+        with pytest.raises(StageLostError, match="rank 1 of 2 lost another one"):
+            order.result(10)
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:

@@ -4,12 +4,14 @@ the stage that is not divided.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -17,6 +19,7 @@ from actors.messages import MicroBatch
 from actors.stage.stage import Stage
 from quant.cache.settings import CacheSettings
 from quant.common.errors import SpecError
+from quant.gptq.format import GptqWeight, gptq_tensors
 from quant.importance.statistics import InputStatistics, LayerImportance
 from tests.actors.batches import batch_in_ranges
 from tests.actors.models import (
@@ -170,6 +173,49 @@ def test_a_rank_joins_in_its_own_place_alone(tmp_path: Path) -> None:
     for group in (groups[0], thread_groups(3)[1]):
         with pytest.raises(ValueError, match="rank 1 of 2 cannot join as rank"):
             second.join(group)
+
+
+def test_a_rank_that_has_not_joined_computes_nothing(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    (spec,) = specs_of((0, LAYERS), 1, 20)
+    first, _ = load_ranks(spec, 2, tmp_path)
+    with pytest.raises(RuntimeError, match="rank 0 of stage 0 has not joined"):
+        first.step(batch_in_ranges([0], [0], [3]), torch.arange(3))
+
+
+def stored_as_gptq(folder: Path) -> None:
+    """Make the linears of a saved model's layers 4-bit GPTQ weights in groups of 16."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for name, weight in list(tensors.items()):
+        module = name.removesuffix(".weight")
+        if ".layers." not in name or weight.dim() < 2:
+            continue
+        rows, columns = weight.shape
+        draws = torch.Generator().manual_seed(len(tensors))
+        coded = GptqWeight(
+            codes=torch.randint(16, (rows, columns), generator=draws, dtype=torch.uint8),
+            scale=(torch.rand(rows, columns // 16, generator=draws) * 0.02).half(),
+            zero=torch.full((rows, columns // 16), 8, dtype=torch.uint8),
+            group_of_column=torch.arange(columns, dtype=torch.int32) // 16,
+            bits=4,
+        )
+        del tensors[name]
+        tensors |= {f"{module}.{part}": each for part, each in gptq_tensors(coded, 1).items()}
+    save_file(tensors, path)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+    (folder / "quantize_config.json").write_text(json.dumps(settings))
+
+
+def test_a_gptq_checkpoint_is_divided(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["qwen2"])
+    stored_as_gptq(tmp_path)
+    spec = specs_of((0, 2, LAYERS), 2, 16, 4)[0]
+    batch, token_ids = batch_in_ranges([0], [0], [9], slot_tokens=16), torch.arange(9)
+    expected = hidden_of(load_ranks(spec, 1, tmp_path), batch, token_ids)
+    for degree in (2, 4):
+        with divided([spec], (degree,), tmp_path) as stages:
+            assert torch.allclose(hidden_of(stages, batch, token_ids), expected, atol=1e-4)
 
 
 def test_a_model_that_cannot_be_divided_so_often_is_refused(tmp_path: Path) -> None:
