@@ -30,17 +30,19 @@ class LinearShape:
     """The shape of a weight matrix `[out_features, in_features]`.
 
     `stored_group`: weights that share a scale and a zero where the checkpoint is quantized already,
-    None where it is not.
+    None where it is not. `cut_group`: the same where columns are a rank's of a wider matrix, whose
+    groups they keep.
     """
 
     in_features: int
     out_features: int
     stored_group: int | None = None
+    cut_group: int | None = None
 
     @property
     def group(self) -> int:
         """Weights that share a scale and a zero at 3 and 4 bit."""
-        return self.stored_group or group_size(self.in_features)
+        return self.cut_group or self.stored_group or group_size(self.in_features)
 
     @property
     def parameters(self) -> int:

@@ -69,7 +69,7 @@ def _no_picture(simulated: Simulated | str) -> str:
 
 def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
     """The schedule, or the part of it that is not too large for a notebook's file."""
-    devices = [stage.device for stage in plan.stages]
+    devices = [stage.label for stage in plan.stages]
     pictures = schedule_pictures(simulated, devices, plan.job is not None)
     return next((each for each in pictures if len(each.svg) <= PICTURE_CHARACTERS), None)
 
@@ -77,7 +77,7 @@ def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
 def _stage_cells(plan: PlanSpec, stage: StagePlan) -> tuple[str, ...]:
     return (
         str(stage.index),
-        stage.device + (" (emulated)" if stage.emulated else ""),
+        stage.label + (" (emulated)" if stage.emulated else ""),
         f"{stage.layers.start} to {stage.layers.stop - 1}",
         bits_text(stage),
         size(stage.memory_bytes),

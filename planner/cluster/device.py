@@ -41,7 +41,10 @@ AS_MODELLED = Slowdown()
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator of a node.
+    """An accelerator of a node, or a tensor-parallel group of equal ones.
+
+    `ranks` are the devices of a group, whose other fields are those of the first of them, so memory
+    is that of one rank; a single device has none.
 
     `index` counts devices of the same type on the node; `memory_bytes` is the budget of the process
     (for CPUs and emulated devices net of all but the model); `link_bytes_per_s` is the rate to a
@@ -67,16 +70,43 @@ class Device:
     stated_host_link_bytes_per_s: float | None = None
     slowdown: Slowdown = AS_MODELLED
     node_price_per_hour: float | None = None
+    ranks: tuple[Device, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name, unique in the cluster, such as `node0/T4-16GB:1`."""
+        """The name, unique in the cluster, such as `node0/T4-16GB:1`; of a group that of the first
+        rank.
+        """
         return f"{self.node}/{self.accelerator.name}:{self.index}"
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks that share every layer; 1 for a single device."""
+        return max(1, len(self.ranks))
+
+    @property
+    def members(self) -> tuple[Device, ...]:
+        """The single devices: those of the group, or this one."""
+        return self.ranks or (self,)
+
+    @property
+    def member_names(self) -> tuple[str, ...]:
+        """Names of the single devices."""
+        return tuple(device.name for device in self.members)
+
+    @property
+    def label(self) -> str:
+        """The name for people, with all numbers of a group: `node0/T4-16GB:0+1`."""
+        numbers = "+".join(str(device.index) for device in self.members)
+        return f"{self.node}/{self.accelerator.name}:{numbers}"
 
     @property
     def time_kind(self) -> Hashable:
         """A key that is equal for devices that hold and compute a layer alike."""
-        return self.accelerator.name, self.threads, self.emulated, self.stand_in, self.slowdown
+        kind = self.accelerator.name, self.threads, self.emulated, self.stand_in, self.slowdown
+        if not self.ranks:
+            return kind
+        return *kind, self.degree, self.link_bytes_per_s, self.host_link_bytes_per_s
 
     @property
     def cost_kind(self) -> Hashable:

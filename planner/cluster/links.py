@@ -37,3 +37,22 @@ class MeasuredLink:
     def faster(self, times: float) -> MeasuredLink:
         """This link with `times` the rate."""
         return replace(self, bytes_per_s=self.bytes_per_s * times)
+
+
+@dataclass(frozen=True)
+class MeasuredSum:
+    """A measured all-reduce among `degree` devices of a type: its latency, and seconds per byte of
+    the tensor that is summed.
+
+    `source` names the file of the measurements.
+    """
+
+    accelerator: str
+    degree: int
+    latency_s: float
+    s_per_byte: float
+    source: str = ""
+
+    def seconds(self, summed_bytes: float) -> float:
+        """Seconds of summing a tensor of so many bytes."""
+        return self.latency_s + summed_bytes * self.s_per_byte

@@ -17,7 +17,7 @@ from planner.cluster.accelerators import Accelerator
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
 from planner.cluster.file import ClusterFile, NodeEntry, Source, parse_cluster, read_yaml
-from planner.cluster.links import MeasuredLink
+from planner.cluster.links import MeasuredLink, MeasuredSum
 from quant.common.errors import SpecError
 from quant.common.units import GIB
 
@@ -46,9 +46,9 @@ class Emulation:
 class ClusterSpec:
     """The devices to plan for, node by node; `internode_bytes_per_s` joins the nodes.
 
-    `measured_links`, which are no part of the file, come before what it says. `notes`: what was
-    assumed of names that fit several accelerators. `described`: accelerators that the file
-    describes, whether or not a node has them.
+    `measured_links` and `measured_sums`, which are no part of the file, come before what it says.
+    `notes`: what was assumed of names that fit several accelerators. `described`: accelerators that
+    the file describes, whether or not a node has them.
     """
 
     name: str
@@ -58,6 +58,7 @@ class ClusterSpec:
     measured_links: tuple[MeasuredLink, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     described: tuple[Accelerator, ...] = field(default=(), compare=False)
+    measured_sums: tuple[MeasuredSum, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise SpecError for an empty cluster and for two devices of the same name."""
@@ -171,6 +172,7 @@ class ClusterSpec:
                 device.threads,
                 device.emulated,
                 *(["stand-in"] if device.stand_in else []),
+                *([list(device.member_names)] if device.ranks else []),
                 *_stated_host_link(device),
             ]
             for device in self.devices
@@ -179,9 +181,15 @@ class ClusterSpec:
             [link.one, link.other, link.place, link.latency_s, link.bytes_per_s]
             for link in self.measured_links
         ]
+        sums = [
+            [each.accelerator, each.degree, each.latency_s, each.s_per_byte]
+            for each in self.measured_sums
+        ]
         own = {each.accelerator for each in self.devices if not each.accelerator.is_registered}
         figures = [[each.name, _figures(each)] for each in sorted(own, key=lambda each: each.name)]
-        text = json.dumps([devices, self.internode_bytes_per_s, *filter(None, (links, figures))])
+        text = json.dumps(
+            [devices, self.internode_bytes_per_s, *filter(None, (links, figures, sums))]
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from planner.cluster.device import Device
 from planner.cluster.spec import ClusterSpec
+from planner.costs.collectives import Collectives
 from planner.model.finding import ModelShape
 from quant.scheme import DTYPE_BYTES
 
@@ -27,9 +28,19 @@ def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
 def transfer_s(
     cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: float
 ) -> float:
-    """Seconds of a hop: latency of the link and bytes over its rate; 0 from a device to itself."""
-    rate = cluster.link_bytes_per_s(sender, receiver)
-    return cluster.link_latency_s(sender, receiver) + payload_bytes / rate
+    """Seconds of a hop, to all ranks of the receiver; 0 from a single device to itself."""
+    latency_s, per_byte_s = transfer_terms(cluster, sender, receiver)
+    return latency_s + payload_bytes * per_byte_s
+
+
+def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
+    """Seconds of a hop without bytes, and those of a byte.
+
+    The first rank of a group receives, and hands on to the others.
+    """
+    latency_s, per_byte_s = Collectives.of(receiver).broadcast_terms
+    latency_s += cluster.link_latency_s(sender, receiver)
+    return latency_s, per_byte_s + 1 / cluster.link_bytes_per_s(sender, receiver)
 
 
 @dataclass(frozen=True)

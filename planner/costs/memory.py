@@ -70,7 +70,8 @@ class StageWork:
 
     `quantized`: whether its kernels may be of less than 16 bits. `kv_bits`: those of keys and
     values; 16 stands for `dtype`. `mixed`: most requests of a micro-batch that mixes the phases, in
-    which single tokens of all may stand beside the prompts; 0 where none does.
+    which single tokens of all may stand beside the prompts; 0 where none does. `vocabulary`: logits
+    of a row where `shape` has only a rank's part of them.
     """
 
     shape: ModelShape
@@ -80,6 +81,7 @@ class StageWork:
     quantized: bool = True
     kv_bits: int = FULL_BITS
     mixed: int = 0
+    vocabulary: int | None = None
 
     @property
     def prefill_tokens(self) -> int:
@@ -188,7 +190,8 @@ def temporary_bytes(work: StageWork, ends: StageEnds) -> int:
         peaks.append(work.most_tokens * (widths * element + 2 * _TOKEN_ID_BYTES))
     if ends.head:
         rows = max(work.sizes.prefill, work.decode_requests)
-        peaks.append(rows * shape.vocab_size * (element + _SAMPLING_BYTES_PER_LOGIT))
+        logits = work.vocabulary or shape.vocab_size
+        peaks.append(rows * logits * (element + _SAMPLING_BYTES_PER_LOGIT))
     under_way = _TRANSFER_BUFFERS * work.most_tokens * shape.hidden_size * element
     return max(peaks) + under_way
 

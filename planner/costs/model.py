@@ -23,6 +23,7 @@ from planner.costs.memory import (
 from planner.costs.micro_batch_times import MicroBatchTimes
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
+from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
@@ -58,6 +59,10 @@ class CostModel:
         """The stage that has LM head and sampling."""
         return 0 if self.head_on_first else stages - 1
 
+    def shape_on(self, device: Device) -> ModelShape:
+        """The model as `device` holds it: of a group what its first rank has."""
+        return largest_rank_shape(self.shape, device.degree)
+
     def dtype(self, device: Device) -> str:
         """The compute type on `device`."""
         return device.compute_dtype(self.options.dtype)
@@ -69,7 +74,8 @@ class CostModel:
 
     def kv_bytes_per_layer(self, device: Device) -> int:
         """Bytes of the KV cache of one layer on `device` for the whole batch."""
-        return kv_cache_bytes_per_layer(self.shape, self.workload, self.kv_bits, self.dtype(device))
+        shape, dtype = self.shape_on(device), self.dtype(device)
+        return kv_cache_bytes_per_layer(shape, self.workload, self.kv_bits, dtype)
 
     def policy(self, sizes: MicroBatches) -> PolicyOptions:
         """The scheduling policy with its sizes: where it mixes the phases and the options do not
@@ -124,13 +130,14 @@ class CostModel:
         """The memory of stage number `stage` on `devices` besides its layers."""
         device, quantized = devices[stage], min(self.options.bits) < FULL_BITS
         work = StageWork(
-            self.shape,
+            self.shape_on(device),
             self.workload,
             sizes,
             self.dtype(device),
             quantized,
             self.kv_bits,
             self.policy(sizes).mixed_requests,
+            self.shape.vocab_size,
         )
         ends = StageEnds.of(stage, len(devices), self.head_on_first)
         return fixed_stage_memory(work, device, ends)
@@ -175,7 +182,7 @@ class CostModel:
         return np.array([rows[kind] for kind in kinds])
 
     def _layer_bytes(self, device: Device, bits: int) -> float:
-        weights = layer_weight_bytes(self.shape, bits, device, self.dtype(device))
+        weights = layer_weight_bytes(self.shape_on(device), bits, device, self.dtype(device))
         return weights + self.kv_bytes_per_layer(device)
 
     def _fixed_times(

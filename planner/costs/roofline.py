@@ -106,9 +106,13 @@ class RooflineLatency:
         """Seconds of the head's product over `rows` tokens and of sampling from them."""
         machine = _Machine.of(device, dtype)
         head = LinearShape(self.shape.word_embedding_size, self.shape.vocab_size)
-        sampling = machine.move_s(rows * self.shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT)
         products = machine.linear_s(head, 16, rows) + self._projection_s(machine, rows)
-        return machine.overhead_s + products + sampling
+        return machine.overhead_s + products + self.sampling_s(device, rows, dtype)
+
+    def sampling_s(self, device: Device, rows: int, dtype: str) -> float:
+        """Seconds of sampling from the logits of `rows` tokens."""
+        moved = rows * self.shape.vocab_size * _SAMPLING_BYTES_PER_LOGIT
+        return _Machine.of(device, dtype).move_s(moved)
 
     def provenance(self, device: Device, dtype: str, bits: Sequence[int]) -> str:
         return PROVENANCE

@@ -15,7 +15,15 @@ MAX_SIZE = 2**24
 """Limits far beyond any model: larger numbers are typing errors."""
 
 _NOT_IN_FINGERPRINT = frozenset(
-    {"name", "max_positions", "sliding_window", "stored", "alibi", "activation_buffers"}
+    {
+        "name",
+        "max_positions",
+        "sliding_window",
+        "stored",
+        "alibi",
+        "activation_buffers",
+        "cut_groups",
+    }
 )
 _POSITIVE = (
     "layers",
@@ -44,6 +52,8 @@ class ModelShape:
     `stored`: how the checkpoint's linears are quantized already, None where they are not.
     `alibi`: attention adds a bias by distance in place of positions, and no length is its end.
     `activation_buffers`: elements of the MLP's width that its activation needs beside its result.
+    `cut_groups`: of what a rank of a tensor-parallel group holds, the columns that share a scale in
+    attention's output and in the MLP's last linear (`planner.model.tensor_parallel`).
     """
 
     name: str
@@ -72,6 +82,7 @@ class ModelShape:
     stored: GptqConfig | None = None
     alibi: bool = False
     activation_buffers: int = 0
+    cut_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         """Check the sizes; SpecError names one that is impossible."""
@@ -103,9 +114,18 @@ class ModelShape:
 
     def layer_linears(self) -> tuple[LinearShape, ...]:
         """The weight matrices of one decoder layer, fused where transformers fuses them."""
-        output = LinearShape(self.query_width, self.hidden_size)
-        linears = (*self._qkv_linears(), output, *self._mlp_linears())
-        return tuple(replace(each, stored_group=self._stored_group(each)) for each in linears)
+        *mlp, down = map(self._with_groups, self._mlp_linears())
+        if self.cut_groups is not None:
+            down = replace(down, cut_group=self.cut_groups[1])
+        return (*map(self._with_groups, self._qkv_linears()), self.output_linear, *mlp, down)
+
+    @property
+    def output_linear(self) -> LinearShape:
+        """The linear of a layer that ends its attention."""
+        output = self._with_groups(LinearShape(self.query_width, self.hidden_size))
+        if self.cut_groups is None:
+            return output
+        return replace(output, cut_group=self.cut_groups[0])
 
     @property
     def layer_input_order_bytes(self) -> int:
@@ -169,6 +189,9 @@ class ModelShape:
         if self.word_embedding_size == self.hidden_size:
             return 0
         return self.word_embedding_size * self.hidden_size
+
+    def _with_groups(self, linear: LinearShape) -> LinearShape:
+        return replace(linear, stored_group=self._stored_group(linear))
 
     def _stored_group(self, linear: LinearShape) -> int | None:
         """Number of columns that share a stored scale, in groups of at most the usual size."""

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
+from math import gcd
 
 from planner.model.families.family import Architecture
 from planner.model.shape import ModelShape
 from quant.common.errors import SpecError
 from quant.cuts import COLUMNS, ROWS, Cut, part_shape
 from quant.scheme import GROUP_SIZES, LinearShape
+
+DEGREES = (1, 2, 4, 8)
+"""Numbers of devices that a group may have."""
 
 _FINER_UNITS = (16, 8, 4, 2, 1)
 """Columns of the MLP that stay together where there are too few groups for all ranks."""
@@ -40,6 +45,7 @@ class RankShare:
     vocabulary: range
 
 
+@cache
 def rank_share(shape: ModelShape, degree: int, rank: int) -> RankShare:
     """The part of a model of `shape` that `rank` of `degree` ranks holds.
 
@@ -66,6 +72,51 @@ def rank_share(shape: ModelShape, degree: int, rank: int) -> RankShare:
         mlp=range(units.start * unit, units.stop * unit),
         vocabulary=spread(shape.vocab_size, degree)[rank],
     )
+
+
+def refusal(shape: ModelShape, degree: int) -> str | None:
+    """Say why `degree` ranks cannot share this model, and the remedy; None where they can."""
+    try:
+        rank_share(shape, degree, 0)
+    except SpecError as error:
+        return str(error)
+    return None
+
+
+def possible_degrees(shape: ModelShape) -> tuple[int, ...]:
+    """The numbers of ranks that can share the model, ascending."""
+    return tuple(each for each in DEGREES if refusal(shape, each) is None)
+
+
+@cache
+def largest_rank_shape(shape: ModelShape, degree: int) -> ModelShape:
+    """The shape of what no rank of `degree` exceeds in any part, to plan memory and times by."""
+    if degree == 1:
+        return shape
+    shares = [rank_share(shape, degree, rank) for rank in range(degree)]
+    kv_heads = max(len(share.kv_heads) for share in shares)
+    heads = max(len(share.heads) for share in shares)
+    return replace(
+        shape,
+        heads=-(-heads // kv_heads) * kv_heads,
+        kv_heads=kv_heads,
+        intermediate_size=max(len(share.mlp) for share in shares),
+        vocab_size=max(len(share.vocabulary) for share in shares),
+        cut_groups=cut_groups(shape, degree),
+    )
+
+
+@cache
+def cut_groups(shape: ModelShape, degree: int) -> tuple[int, int]:
+    """Columns that share a scale on every rank, of attention's output and of the MLP's last linear.
+
+    They are those of the undivided linear, or finer where a cut between two ranks falls inside.
+    """
+    output, down = shape.output_linear.group, shape.layer_linears()[-1].group
+    shares = [rank_share(shape, degree, rank) for rank in range(degree)]
+    heads = [share.heads.stop * shape.head_dim for share in shares]
+    columns = [share.mlp.stop for share in shares]
+    return gcd(output, *heads), gcd(down, *columns)
 
 
 def rank_shape(shape: ModelShape, degree: int, rank: int) -> ModelShape:

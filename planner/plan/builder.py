@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from planner.cluster.described import entry_of
 from planner.cluster.device import Device
+from planner.cluster.groups import ungrouped
 from planner.costs.memory import stage_memory
 from planner.costs.model import CostModel, expanded
 from planner.micro_batches import MicroBatches
@@ -98,7 +99,7 @@ def build_plan(
         micro_batches=solution.sizes,
         head_on_first=solution.head_on_first,
         stages=_stages(costs, solution.sizes, occupied, bitwidth),
-        unused_devices=tuple(d.name for d in cluster.devices if d not in devices),
+        unused_devices=_unused(cluster.devices, devices),
         predicted=_prediction(forecast, times.latency_s),
         solver=_record(costs, solution, times.quality),
         sensitivity_source=sensitivity_source,
@@ -108,6 +109,12 @@ def build_plan(
         job=_job_forecast(costs, solution, forecast),
         policy=costs.policy(solution.sizes),
     )
+
+
+def _unused(every: Sequence[Device], used: Sequence[Device]) -> tuple[str, ...]:
+    """Names of the single devices that no stage uses."""
+    names = {device.name for device in ungrouped(used)}
+    return tuple(device.name for device in ungrouped(every) if device.name not in names)
 
 
 def solution_quality(costs: CostModel, solution: Solution) -> float:
@@ -185,7 +192,7 @@ def _stages(
         accelerator = device.accelerator
         dtype, mine = costs.dtype(device), tuple(bits[bounds[j] : bounds[j + 1]])
         memory = stage_memory(
-            costs.shape,
+            costs.shape_on(device),
             mine,
             costs.kv_bytes_per_layer(device),
             device,
@@ -219,6 +226,7 @@ def _stages(
                 provenance=_provenance(costs, device, devices[(j + 1) % len(devices)]),
                 modelled=modelled[j],
                 described=None if accelerator.is_registered else entry_of(accelerator),
+                devices=device.member_names if device.ranks else (),
             )
         )
     return tuple(stages)

@@ -22,6 +22,7 @@ from planner.costs.memory import (
     stage_memory,
 )
 from planner.model.finding import ModelShape
+from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
 from planner.optimiser.problem import AssignmentProblem
@@ -97,6 +98,11 @@ def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
         yield Derived(f"{field}.accelerator", stage.accelerator, accelerator.name, "its aliases")
         name = f"{stage.node}/{stage.accelerator}:{device.index}"
         yield Derived(f"{field}.device", stage.device, name, "node, accelerator and number")
+        if stage.devices:
+            named = tuple(f"{stage.node}/{stage.accelerator}:{each}" for each in _numbers(stage))
+            why = "field device first, and others of its node and type"
+            yield Derived(f"{field}.devices", stage.devices, named, why)
+            yield Derived(f"{field}.devices", stage.devices[0], stage.device, "field device")
         known = (None, stage.accelerator)
         resource = stage.custom_resource if stage.custom_resource in known else stage.accelerator
         why = "resources that the planner knows (the accelerator's name, or null)"
@@ -112,11 +118,11 @@ def _devices(plan: PlanSpec, source: str) -> Iterator[Derived]:
 def _device(plan: PlanSpec, stage: StagePlan) -> Device:
     """The stage's device, as far as memory and kernels depend on it."""
     accelerator = stage.kind
-    number = stage.device.rpartition(":")[2]
-    return Device(
+    numbers = _numbers(stage)
+    device = Device(
         accelerator=accelerator,
         node=stage.node,
-        index=int(number) if number.isdecimal() and len(number) <= 9 else 0,
+        index=numbers[0],
         memory_bytes=stage.memory_limit_bytes + stage.memory_margin_bytes,
         link_bytes_per_s=accelerator.link_bytes_per_s,
         threads=stage.threads if accelerator.is_cpu else None,
@@ -124,6 +130,15 @@ def _device(plan: PlanSpec, stage: StagePlan) -> Device:
         emulated=stage.emulated,
         stand_in=plan.stand_in is not None,
     )
+    if not stage.devices:
+        return device
+    return replace(device, ranks=tuple(replace(device, index=number) for number in numbers))
+
+
+def _numbers(stage: StagePlan) -> list[int]:
+    """The numbers of the stage's devices; 0 for what is no number."""
+    numbers = [name.rpartition(":")[2] for name in stage.device_names]
+    return [int(each) if each.isdecimal() and len(each) <= 9 else 0 for each in numbers]
 
 
 def _bytes(plan: PlanSpec, stage: StagePlan, shape: ModelShape) -> Iterator[Derived]:
@@ -170,7 +185,10 @@ def _stage_memory(
     """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
     mixed = plan.policy.mixed_requests
     sizes, kv_bits = plan.micro_batches, plan.kv_bits
-    work = StageWork(shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed)
+    vocabulary, shape = shape.vocab_size, largest_rank_shape(shape, stage.degree)
+    work = StageWork(
+        shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed, vocabulary
+    )
     ends = StageEnds.of(stage.index, len(plan.stages), plan.head_on_first)
     fixed = fixed_stage_memory(work, device, ends)
     kv_bytes = kv_cache_bytes_per_layer(shape, plan.workload, plan.kv_bits, stage.dtype)
@@ -258,7 +276,8 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
     why = "origin.cluster without the lost devices"
-    here = sorted([*(stage.device for stage in plan.stages), *plan.unused_devices])
+    used = (name for stage in plan.stages for name in stage.device_names)
+    here = sorted([*used, *plan.unused_devices])
     names = sorted(device.name for device in cluster.devices)
     yield Derived("stages and unused_devices", here, names, why)
     emulate = cluster.emulate

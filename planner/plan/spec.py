@@ -67,7 +67,8 @@ class StagePlan:
     back). `memory_limit_bytes` is what the plan may fill: the device's memory without
     `memory_margin_bytes`, which stay free. `modelled` has the seconds of any micro-batch, to which
     an emulated device is held. `described` are the figures of an accelerator that the registry does
-    not have, as the cluster file stated them.
+    not have, as the cluster file stated them. `devices` are those of a tensor-parallel group, the
+    first of which is `device`; memory is then that of one rank. Empty for a single device.
     """
 
     index: int
@@ -92,6 +93,23 @@ class StagePlan:
     modelled: ModelledTimes | None = None
     memory_margin_bytes: Bytes = 0
     described: AcceleratorEntry | None = None
+    devices: tuple[str, ...] = ()
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices of the stage, one a rank."""
+        return self.devices or (self.device,)
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks that share the stage's layers."""
+        return len(self.device_names)
+
+    @property
+    def label(self) -> str:
+        """The device for people; of a group with the numbers of all ranks: `node0/T4-16GB:0+1`."""
+        kind, _, _ = self.device.rpartition(":")
+        return f"{kind}:{'+'.join(name.rpartition(':')[2] for name in self.device_names)}"
 
     @property
     def kind(self) -> Accelerator:
@@ -356,7 +374,11 @@ class PlanSpec:
     def _check_devices(self, source: str) -> None:
         """Raise `SpecError` where a device is named twice."""
         met: dict[str, str] = {}
-        used = ((f"stages.{stage.index}.device", stage.device) for stage in self.stages)
+        used = (
+            (f"stages.{stage.index}.device{'s' * bool(stage.devices)}", name)
+            for stage in self.stages
+            for name in stage.device_names
+        )
         unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
         for where, device in (*used, *unused):
             if device in met:

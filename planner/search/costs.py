@@ -7,6 +7,7 @@ from pathlib import Path
 
 from planner.cluster.spec import ClusterSpec
 from planner.costs.eight_bit_kv import EightBitCacheLatency
+from planner.costs.group_latency import GroupLatency
 from planner.costs.latency_model import LatencyModel, RememberedLatency
 from planner.costs.model import CostModel
 from planner.costs.roofline import RooflineLatency
@@ -59,7 +60,9 @@ def cost_model(
         cluster = replace(
             cluster, measured_links=links_beside(options.profiles, cluster.own_accelerators)
         )
-    latency = RememberedLatency(SlowedLatency(latency_model_of(cluster, shape, options)))
+    single = latency_model_of(cluster, shape, options)
+    grouped = GroupLatency(single, kv_bits_of(options), cluster.measured_sums)
+    latency = RememberedLatency(SlowedLatency(grouped))
     theta = options.theta or 0.0
     return CostModel(cluster, shape, workload, options, latency, sensitivity, theta)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes
+from planner.costs.communication import TOKEN_ID_BYTES, Transfers, hidden_bytes, transfer_terms
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
@@ -377,16 +377,15 @@ def link_terms(costs: CostModel, devices: Sequence[Device]) -> list[tuple[float,
     terms = []
     for j, sender in enumerate(devices):
         receiver = devices[(j + 1) % len(devices)]
-        latency_s = cluster.link_latency_s(sender, receiver)
-        rate = cluster.link_bytes_per_s(sender, receiver)
+        latency_s, per_byte_s = transfer_terms(cluster, sender, receiver)
         dtype = costs.dtype(sender)
         if j < len(devices) - 1:
-            terms.append((latency_s, hidden_bytes(shape, 1, dtype) / rate, 0.0))
+            terms.append((latency_s, hidden_bytes(shape, 1, dtype) * per_byte_s, 0.0))
             continue
         returned = TOKEN_ID_BYTES
         if costs.head_on_first:
             returned = shape.word_embedding_size * DTYPE_BYTES[dtype]
-        terms.append((latency_s, 0.0, returned / rate))
+        terms.append((latency_s, 0.0, returned * per_byte_s))
     return terms
 
 

@@ -1,0 +1,90 @@
+"""Costs of tensor-parallel groups against sums that are counted step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.cluster.device import Device
+from planner.cluster.groups import group_of, grouped_cluster
+from planner.cluster.links import MeasuredSum
+from planner.cluster.spec import ClusterSpec
+from planner.costs.collectives import Collectives
+from planner.costs.communication import transfer_s
+from planner.costs.group_latency import GroupLatency
+from planner.costs.roofline import RooflineLatency
+from planner.model.finding import model_shape
+from planner.model.tensor_parallel import largest_rank_shape
+from quant.common.errors import SpecError
+
+CLUSTER = ClusterSpec.from_counts(["V100", "T4"], [4, 4])
+SHAPE = model_shape("opt-30b")
+LATENCY = GroupLatency(RooflineLatency(SHAPE))
+
+
+def group(degree: int, first: int = 0) -> Device:
+    return group_of(CLUSTER.devices[first : first + degree])
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ring_moves_what_its_steps_move(degree: int) -> None:
+    """Each of 2 (k - 1) steps moves a k-th of the tensor over every link at once."""
+    sums = Collectives(degree, step_s=1e-5, bytes_per_s=1e9)
+    seconds = 0.0
+    for _ in range(degree - 1):
+        seconds += 1e-5 + 8e6 / degree / 1e9  # partial sums go on
+    for _ in range(degree - 1):
+        seconds += 1e-5 + 8e6 / degree / 1e9  # whole sums go on
+    assert sums.ring_s(8e6) == pytest.approx(seconds)
+
+
+def test_small_tensors_take_the_tree_and_large_ones_the_ring() -> None:
+    sums = Collectives(8, step_s=1e-5, bytes_per_s=1e9)
+    assert sums.sum_s(8) == sums.tree_s(8) < sums.ring_s(8)
+    assert sums.sum_s(1e8) == sums.ring_s(1e8) < sums.tree_s(1e8)
+
+
+def test_single_devices_keep_their_times() -> None:
+    single = CLUSTER.devices[0]
+    plain = RooflineLatency(SHAPE)
+    assert LATENCY.layer_decode_s(single, 4, 8, 512, "float16") == plain.layer_decode_s(
+        single, 4, 8, 512, "float16"
+    )
+    assert Collectives.of(single).sum_s(1e6) == 0.0
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_layer_is_the_part_of_a_rank_and_two_sums(degree: int) -> None:
+    one, ranks = CLUSTER.devices[0], group(degree)
+    part = RooflineLatency(largest_rank_shape(SHAPE, degree))
+    sum_s = Collectives.of(ranks).sum_s(16 * 128 * SHAPE.hidden_size * 2)
+    expected = part.layer_prefill_s(one, 8, 16, 128, "float16") + 2 * sum_s
+    assert LATENCY.layer_prefill_s(ranks, 8, 16, 128, "float16") == pytest.approx(expected)
+    assert expected < LATENCY.layer_prefill_s(one, 8, 16, 128, "float16")
+
+
+def test_measured_sums_come_before_the_datasheet() -> None:
+    measured = MeasuredSum("V100-32GB", 2, 1e-3, 0.0, "sums.csv")
+    latency = replace(LATENCY, sums=(replace(measured, accelerator=group(2).accelerator.name),))
+    plain = LATENCY.layer_decode_s(group(2), 8, 4, 100, "float16")
+    sum_s = Collectives.of(group(2)).sum_s(4 * SHAPE.hidden_size * 2)
+    with_measured = latency.layer_decode_s(group(2), 8, 4, 100, "float16")
+    assert with_measured == pytest.approx(plain + 2 * (1e-3 - sum_s))
+    assert "sums.csv" in latency.provenance(group(2), "float16", (8,))
+
+
+def test_hop_reaches_every_rank() -> None:
+    to_one = transfer_s(CLUSTER, CLUSTER.devices[4], CLUSTER.devices[0], 1e6)
+    to_group = transfer_s(CLUSTER, CLUSTER.devices[4], group(4), 1e6)
+    assert to_group == pytest.approx(to_one + Collectives.of(group(4)).broadcast_s(1e6))
+
+
+def test_groups_are_equal_devices_of_one_node() -> None:
+    with pytest.raises(SpecError, match="cannot be one group"):
+        group_of(CLUSTER.devices[3:5])
+    names = [device.name for device in CLUSTER.devices]
+    found = grouped_cluster(CLUSTER, ((names[4], names[6]), (names[0],)))
+    assert [device.label for device in found.devices] == [f"{names[4]}+2", names[0]]
+    assert found.devices[0].name == names[4]
+    assert found.fingerprint() != CLUSTER.fingerprint()
