@@ -2,14 +2,15 @@
 
 Orders go over gloo in host memory. Tensors go over NCCL where ranks compute on CUDA devices, each
 on another one, and else over gloo too, whose sums are taken in float32: so few numbers are added
-that their transfer costs less than what 16 bit would lose. Ranks meet at a store of torch's, such
-as a `FileStore` of their node, whose path only they know.
+that their transfer costs less than what 16 bit would lose. Ranks meet at a store of torch's, and
+each proves to the others that it knows their secret: gloo takes whoever comes first.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,7 @@ is noticed all the same, as its connection closes."""
 class Seat:
     """The place of one rank: its number, that of all ranks, the device that it computes on, and the
     address on which it listens to the others. Each call ends within `timeout_s`, but for waiting
-    for the next order.
+    for the next order. By the `secret` the ranks know each other.
     """
 
     rank: int
@@ -37,26 +38,53 @@ class Seat:
     device: torch.device
     address: str = "127.0.0.1"
     timeout_s: float = 600.0
+    secret: bytes = field(default=b"", repr=False)
+
+    def proof(self, source: int, target: int) -> bytes:
+        """The bytes by which rank `source` shows rank `target` that it knows the secret."""
+        return hmac.digest(self.secret, f"rank {source} to {target}".encode(), "sha256")
 
 
 class DistributedGroup:
     """The group of the rank in `seat`, which meets the others at `store`.
 
-    Raises `DeviceError` when they do not connect in time.
+    Raises `DeviceError` when they do not connect in time, or one was not invited.
     """
 
     def __init__(self, seat: Seat, store: Any) -> None:
         self._seat = seat
         try:
             self._host = _gloo(seat, store)
+            self._check_others()
             on_gpu = seat.device.type == "cuda"
             self._tensors = _nccl(seat, store) if on_gpu else self._host
             self.all_reduce(torch.zeros(1, device=seat.device))  # NCCL connects at its first call
-        except (RuntimeError, StageLostError) as error:
+        except (RuntimeError, StageLostError, DeviceError) as error:
             raise DeviceError(
                 f"rank {seat.rank} of {seat.degree} on {seat.address} did not meet the others "
                 f"within {seat.timeout_s:g} s: {error}"
             ) from error
+
+    def _check_others(self) -> None:
+        """Check that every other rank knows the secret."""
+        seat = self._seat
+        others = [rank for rank in range(seat.degree) if rank != seat.rank]
+        shown = {each: _bytes(seat.proof(seat.rank, each)) for each in others}
+        sending = [self._host.send([proof], each, 0) for each, proof in shown.items()]
+        for other in others:
+            expected = seat.proof(other, seat.rank)
+            found = torch.zeros(len(expected), dtype=torch.uint8)
+            self._wait(self._host.recv([found], other, 0))
+            if not hmac.compare_digest(found.numpy().tobytes(), expected):
+                raise DeviceError(f"who came as rank {other} is not the one that was invited")
+        for work in sending:
+            self._wait(work)
+
+    def close(self) -> None:
+        """Leave the others, whose calls fail from now on; it is not used again."""
+        if self._seat.device.type == "cuda" and self._tensors is not None:
+            self._tensors.abort()  # NCCL's kernels would wait for the others
+        self._host = self._tensors = None
 
     @property
     def rank(self) -> int:
@@ -114,6 +142,10 @@ class DistributedGroup:
             raise StageLostError(
                 f"rank {self.rank} of {self.degree} lost another one: {error}"
             ) from error
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _gloo(seat: Seat, store: Any) -> Any:

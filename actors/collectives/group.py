@@ -39,6 +39,9 @@ class RankGroup(Protocol):
         sum(widths)]`; None on the others.
         """
 
+    def close(self) -> None:
+        """Leave the others, whose calls fail from now on."""
+
 
 class Alone:
     """The group of a stage that is not divided."""
@@ -58,6 +61,9 @@ class Alone:
 
     def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
         return tensor
+
+    def close(self) -> None:
+        pass
 
 
 ALONE = Alone()

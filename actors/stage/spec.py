@@ -46,6 +46,13 @@ class StageSpec:
     degree: int = 1
 
     @property
+    def name(self) -> str:
+        """The stage for messages, with the rank where it has several."""
+        return (
+            f"rank {self.rank} of stage {self.index}" if self.degree > 1 else f"stage {self.index}"
+        )
+
+    @property
     def is_first(self) -> bool:
         """Whether the embedding lives here."""
         return self.index == 0
@@ -62,8 +69,13 @@ class StageSpec:
 
 
 def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
-    """The specification of `stage` for its actor, whose slots are those of the policy `static`."""
+    """The specification of `stage` for its actor, whose slots are those of the policy `static`.
+
+    It is that of rank 0; the others differ in `rank` alone. Emulated ranks compute as one: their
+    modelled times hold for all of them, and their limits together for what one process has.
+    """
     on_host = stage.emulated or stage.kind.is_cpu
+    together = stage.degree if stage.emulated else 1
     return StageSpec(
         index=stage.index,
         stages=len(plan.stages),
@@ -74,10 +86,11 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         max_tokens=plan.workload.total_length,
         kv_tokens=plan.workload.kv_tokens,
         backends=dict(stage.backends),
-        memory_limit_bytes=stage.memory_limit_bytes,
-        device_name=stage.device,
+        memory_limit_bytes=together * stage.memory_limit_bytes,
+        device_name=stage.label,
         accelerator=None if on_host else stage.kind,
         head_on_first=plan.head_on_first,
         rounding=plan.rounding,
         kv_bits=plan.kv_bits,
+        degree=stage.degree // together,
     )

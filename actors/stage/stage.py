@@ -93,7 +93,7 @@ class Stage:
         needed = stats.weight_bytes + stats.kv_cache_bytes
         if limit and needed > limit:
             raise DeviceError(
-                f"stage {self.spec.index} holds {stats.weight_bytes} bytes of weights and "
+                f"{self.spec.name} holds {stats.weight_bytes} bytes of weights and "
                 f"{stats.kv_cache_bytes} of KV cache, but {self.spec.device_name} was planned with "
                 f"{limit} bytes; plan again with this version of llmpq"
             )
@@ -118,6 +118,12 @@ class Stage:
             )
         self._group = group
         join(self._model, group)
+
+    def leave(self) -> None:
+        """Leave the group; the other ranks fail at what they do with this one."""
+        group, self._group = self._group, ALONE
+        join(self._model, ALONE)
+        group.close()
 
     def dismiss(self) -> None:
         """End the work of the other ranks; they may join another group."""

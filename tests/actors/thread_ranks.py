@@ -59,6 +59,9 @@ class ThreadGroup:
         assert [part.shape[-1] for part in parts] == list(widths)
         return None if self.rank else torch.cat(parts, -1)
 
+    def close(self) -> None:
+        self.table.barrier.abort()
+
     def _exchange(self, what: str, given: Any) -> list[Any]:
         """What every rank gives, told to all of them; they wait until all have taken it."""
         self.traffic[what] = self.traffic.get(what, 0) + 1
