@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actors.collectives.distributed import DistributedGroup, Seat
 from actors.collectives.group import ALONE, RankGroup
+from actors.collectives.meeting import Meeting
 from quant.common.errors import DeviceError, StageLostError
 from tests.actors.thread_ranks import thread_groups
 
@@ -99,6 +100,38 @@ def test_the_next_order_may_come_late_but_not_the_end_of_rank_0() -> None:
         del first
         with pytest.raises(StageLostError, match="rank 1 of 2 lost another one"):
             order.result(10)
+
+
+def test_who_does_not_know_the_secret_is_no_rank() -> None:
+    store = torch.distributed.HashStore()
+    seats = [Seat(0, 2, CPU, secret=b"one"), Seat(1, 2, CPU, secret=b"another")]
+    with ThreadPoolExecutor(2) as pool:
+        for meeting in [pool.submit(DistributedGroup, seat, store) for seat in seats]:
+            with pytest.raises(DeviceError, match=r"did not meet.*not the one that was invited"):
+                meeting.result(20)
+
+
+def test_ranks_meet_in_a_folder_that_only_this_user_reads() -> None:
+    meeting = Meeting.on_this_node()
+    assert meeting.folder.stat().st_mode & 0o077 == 0
+    assert repr(meeting.secret) not in repr(meeting)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: meeting.join(rank, 2, CPU), range(2)))
+    meeting.end()
+    assert not meeting.folder.exists()
+    assert together(groups, lambda group: group.all_reduce(torch.ones(2)))[0].tolist() == [2, 2]
+
+
+def test_a_rank_that_leaves_is_noticed_by_all_as_they_leave(groups: list[RankGroup]) -> None:
+    first, *others = groups
+
+    def notice(group: RankGroup) -> None:
+        with pytest.raises(StageLostError):
+            group.all_reduce(torch.ones(1))
+        group.close()
+
+    first.close()
+    together(others, notice)
 
 
 def test_ranks_that_do_not_come_are_an_error() -> None:

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from actors.messages import MicroBatch
+from actors.stage.ranks.orders import follow
 from actors.stage.stage import Stage
 from quant.cache.settings import CacheSettings
-from quant.common.errors import SpecError
+from quant.common.errors import SpecError, StageLostError
 from quant.gptq.format import GptqWeight, gptq_tensors
 from quant.importance.statistics import InputStatistics, LayerImportance
 from tests.actors.batches import batch_in_ranges
@@ -162,6 +163,20 @@ def test_ranks_meet_again_without_loading(tmp_path: Path) -> None:
         with following(ranks) as leader:
             tokens = generate([leader], [prompt], NEW_TOKENS, prefill=1, decode=1)
             assert tokens == [reference(model, prompt, NEW_TOKENS)]
+
+
+def test_a_rank_that_has_left_computes_nothing_and_forgets_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path, CONFIGS["llama"])
+    (spec,) = specs_of((0, LAYERS), 1, 20)
+    first, second = load_ranks(spec, 2, tmp_path)
+    for stage, group in zip((first, second), thread_groups(2), strict=True):
+        stage.join(group)
+    first.leave()
+    first.forget_parked()
+    with pytest.raises(RuntimeError, match="rank 0 of stage 0 has not joined"):
+        first.step(batch_in_ranges([0], [0], [3]), torch.arange(3))
+    with pytest.raises(StageLostError):
+        follow(second, second._group)
 
 
 def test_a_rank_joins_in_its_own_place_alone(tmp_path: Path) -> None:
