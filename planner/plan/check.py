@@ -22,7 +22,7 @@ from planner.costs.memory import (
     stage_memory,
 )
 from planner.model.finding import ModelShape
-from planner.model.tensor_parallel import rank_shape
+from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
 from planner.optimiser.problem import AssignmentProblem
@@ -185,7 +185,7 @@ def _stage_memory(
     """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
     mixed = plan.policy.mixed_requests
     sizes, kv_bits = plan.micro_batches, plan.kv_bits
-    vocabulary, shape = shape.vocab_size, rank_shape(shape, stage.degree)
+    vocabulary, shape = shape.vocab_size, largest_rank_shape(shape, stage.degree)
     work = StageWork(
         shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed, vocabulary
     )
