@@ -18,6 +18,10 @@ class HangError(StageLostError):
         self.stage = stage
 
 
+class RunInterruptedError(Exception):
+    """The end of a run that another thread has asked for; its stages are as they were."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Why a stage has to be started again; `text` follows the name of the stage in messages."""
