@@ -1,4 +1,4 @@
-"""A pool of pipelines of unequal make-up that share the rows of a run, as if they were one group."""
+"""A pool of unequal pipelines that share the rows of a run, as if they were one group."""
 
 from __future__ import annotations
 

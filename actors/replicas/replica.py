@@ -1,5 +1,4 @@
-"""One replica: a thread that loads its stages, generates, and starts them again when they are lost.
-"""
+"""One replica: a thread that loads its stages, generates, and starts them again when they are lost."""
 
 from __future__ import annotations
 
@@ -52,9 +51,7 @@ class Board:
 class Replica:
     """Replica `index` of a pool, whose stages `make` makes; `error` is what it was lost by last."""
 
-    def __init__(
-        self, index: int, plan: PlanSpec, make: Callable[[], Group], board: Board
-    ) -> None:
+    def __init__(self, index: int, plan: PlanSpec, make: Callable[[], Group], board: Board) -> None:
         self.index, self.plan = index, plan
         self.name = f"replica {index} ({make_up_text(plan)})"
         self.status: Status = "loading"

@@ -13,12 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from planner.plan.field_types import STRICT, Positive, Seconds
-from planner.plan.spec import PLAN_VERSION, PlanSpec
+from planner.plan.spec import FLEET_KEY, PLAN_VERSION, PlanSpec
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
-
-FLEET_KEY = "replicas"
-"""The key that tells a file of a fleet from that of a plan."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -27,8 +27,8 @@ class ImportanceStore:
     """The importance of one model.
 
     `folder` keeps it for later processes (None: nothing is kept); `model` identifies the checkpoint
-    there; `shape` is the fingerprint of the model's shape. `known`: what is used in any case. `turn`:
-    the lock of who finds or measures it, so that others which load meanwhile find the same.
+    there; `shape` is the fingerprint of the model's shape. `known`: what is used in any case.
+    `turn`: the lock of who finds or measures it, so that who loads meanwhile finds the same.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pretend stages of replicas, which finish a request when a test lets them and are lost on demand."""
+"""Pretend stages of replicas: they finish requests, or are lost, when a test says so."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ class Scene:
     """
 
     def __init__(
-        self, *slots: int, nodes: str = "abcdefgh", restarts: Restarts = Restarts(pause_s=0.0)
+        self, *slots: int, nodes: str = "abcdefgh", restarts: Restarts | None = None
     ) -> None:
+        restarts = restarts or Restarts(pause_s=0.0)
         self.changed = Condition()
         self.may = [NO_END for _ in slots]
         self.loads: dict[int, Callable[[], None]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event
 
 import pytest
@@ -24,6 +24,13 @@ def by_replica(scene: Scene) -> Counter[int]:
 
 def ids(finished: object) -> list[str]:
     return sorted((each.custom_id for each in finished), key=int)  # type: ignore[attr-defined]
+
+
+def waiting_for(event: Event) -> Callable[[], None]:
+    def wait() -> None:
+        assert event.wait(WAIT_S)
+
+    return wait
 
 
 ALL = [str(i) for i in range(COUNT)]
@@ -82,7 +89,7 @@ def test_the_rows_of_one_that_is_lost_go_to_the_others_with_their_tokens() -> No
         while len(ended) < 2:
             ended += next(results)
         may_load = Event()
-        scene.loads[0] = lambda: None if may_load.wait(WAIT_S) else None
+        scene.loads[0] = waiting_for(may_load)
         scene.lose(0, Lost("its node has burnt down"))
         scene.let(1)
         while len(ended) < COUNT // 2:
@@ -231,7 +238,7 @@ def test_pauses_double_and_end() -> None:
 def test_on_one_node_they_load_one_after_another() -> None:
     scene = Scene(1, 1, 1, nodes="aab")
     may_load = Event()
-    scene.loads[0] = lambda: None if may_load.wait(WAIT_S) else None
+    scene.loads[0] = waiting_for(may_load)
     with scene.pool:
         changed = scene.pool._board.changed
         with changed:
