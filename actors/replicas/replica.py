@@ -1,4 +1,4 @@
-"""One replica: a thread that loads its stages, generates, and starts them again when they are lost."""
+"""One replica: a thread that loads its stages, generates, and starts lost ones again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet as runs take it: its plans, one plan that stands for all, and what cannot be asked of it."""
+"""A fleet as runs take it: its plans, a plan that stands for all, and what cannot be asked of it."""
 
 from __future__ import annotations
 
