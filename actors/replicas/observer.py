@@ -13,7 +13,8 @@ NO_QUEUE = QueueDepth(0, 0, 0, 0)
 
 
 class PoolObserver:
-    """Asks the stages of those `replicas` that take rows; of the others it tells the last figures.
+    """Asks the stages of those `replicas` that take rows; of the others it tells the last figures,
+    with an empty queue.
 
     The first stage of each replica has a queue, by which its figures begin.
     """
@@ -27,9 +28,10 @@ class PoolObserver:
         for index, replica in enumerate(self._replicas):
             group = replica.group
             found = group.observer.figures() if group and replica.status == "ready" else None
-            if found:
-                first = found[0] if found[0].queue else _with_queue(found[0])
-                self._latest[index] = (first, *found[1:])
+            first, *others = found or self._latest[index]
+            if not found or first.queue is None:
+                first = _with_queue(first)
+            self._latest[index] = (first, *others)
         return tuple(stats for each in self._latest for stats in each)
 
     def loading(self) -> Sequence[LayersLoaded | None]:

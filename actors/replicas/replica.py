@@ -182,7 +182,8 @@ class Replica:
         return not board.is_closing
 
     def _loss_text(self, error: Exception, rows: int, pause_s: float | None) -> str:
-        text = f"{self.name} is lost: {error}"
+        why, *_ = str(error).splitlines() or [type(error).__name__]  # Ray's have many lines
+        text = f"{self.name} is lost: {why}"
         if rows:
             text += f"; its {rows} rows go to the others"
         if pause_s is None:

@@ -1,4 +1,4 @@
-"""A fleet as runs take it: its plans, a plan that stands for all, and what cannot be asked of it."""
+"""A fleet as runs take it: its plans, a plan that stands for all, what it cannot do."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shown_plan(spec: Runnable) -> PlanSpec:
     """
     if isinstance(spec, PlanSpec):
         return spec
-    joined = joined_plan(spec)
+    joined = replace(joined_plan(spec), baselines=())  # they stand beside one pipeline
     return joined if joined.job is None else replace(joined, job=_job_of(spec, joined.job))
 
 

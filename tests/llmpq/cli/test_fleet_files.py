@@ -19,6 +19,7 @@ from llmpq.run.shared.replicas import shown_plan
 from tests.llmpq.conftest import EMULATED
 from tests.llmpq.fake_jobs import write_prompts
 
+QUANTIZE = ["--output", "quantized", "--calibration", "text.txt"]
 RUN = ["--input", "in.jsonl", "--output", "out.jsonl"]
 
 
