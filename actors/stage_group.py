@@ -159,9 +159,10 @@ class StageGroup:
     def _hand_out_importance(self, seen: str, limit_s: float) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
         store = self._options.importance or ImportanceStore()
-        found = store.find(seen)
-        if found is None:
-            found = store.keep(self._repair.measure_importance(limit_s), seen)
+        with store.turn:
+            found = store.find(seen)
+            if found is None:
+                found = store.keep(self._repair.measure_importance(limit_s), seen)
         for handle, stage in zip(self.stages, self._plan.stages, strict=True):
             handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 
@@ -214,18 +215,26 @@ class StageGroup:
         """The queue and micro-batches by now: memory that runs short halves them."""
         return self._pipeline.sizes
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Finished, ...]]:
+    def generate(
+        self, requests: Iterable[Request | None], few: bool = False
+    ) -> Iterator[tuple[Finished, ...]]:
         """Generate for any number of requests, taken in by chunks as they are needed; yields those
         that ended, and nothing in return for a None, by which the iterable gets its turn while a
         chunk fills.
 
         Two chunks at most are on the first stage or before it, so that the next one is there when
-        one is used up. An iterable that is slower than the pipeline makes the pipeline wait.
+        one is used up. An iterable that is slower than the pipeline makes the pipeline wait. With
+        `few` the chunks behind the first one are small, as others take requests from there too.
         """
         recovery = self._options.recovery
         self._ledger = RequestLedger(requests, recovery.retries, recovery.restarts)
-        self._generation = Generation(self._repair, self._ledger)
+        self._generation = Generation(self._repair, self._ledger, few)
         return self._generation.results()
+
+    def interrupt(self) -> None:
+        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
+        if self._generation is not None:
+            self._generation.interrupt()
 
     def live(self) -> LiveGeneration:
         """Return a generation to which requests are submitted at any time, and whose tokens come as

@@ -36,6 +36,10 @@ class RankLostError(HangError):
         return Loss("died", f"lost its rank {self.rank}, which died")
 
 
+class RunInterruptedError(Exception):
+    """The end of a run that another thread has asked for; its stages are as they were."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """Why a stage has to be started again; `text` follows the name of the stage in messages."""

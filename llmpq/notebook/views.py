@@ -9,11 +9,12 @@ from typing import Any
 
 from llmpq.notebook.rendering import render
 from llmpq.report.answers.verdict import verdict
-from llmpq.report.formatting import percent, rate, seconds, size
+from llmpq.report.formatting import per_second, percent, plural, rate, seconds, size
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.schedule import Picture, schedule_pictures
 from llmpq.report.sentences import bottlenecks
 from planner.cluster.spec import ClusterSpec, Device
+from planner.fleet.spec import FleetSpec
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated
 
@@ -41,6 +42,7 @@ _STAGES = (
     "decode",
     "busy",
 )
+_PIPELINES = ("pipeline of", "copies", "prompts in flight", "tokens/s alone")
 _DEVICES = ("device", "node", "accelerator", "memory", "link", "to the host")
 
 
@@ -58,6 +60,29 @@ def plan_html(plan: PlanSpec, simulated: Simulated | str) -> str:
         ],
         picture=picture,
         no_picture=f"No schedule is shown: {_no_picture(simulated)}",
+    )
+
+
+def fleet_html(fleet: FleetSpec) -> str:
+    """The pipelines of a fleet by their make-up, and what they predict together."""
+    rows = tuple(
+        (
+            make_up,
+            str(len(plans)),
+            str(sum(plan.workload.global_batch for plan in plans)),
+            per_second(sum(plan.predicted.tokens_per_s for plan in plans)),
+        )
+        for make_up, plans in fleet.make_ups().items()
+    )
+    model = fleet.replicas[0].model.name
+    return render(
+        "table.html.j2",
+        title=f"{model} on {fleet.cluster}: {plural(len(fleet.replicas), 'pipeline')}",
+        table=_Table(_PIPELINES, rows),
+        lines=[
+            f"{fleet.in_flight} prompts in flight, predicted {seconds(fleet.latency_s)}, "
+            f"{per_second(fleet.tokens_per_s)} tokens/s"
+        ],
     )
 
 

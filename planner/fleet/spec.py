@@ -13,12 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from planner.plan.field_types import STRICT, Positive, Seconds
-from planner.plan.spec import PLAN_VERSION, PlanSpec
+from planner.plan.spec import FLEET_KEY, PLAN_VERSION, PlanSpec
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
-
-FLEET_KEY = "replicas"
-"""The key that tells a file of a fleet from that of a plan."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,15 +62,6 @@ class FleetSpec:
             write_whole(target, self.to_json())
         except (OSError, ValueError) as error:
             raise SpecError(f"cannot write the fleet to {target}: {error}") from error
-
-    @classmethod
-    def load(cls, path: str | Path) -> FleetSpec:
-        """Read a fleet; raises `SpecError` naming file and field."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise SpecError(f"cannot read fleet {path}: {error}") from error
-        return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:

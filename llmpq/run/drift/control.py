@@ -118,7 +118,8 @@ class DriftControl:
         new = drift.without(self._said)
         if new.deviations:
             self._said.update(each.what for each in new.deviations)
-            self._planning.say(new.text(self._planning.plan_again is not None))
+            may_replan = self._plan is None or self._plan.origin is not None
+            self._planning.say(new.text(self._planning.plan_again is not None, may_replan))
 
     def _may_plan(self, now_s: float) -> bool:
         may = self._planning.plan_again is not None and self._plans < MOST_PLANS
