@@ -20,7 +20,7 @@ from actors.replicas.restarts import LoadingTurns, Restarts
 from actors.replicas.shared_rows import SharedRows
 from planner.fleet.spec import make_up_text
 from planner.plan.spec import PlanSpec
-from quant.common.errors import DeviceError, HeadLostError, StageLostError
+from quant.common.errors import DeviceError, DeviceLostError, HeadLostError, StageLostError
 
 Status = Literal["loading", "ready", "away", "gone"]
 """Loading for the first time, taking rows, lost and to be started again, or given up."""
@@ -184,6 +184,8 @@ class Replica:
     def _loss_text(self, error: Exception, rows: int, pause_s: float | None) -> str:
         why, *_ = str(error).splitlines() or [type(error).__name__]  # Ray's have many lines
         text = f"{self.name} is lost: {why}"
+        if isinstance(error, DeviceLostError) and self._board.restarts.on_device_loss == "replan":
+            text += "; the pipelines of a fleet are not planned again"
         if rows:
             text += f"; its {rows} rows go to the others"
         if pause_s is None:

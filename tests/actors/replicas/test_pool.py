@@ -121,10 +121,11 @@ def test_rows_that_come_back_last_wake_those_who_were_done() -> None:
         while len(ended) < COUNT - 5:
             ended += next(results)
         scene.until(lambda: len(scene.groups[1].in_slots) == 5)
-        scene.lose(1, Lost("late"))
+        scene.lose(1, DeviceLostError("late", (0,), ("b/T4:0",)))
         ended += [each for finished in results for each in finished]
     assert ids(ended) == ALL
     assert by_replica(scene) == {0: COUNT}
+    assert "late; the pipelines of a fleet are not planned again; its 5 rows" in scene.texts()[0]
     assert "it is given up" in scene.texts()[0]
 
 
