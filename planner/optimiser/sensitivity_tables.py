@@ -8,7 +8,9 @@ tables depend on the sensitivity alone and serve every device order and micro-ba
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import comb
 
 import numpy as np
@@ -16,17 +18,29 @@ import numpy as np
 from planner.optimiser.problem import FloatArray, IntArray
 
 
+MOST_KEPT_ROWS, KEPT_LATTICES = 10_000, 64
+"""Lattices that are kept, of runs of up to 37 layers at four bitwidths: 10 MB in all."""
+
+
 @dataclass(frozen=True, eq=False)
 class CountLattice:
     """The [M, K] counts of some number of layers, in lexicographic order.
 
-    `with_choice[b]` are the rows with a layer of bitwidth b, `one_less[b]` where each of these lies
-    in the lattice of one layer less.
+    `one_less` [K, M] is where each lies with a layer less of a bitwidth, in the lattice of one
+    layer less, and the size of that lattice where it has no such layer.
     """
 
     counts: IntArray
-    with_choice: tuple[IntArray, ...]
-    one_less: tuple[IntArray, ...]
+    one_less: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class _Runs:
+    """The tables of runs from some starts on, which are the columns of `tables`: by length
+    [M + 1, A], of which the last row is infinite. Later columns may have shorter runs only.
+    """
+
+    tables: list[FloatArray]
 
 
 class SensitivityTables:
@@ -39,49 +53,90 @@ class SensitivityTables:
         self._sensitivity = sensitivity
         self._alike = bool((sensitivity == sensitivity[0]).all())
         self._lattices: list[CountLattice] = [_lattice(0, sensitivity.shape[1])]
-        self._least: dict[int, list[FloatArray]] = {}
+        self._runs: dict[int, tuple[_Runs, int]] = {}
+        self._longest: dict[int, int] = {}
 
     def counts(self, length: int) -> IntArray:
         """Counts [M, K] of every way to give `length` layers bitwidths."""
-        while len(self._lattices) <= length:
-            self._lattices.append(_lattice(len(self._lattices), self._sensitivity.shape[1]))
-        return self._lattices[length].counts
+        return self._lattice(length).counts
 
     def least(self, length: int, starts: IntArray) -> FloatArray:
         """Least sums of sensitivity [A, M] of the runs of `length` layers from `starts` [A] on."""
+        size = len(self.counts(length))
         if self._alike:
-            alone = self._run(0, length)
-            return np.broadcast_to(alone, (starts.size, alone.size))
-        return np.stack([self._run(int(start), length) for start in starts])
+            self.fill({0: length})
+            return np.broadcast_to(self._runs[0][0].tables[length][:size, 0], (starts.size, size))
+        self.fill(dict.fromkeys(starts.tolist(), length))
+        places = [self._runs[start] for start in starts.tolist()]
+        found = np.empty((starts.size, size))
+        for runs in {id(runs): runs for runs, _ in places}.values():
+            rows = [row for row, place in enumerate(places) if place[0] is runs]
+            found[rows] = runs.tables[length][:size, [places[row][1] for row in rows]].T
+        return found
 
-    def _run(self, start: int, length: int) -> FloatArray:
-        """The table [M] of one run; fills those of its shorter beginnings first."""
-        self.counts(length)
-        tables = self._least.setdefault(start, [np.zeros(1)])
-        while len(tables) <= length:
-            lattice = self._lattices[len(tables)]
-            omega = self._sensitivity[start + len(tables) - 1]
-            grown = np.full(len(lattice.counts), np.inf)
-            for choice, rows in enumerate(lattice.with_choice):
-                with_it = tables[-1][lattice.one_less[choice]] + omega[choice]
-                grown[rows] = np.minimum(grown[rows], with_it)
+    def fill(self, longest: Mapping[int, int]) -> None:
+        """Fill the tables of runs of up to `longest` layers by their start: together, since that
+        takes hardly longer than one of them alone.
+        """
+        if self._alike:
+            longest = {0: max(longest.values(), default=0)}
+        missing = {
+            start: length
+            for start, length in longest.items()
+            if self._longest.get(start, -1) < length
+        }
+        if not missing:
+            return
+        starts = np.array(sorted(missing, key=lambda start: -missing[start]))
+        runs = self._filled(starts, np.array([missing[start] for start in starts.tolist()]))
+        for column, start in enumerate(starts.tolist()):
+            self._runs[start] = runs, column
+            self._longest[start] = missing[start]
+
+    def _filled(self, starts: IntArray, longest: IntArray) -> _Runs:
+        """Fill the tables of runs from `starts` [A] on; `longest` [A] falls."""
+        tables = [np.stack([np.zeros(starts.size), np.full(starts.size, np.inf)])]
+        for length in range(1, int(longest[0]) + 1):
+            one_less = self._lattice(length).one_less
+            last = starts[longest >= length] + length - 1
+            before = np.ascontiguousarray(tables[-1][:, : last.size])
+            grown = np.full((one_less.shape[1] + 1, last.size), np.inf)
+            for choice, rows in enumerate(one_less):
+                with_it = before.take(rows, axis=0) + self._sensitivity[last, choice]
+                np.minimum(grown[:-1], with_it, out=grown[:-1])
             tables.append(grown)
-        return tables[length]
+        return _Runs(tables)
+
+    def _lattice(self, length: int) -> CountLattice:
+        while len(self._lattices) <= length:
+            self._lattices.append(_lattice(len(self._lattices), self._sensitivity.shape[1]))
+        return self._lattices[length]
 
 
 def lattice_size(length: int, choices: int) -> int:
     """Count the ways in which counts of `choices` bitwidths add up to `length` layers."""
-    return comb(length + choices - 1, choices - 1)
+    return 0 if length < 0 else comb(length + choices - 1, choices - 1)
 
 
 def _lattice(length: int, choices: int) -> CountLattice:
+    """The lattice of a length; those that most stages need are kept for the next problem."""
+    small = lattice_size(length, choices) <= MOST_KEPT_ROWS
+    return _kept_lattice(length, choices) if small else _new_lattice(length, choices)
+
+
+@lru_cache(maxsize=KEPT_LATTICES)
+def _kept_lattice(length: int, choices: int) -> CountLattice:
+    return _new_lattice(length, choices)
+
+
+def _new_lattice(length: int, choices: int) -> CountLattice:
     counts = _compositions(length, choices)
-    with_choice = tuple(np.flatnonzero(column) for column in counts.T)
-    one_less = tuple(
-        rank_of_counts(counts[rows] - (np.arange(choices) == choice), length - 1)
-        for choice, rows in enumerate(with_choice)
-    )
-    return CountLattice(counts, with_choice, one_less)
+    one_less = np.full((choices, len(counts)), lattice_size(length - 1, choices))
+    for choice, column in enumerate(counts.T):
+        rows = np.flatnonzero(column)
+        fewer = counts[rows] - (np.arange(choices) == choice)
+        one_less[choice, rows] = rank_of_counts(fewer, length - 1)
+    return CountLattice(counts, one_less)
 
 
 def _compositions(total: int, parts: int) -> IntArray:

@@ -59,7 +59,7 @@ class _BoxMethod:
         self._tables = tables
         self._options = options
         self._start = start
-        self._best = smallest_candidate(self._problem)
+        self._found: Candidate | None = None
         self._bound = relaxed.bound
 
     def result(self) -> Assignment:
@@ -84,7 +84,16 @@ class _BoxMethod:
     def _target(self) -> float:
         """Seconds below which an assignment is still of interest."""
         gap = max(self._options.relative_gap, ROUNDING)
+        if self._found is None and math.isfinite(self._options.target):
+            return self._options.target
         return min(self._options.target, self._best.objective * (1 - gap))
+
+    @property
+    def _best(self) -> Candidate:
+        """The best assignment so far; the smallest layers where none has been looked for."""
+        if self._found is None:
+            self._found = smallest_candidate(self._problem)
+        return self._found
 
     def _search(self, limit: float) -> bool:
         """Search everything below `limit`; False if that is too much to list."""
@@ -99,18 +108,22 @@ class _BoxMethod:
         if lister.entries() > MOST_ENTRIES:
             return False
         kinds = [lister.options(kind) for kind in range(relaxed.priced.kinds.count.size)]
+        form = relaxed.priced.form
         box = Box(
-            slowest.prefill_least,
-            slowest.decode_least,
+            form.prefill_floor_s,
+            form.decode_floor_s,
             tuple(kinds[kind] for kind in relaxed.priced.kinds.of_stage),
         )
         search = BoxSearch(
             relaxed.priced, prices, self._options.relative_gap, limit, self._out_of_time
         )
         bound = search.run(box, self._bound)
-        if search.best is not None and search.best.objective < self._best.objective:
+        if search.best is not None and (
+            self._found is None or search.best.objective < self._found.objective
+        ):
             found = self._candidate(search.best)
-            self._best = min(self._best, found, key=lambda candidate: candidate.objective)
+            if self._found is None or found.objective < self._found.objective:
+                self._found = found
         self._bound = max(self._bound, bound)
         return True
 
@@ -133,10 +146,11 @@ class _BoxMethod:
 
     def _conclude(self) -> Assignment:
         """Name the outcome: proven within the gap, cut off, or out of time."""
-        best, target = self._best, self._options.target
-        seconds = self._options.clock() - self._start
-        if best.objective >= target and self._bound >= target * (1 - ROUNDING):
+        target, seconds = self._options.target, self._options.clock() - self._start
+        best_s = math.inf if self._found is None else self._found.objective
+        if best_s >= target and self._bound >= target * (1 - ROUNDING):
             return Assignment((), (), math.inf, target, "cutoff", seconds)
+        best = self._best
         bound = min(self._bound, best.objective)
         gap = self._options.relative_gap + 2 * ROUNDING
         proven = best.objective - bound <= gap * best.objective

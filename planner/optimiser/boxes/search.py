@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,15 +48,18 @@ class Box:
 class Relaxed:
     """A bound on a box in seconds, the path that attains it, and each option's cost by stage.
 
-    `around` [N] of [L+1, L+1] is what the bound counts outside a stage, for each run it may hold.
-    `other` is the path at a neighbouring trip price, where one lies between two.
+    `tables` [N] of [L+1, L+1] are the least costs of each stage's runs, and `before` [N+1, L+1]
+    that of the stages before each boundary, to which `constant` comes. `other` is the path at a
+    neighbouring trip price, where one lies between two.
     """
 
     bound: float
     path: Path
     trip: float
     costs: tuple[FloatArray, ...]
-    around: tuple[FloatArray, ...]
+    tables: tuple[FloatArray, ...]
+    before: FloatArray
+    constant: float
     other: Path | None = None
 
 
@@ -154,21 +157,17 @@ class BoxSearch:
         return trips_s - self._form.decode_max * box.decode_least
 
     def _relaxed(self, box: Box, prices: Prices) -> Relaxed | None:
-        """The best path at these prices, if there is one."""
+        """The best path at these prices; None where it is not below the target."""
         constant = self._priced.constant(prices, box.prefill_least, box.decode_least)
         costs, tables = self._costs(box, prices)
-        before, after = _shortest(tables)
+        before = _before(tables)
         bound = constant + float(before[-1, -1])
-        if math.isinf(bound):
+        if bound >= self.target or math.isinf(bound):
             return None
         path = self._path(box, tables, costs, before)
         if self.best is None or path.objective < self.best.objective:
             self.best = path
-        around = tuple(
-            constant + before[stage][:, np.newaxis] + after[stage + 1]
-            for stage in range(len(tables))
-        )
-        return Relaxed(bound, path, prices.trip, tuple(costs), around)
+        return Relaxed(bound, path, prices.trip, tuple(costs), tuple(tables), before, constant)
 
     def _costs(self, box: Box, prices: Prices) -> tuple[list[FloatArray], list[FloatArray]]:
         """Price each stage's options, [M], and find the least price of each run, [L+1, L+1]."""
@@ -202,10 +201,9 @@ class BoxSearch:
         for stage in range(len(tables) - 1, -1, -1):
             start = int((before[stage] + tables[stage][:, stop]).argmin())
             options, run = box.options[stage], start * width + stop
-            place = int(np.flatnonzero(options.runs == run)[0])
-            ends = np.append(options.first[1:], options.run.size)
-            first, end = int(options.first[place]), int(ends[place])
-            option = first + int(costs[stage][first:end].argmin())
+            place = int((options.runs == run).argmax())
+            first, end = options.first[place], options.end[place]
+            option = int(first + costs[stage][first:end].argmin())
             picks.append((run, int(options.row[option])))
             sums.append(
                 (options.prefill_s[option], options.decode_s[option], options.loss_s[option])
@@ -218,16 +216,17 @@ class BoxSearch:
 
     def _filtered(self, box: Box, found: Relaxed) -> Box:
         """The box without the options that no path below the target uses."""
-        shared: dict[int, FloatArray] = {}
-        for options, around in zip(box.options, found.around, strict=True):
-            known = shared.get(id(options))
-            shared[id(options)] = around if known is None else np.minimum(known, around)
-        target = self.target
+        after, width = _after(found.tables), len(found.tables[0])
+        stages: dict[int, list[int]] = {}
+        for stage, options in enumerate(box.options):
+            stages.setdefault(id(options), []).append(stage)
         kept: dict[int, Options] = {}
-        for options, cost in zip(box.options, found.costs, strict=True):
-            if id(options) not in kept:
-                limit = target - shared[id(options)].ravel()[options.run]
-                kept[id(options)] = options.where(cost < limit)
+        for same in stages.values():
+            options, alike = box.options[same[0]], np.array(same)[:, np.newaxis]
+            starts, stops = options.runs // width, options.runs % width
+            around = (found.before[alike, starts] + after[alike + 1, stops]).min(axis=0)
+            most = np.repeat(self.target - found.constant - around, options.end - options.first)
+            kept[id(options)] = options.where(found.costs[same[0]] < most)
         return replace(box, options=tuple(kept[id(options)] for options in box.options))
 
     def _tightened(self, box: Box, found: Relaxed) -> Box | None:
@@ -262,17 +261,22 @@ class BoxSearch:
         return (below,) if least is None else (below, replace(box, decode_least=least))
 
 
-def _shortest(tables: list[FloatArray]) -> tuple[FloatArray, FloatArray]:
-    """Least price before and after each stage [N+1, L+1], by boundary."""
-    stages, width = len(tables), len(tables[0])
-    before = np.full((stages + 1, width), np.inf)
-    after = np.full((stages + 1, width), np.inf)
-    before[0, 0] = after[-1, -1] = 0.0
+def _before(tables: Sequence[FloatArray]) -> FloatArray:
+    """Least price of the stages before each boundary [N+1, L+1]."""
+    before = np.full((len(tables) + 1, len(tables[0])), np.inf)
+    before[0, 0] = 0.0
     for stage, table in enumerate(tables):
-        before[stage + 1] = (before[stage][:, np.newaxis] + table).min(axis=0)
-    for stage in range(stages - 1, -1, -1):
-        after[stage] = (tables[stage] + after[stage + 1]).min(axis=1)
-    return before, after
+        (before[stage][:, np.newaxis] + table).min(axis=0, out=before[stage + 1])
+    return before
+
+
+def _after(tables: Sequence[FloatArray]) -> FloatArray:
+    """Least price of the stages after each boundary [N+1, L+1]."""
+    after = np.full((len(tables) + 1, len(tables[0])), np.inf)
+    after[-1, -1] = 0.0
+    for stage in range(len(tables) - 1, -1, -1):
+        (tables[stage] + after[stage + 1]).min(axis=1, out=after[stage])
+    return after
 
 
 def _least_above(middle: float, seconds: list[FloatArray]) -> float | None:

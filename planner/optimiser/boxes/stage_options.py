@@ -7,12 +7,14 @@ is kept exactly: options that do not fit are never listed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from planner.optimiser.problem import BoolArray, FloatArray, IntArray
 from planner.optimiser.relaxation.linear_programme import SlowestStages
-from planner.optimiser.relaxation.prices import PathBound, PricedProblem, Prices
+from planner.optimiser.relaxation.prices import PathBound, PricedProblem, Prices, StageCosts
 from planner.optimiser.sensitivity_tables import SensitivityTables, lattice_size
 
 ROUNDING = 1e-9  # relative; of a quotient that should be a whole number of layers
@@ -45,9 +47,15 @@ class Options:
         loss_s: FloatArray,
     ) -> Options:
         """Keep the options in this order and find where each run begins."""
-        changes = np.flatnonzero(np.diff(run)) + 1
-        first = np.concatenate([np.zeros(min(1, run.size), dtype=np.int64), changes])
+        begins = np.ones(run.size, dtype=bool)
+        np.not_equal(run[1:], run[:-1], out=begins[1:])
+        first = begins.nonzero()[0]
         return cls(run, row, prefill_s, decode_s, loss_s, run[first], first)
+
+    @cached_property
+    def end(self) -> IntArray:
+        """Where each run ends [R]."""
+        return np.append(self.first[1:], self.run.size)
 
     def where(self, kept: BoolArray) -> Options:
         """The options marked [M]."""
@@ -76,6 +84,21 @@ class ListingLimits:
     path: PathBound
 
 
+@dataclass(frozen=True, eq=False)
+class _Fitting:
+    """Rows of counts [R] that fit a kind of stage: seconds, and the price but for sensitivity."""
+
+    row: IntArray
+    prefill_s: FloatArray
+    decode_s: FloatArray
+    own_s: FloatArray
+
+    def part(self, chosen: slice, offset: int) -> _Fitting:
+        """Some of the rows, counted from `offset` on."""
+        columns = self.prefill_s[chosen], self.decode_s[chosen], self.own_s[chosen]
+        return _Fitting(self.row[chosen] - offset, *columns)
+
+
 class StageLister:
     """Lists the options of each kind of stage of one problem."""
 
@@ -85,74 +108,100 @@ class StageLister:
         self._priced = priced
         self._tables = tables
         self._limits = limits
-        self._longest = _longest_runs(priced, limits)
-        self._least, self._most = _boundary_windows(priced, self._longest)
+        longest = _longest_runs(priced, limits)
+        self._least, self._most = _boundary_windows(priced, longest)
+        costs = priced.stage_costs(limits.prices)
+        self._around = [self._around_runs(kind, int(most), costs) for kind, most in enumerate(longest)]
 
     def entries(self) -> int:
         """Count the options to look at, at most; most of them are ruled out at once."""
         choices = self._priced.prefill_s.shape[1]
-        total = 0
-        for kind, longest in enumerate(self._longest):
-            around = np.isfinite(self._around(kind))
-            lengths = range(int(longest) + 1)
-            total += sum(int(np.trace(around, n)) * lattice_size(n, choices) for n in lengths)
-        return total
+        lengths = np.concatenate(
+            [stops - starts for starts, stops in (np.isfinite(a).nonzero() for a in self._around)]
+        )
+        counted = enumerate(np.bincount(lengths).tolist())
+        return sum(runs * lattice_size(length, choices) for length, runs in counted)
 
     def options(self, kind: int) -> Options:
         """The options that an assignment below the target may use on a stage of this kind."""
-        stages = np.flatnonzero(self._priced.kinds.of_stage == kind)
-        shortest = 1 if {0, self._priced.problem.stages - 1} & set(stages.tolist()) else 0
-        around = self._around(kind)
+        starts, stops = np.isfinite(self._around[kind]).nonzero()
+        lengths = np.unique(stops - starts).tolist()
+        if not lengths:
+            return Options.of(*(np.zeros(0, dtype=np.int64),) * 2, *(np.zeros(0),) * 3)
+        self._tables.fill(self._longest_runs)
+        counts = [self._tables.counts(length) for length in lengths]
+        # Nothing is cheaper than no loss of quality, wherever the run lies.
+        least = [np.diagonal(self._around[kind], length).min() for length in lengths]
+        most_s = np.repeat(self._limits.target - np.array(least), [len(each) for each in counts])
+        fitting = self._fitting(kind, np.concatenate(counts), most_s)
+        offsets = np.cumsum([0, *map(len, counts)])
+        cuts = np.searchsorted(fitting.row, offsets).tolist()
         parts = [
-            self._of_length(kind, length, around)
-            for length in range(shortest, int(self._longest[kind]) + 1)
+            self._of_length(kind, length, fitting.part(slice(*cut), int(offset)))
+            for length, cut, offset in zip(lengths, pairwise(cuts), offsets, strict=False)
         ]
-        columns = zip(*parts, strict=True)
-        empty = (np.zeros(0, dtype=np.int64),) * 2 + (np.zeros(0),) * 3
-        return Options.of(*(map(np.concatenate, columns) if parts else empty))
+        return Options.of(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _around(self, kind: int) -> FloatArray:
-        """The least price of all other stages [L+1, L+1] around a run; infinite out of windows."""
+    def _around_runs(self, kind: int, longest: int, costs: StageCosts) -> FloatArray:
+        """The least price of all other stages [L+1, L+1] around a run on a stage of this kind;
+        infinite where no assignment below the target has the run there.
+        """
         path, boundary = self._limits.path, np.arange(self._priced.problem.layers + 1)
-        least = np.full((boundary.size, boundary.size), np.inf)
-        for stage in np.flatnonzero(self._priced.kinds.of_stage == kind):
-            starts, stops = (
-                (boundary >= self._least[end]) & (boundary <= self._most[end])
-                for end in (stage, stage + 1)
-            )
-            price = path.before[stage][:, np.newaxis] + path.after[stage + 1] + path.constant
-            inside = starts[:, np.newaxis] & stops
-            least = np.where(inside, np.minimum(least, price), least)
-        return least
+        stages = np.flatnonzero(self._priced.kinds.of_stage == kind)
+        inside = (boundary >= self._least[:, np.newaxis]) & (boundary <= self._most[:, np.newaxis])
+        before = np.where(inside[stages], path.before[stages], np.inf)
+        after = np.where(inside[stages + 1], path.after[stages + 1], np.inf)
+        around = (before[:, :, np.newaxis] + after[:, np.newaxis, :]).min(axis=0) + path.constant
+        length = boundary - boundary[:, np.newaxis]
+        shortest = 1 if stages[0] == 0 or stages[-1] == self._priced.problem.stages - 1 else 0
+        running = costs.running[kind]
+        own = running - running[:, np.newaxis] + costs.fixed[kind]
+        target = self._limits.target * (1 + ROUNDING)
+        kept = (length >= shortest) & (length <= longest) & (around + own < target)
+        return np.where(kept, around, np.inf)
 
-    def _of_length(
-        self, kind: int, length: int, around_runs: FloatArray
-    ) -> tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
-        """The columns of `Options` for the runs of one length."""
-        priced, limits, layers = self._priced, self._limits, self._priced.problem.layers
-        around = np.diagonal(around_runs, length)
-        starts = np.flatnonzero(np.isfinite(around))
-        counts = self._tables.counts(length)
+    @cached_property
+    def _longest_runs(self) -> dict[int, int]:
+        """The most layers of the runs from each start on, on stages of any kind."""
+        longest: dict[int, int] = {}
+        for around in self._around:
+            inside = np.isfinite(around)
+            last = inside.shape[1] - 1 - inside[:, ::-1].argmax(axis=1)
+            for start in np.flatnonzero(inside.any(axis=1)).tolist():
+                longest[start] = max(longest.get(start, 0), int(last[start]) - start)
+        return longest
+
+    def _fitting(self, kind: int, counts: IntArray, most_s: FloatArray) -> _Fitting:
+        """The rows of `counts` [M, K] that memory and the slowest stages allow, with their costs,
+        where these are below `most_s` [M].
+        """
+        priced, limits, prices = self._priced, self._limits, self._limits.prices
         usable = np.isfinite(priced.bytes[kind])
         held = (counts * np.where(usable, priced.bytes[kind], 0.0)).sum(axis=1)
         prefill = counts @ priced.prefill_s[kind] + priced.fixed_prefill_s[kind]
         decode = counts @ priced.decode_s[kind] + priced.fixed_decode_s[kind]
         fits = (held <= priced.memory_bytes[kind]) & ~counts[:, ~usable].any(axis=1)
         fits &= (prefill <= limits.slowest.prefill_most) & (decode <= limits.slowest.decode_most)
-        rows = np.flatnonzero(fits)
-        if not rows.size or not starts.size:
-            nothing = np.zeros(0, dtype=np.int64)
-            return nothing, nothing, np.zeros(0), np.zeros(0), np.zeros(0)
-        prices = limits.prices
-        own = priced.prefill_price(prices)[kind] * prefill[rows]
-        own += priced.decode_price(prices)[kind] * decode[rows]
-        own += prices.memory[kind] * (held[rows] - priced.memory_bytes[kind])
-        loss = priced.problem.theta * self._tables.least(length, starts)[:, rows]
-        total = loss + own + around[starts, np.newaxis]
-        which, column = np.nonzero(total < limits.target)
-        row, start = rows[column], starts[which]
-        run = start * (layers + 1) + start + length
-        return run, row, prefill[row], decode[row], loss[which, column]
+        own = priced.prefill_price(prices)[kind] * prefill
+        own += priced.decode_price(prices)[kind] * decode
+        own += prices.memory[kind] * (held - priced.memory_bytes[kind])
+        rows = np.flatnonzero(fits & (own < most_s))
+        return _Fitting(rows, prefill[rows], decode[rows], own[rows])
+
+    def _of_length(
+        self, kind: int, length: int, fitting: _Fitting
+    ) -> tuple[IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
+        """The columns of `Options` for the runs of one length."""
+        width = self._priced.problem.layers + 1
+        around = np.diagonal(self._around[kind], length)
+        starts = np.flatnonzero(np.isfinite(around))
+        least = self._tables.least(length, starts)[:, fitting.row]
+        loss = self._priced.problem.theta * least
+        total = loss + fitting.own_s + around[starts, np.newaxis]
+        which, column = np.nonzero(total < self._limits.target)
+        run = starts[which] * (width + 1) + length
+        prefill, decode = fitting.prefill_s[column], fitting.decode_s[column]
+        return run, fitting.row[column], prefill, decode, loss[which, column]
 
 
 def _longest_runs(priced: PricedProblem, limits: ListingLimits) -> IntArray:

@@ -38,11 +38,9 @@ class LinearOptimum:
 
 @dataclass(frozen=True)
 class SlowestStages:
-    """The least and the most seconds of the slowest prefill and decode stage."""
+    """The most seconds of the slowest prefill and decode stage."""
 
-    prefill_least: float
     prefill_most: float
-    decode_least: float
     decode_most: float
 
 
@@ -109,8 +107,7 @@ class LinearProgramme:
 
         Infinite where the solver fails.
         """
-        limit = (cutoff - self._constant) * self._scale + SLACK * OBJECTIVE_UNITS
-        self._model.limit_row(self._uppers, limit)
+        self._model.limit_row(self._uppers, self._limit(cutoff))
         found = []
         for sign in (1.0, -1.0):
             outcome = self._model.minimum(sign * cost)
@@ -119,32 +116,29 @@ class LinearProgramme:
             found.append(-sign * np.inf if outcome.point is None else sign * outcome.value)
         return found[0], found[1]
 
+    def _limit(self, cutoff: float) -> float:
+        """The limit of the objective's row for `cutoff` seconds."""
+        return (cutoff - self._constant) * self._scale + SLACK * OBJECTIVE_UNITS
+
     def slowest_stages(self, cutoff: float) -> SlowestStages | None:
         """Limits on the slowest stages of any assignment of at most `cutoff` seconds, if any."""
         form, found = self._priced.form, []
+        self._model.limit_row(self._uppers, self._limit(cutoff))
         for column, weight in (
             (PREFILL_COLUMN, form.prefill_max),
             (DECODE_COLUMN, form.decode_max),
         ):
             if not weight:
-                found += [0.0, np.inf]
+                found.append(np.inf)
                 continue
             cost = np.zeros(self._columns)
-            cost[column] = 1.0
-            extremes = self.extremes(cost, cutoff)
-            if extremes is None:
+            cost[column] = -1.0
+            outcome = self._model.minimum(cost)
+            if outcome.infeasible:
                 return None
-            least, most = max(extremes[0], 0.0), extremes[1]
-            unit = weight * self._scale
-            found += [least * (1 - SLACK) / unit, most * (1 + SLACK) / unit]
-        if form.round_trips:
-            found[2] = 0.0  # the column may be above the slowest stage: one trip round
-        return SlowestStages(
-            max(found[0], form.prefill_floor_s),
-            found[1],
-            max(found[2], form.decode_floor_s),
-            found[3],
-        )
+            most = np.inf if outcome.point is None else -outcome.value
+            found.append(most * (1 + SLACK) / (weight * self._scale))
+        return SlowestStages(*found)
 
     def layers_before(self, kind: int) -> FloatArray:
         """The cost row that adds up all layers on the kinds before `kind`."""
