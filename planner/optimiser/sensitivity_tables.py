@@ -17,7 +17,6 @@ import numpy as np
 
 from planner.optimiser.problem import FloatArray, IntArray
 
-
 MOST_KEPT_ROWS, KEPT_LATTICES = 10_000, 64
 """Lattices that are kept, of runs of up to 37 layers at four bitwidths: 10 MB in all."""
 

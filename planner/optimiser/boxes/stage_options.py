@@ -111,7 +111,9 @@ class StageLister:
         longest = _longest_runs(priced, limits)
         self._least, self._most = _boundary_windows(priced, longest)
         costs = priced.stage_costs(limits.prices)
-        self._around = [self._around_runs(kind, int(most), costs) for kind, most in enumerate(longest)]
+        self._around = [
+            self._around_runs(kind, int(most), costs) for kind, most in enumerate(longest)
+        ]
 
     def entries(self) -> int:
         """Count the options to look at, at most; most of them are ruled out at once."""
