@@ -159,8 +159,24 @@ class CostModel:
 
     def problem(self, devices: Sequence[Device], sizes: MicroBatches) -> AssignmentProblem:
         """Make the assignment problem of one device order and pair of micro-batch sizes."""
-        batch, rows = self.workload.global_batch, self._rows_of(sizes, len(devices))
-        layers, hops, fixed = rows.layer_seconds(devices), rows.hops(devices), rows.ends_s(devices)
+        rows, ends = self._rows_of(sizes, len(devices)), range(len(devices))
+        return self._problem(rows, list(zip(devices, ends, strict=True)), rows.hops(devices))
+
+    def problem_of_parts(
+        self, kinds: Sequence[Device], sizes: MicroBatches, stages: int
+    ) -> AssignmentProblem:
+        """Make the problem whose stages are each of `kinds` as the first of so many stages, then
+        each as one between the ends, then each as the last, without transfers.
+        """
+        places = [(device, j) for j in (0, 1, stages - 1) for device in kinds]
+        return self._problem(self._rows_of(sizes, stages), places, np.zeros((2, len(places))))
+
+    def _problem(
+        self, rows: _StageRows, places: Sequence[tuple[Device, int]], hops: FloatArray
+    ) -> AssignmentProblem:
+        """Make a problem of devices and the numbers of their stages, with transfers [2, N]."""
+        batch, sizes, devices = self.workload.global_batch, rows.sizes, [d for d, _ in places]
+        layers, fixed = rows.layer_seconds(devices), rows.fixed_s(places)
         return AssignmentProblem(
             prefill_s=layers[:, 0],
             decode_s=layers[:, 1],
@@ -169,7 +185,7 @@ class CostModel:
             prefill_comm_s=hops[0],
             decode_comm_s=hops[1],
             layer_bytes=rows.layer_bytes(devices),
-            memory_bytes=rows.free_bytes(devices),
+            memory_bytes=rows.free_bytes(places),
             sensitivity=self.sensitivity,
             theta=self.theta,
             bitwidths=self.options.bits,
@@ -187,7 +203,8 @@ class CostModel:
         usable = [self.only_bits in (None, bits) for bits in self.options.bits]
         each = rows.layer_bytes(devices)[:, usable].min(axis=1) * self.options.group
         layers = self.shape.layers // self.options.group
-        return stages_hold(each, rows.free_bytes(devices), layers)
+        places = [(device, j) for j, device in enumerate(devices)]
+        return stages_hold(each, rows.free_bytes(places), layers)
 
     def _rows_of(self, sizes: MicroBatches, stages: int) -> _StageRows:
         if (sizes, stages) not in self._rows:
@@ -206,7 +223,7 @@ class _StageRows:
     """
 
     def __init__(self, costs: CostModel, sizes: MicroBatches, stages: int) -> None:
-        self._costs, self._sizes, self._stages = costs, sizes, stages
+        self._costs, self.sizes, self._stages = costs, sizes, stages
         self._bytes: dict[Hashable, list[float]] = {}
         self._seconds: dict[Hashable, list[list[float]]] = {}
         self._free: dict[Hashable, float] = {}
@@ -215,15 +232,15 @@ class _StageRows:
     @cached_property
     def passes(self) -> JobPasses | None:
         """The passes of the job; None for a batch."""
-        return self._costs.passes(self._sizes, self._stages)
+        return self._costs.passes(self.sizes, self._stages)
 
     @cached_property
     def _times(self) -> MicroBatchTimes:
-        return self._costs.times(self._sizes, self._stages)
+        return self._costs.times(self.sizes, self._stages)
 
     @cached_property
     def _transfers(self) -> Transfers:
-        return self._costs.transfers(self._sizes, self._stages)
+        return self._costs.transfers(self.sizes, self._stages)
 
     def layer_seconds(self, devices: Sequence[Device]) -> FloatArray:
         """Seconds of a layer in prefill and in decode by bitwidth: `[N, 2, K]`."""
@@ -241,9 +258,11 @@ class _StageRows:
                 self._bytes[device.cost_kind] = bytes_of
         return np.array([self._bytes[device.cost_kind] for device in devices])
 
-    def free_bytes(self, devices: Sequence[Device]) -> FloatArray:
-        """Bytes that each stage has left for layers `[N]`; below 0 where the rest does not fit."""
-        return np.array([self._free_bytes(device, j) for j, device in enumerate(devices)])
+    def free_bytes(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
+        """Bytes that devices, as stages of these numbers, have left for layers `[N]`; below 0 where
+        the rest does not fit.
+        """
+        return np.array([self._free_bytes(device, j) for device, j in places])
 
     def hops(self, devices: Sequence[Device]) -> FloatArray:
         """Seconds per prefill and per decode micro-batch of the transfer from each stage to the
@@ -253,13 +272,17 @@ class _StageRows:
         back = self._hop_s(devices[-1], devices[0], self._transfers.back_s)
         return np.array([*onward, back]).T
 
-    def ends_s(self, devices: Sequence[Device]) -> FloatArray:
-        """Seconds of embedding and head per prefill and per decode micro-batch: `[2, N]`."""
-        seconds = np.zeros((2, len(devices)))
-        first, head_stage = devices[0], self._costs.head_stage(len(devices))
-        head = devices[head_stage]
-        seconds[:, 0] += self._times.embedding_s(first, self._costs.dtype(first))
-        seconds[:, head_stage] += self._times.final_s(head, self._costs.dtype(head))
+    def fixed_s(self, places: Sequence[tuple[Device, int]]) -> FloatArray:
+        """Seconds of embedding and head per prefill and per decode micro-batch on devices, as
+        stages of these numbers: `[2, N]`.
+        """
+        seconds = np.zeros((2, len(places)))
+        head_stage = self._costs.head_stage(self._stages)
+        for place, (device, stage) in enumerate(places):
+            if stage == 0:
+                seconds[:, place] += self._times.embedding_s(device, self._costs.dtype(device))
+            if stage == head_stage:
+                seconds[:, place] += self._times.final_s(device, self._costs.dtype(device))
         return seconds
 
     def _seconds_on(self, device: Device) -> list[list[float]]:
@@ -275,7 +298,7 @@ class _StageRows:
         key = device.cost_kind, is_first, is_last
         if key not in self._free:
             ends = StageEnds.of(stage, self._stages, self._costs.head_on_first)
-            held = self._costs.memory_with(device, ends, self._sizes).total
+            held = self._costs.memory_with(device, ends, self.sizes).total
             self._free[key] = float(self._costs.limit_bytes(device) - held)
         return self._free[key]
 

@@ -53,15 +53,20 @@ class CandidateSearch:
     """Solves candidates one by one, best bound first, until none can be better than the gap.
 
     Out of time (`search_time_limit`) it stops at the best plan so far, if there is one. Candidates
-    are solved for plans up to the share `slack` above the best, which are kept as `solutions`.
+    are solved for plans up to the share `slack` above the best, of which the best `most_kept` (None:
+    all) are kept as `solutions`.
     """
 
     def __init__(
-        self, options: PlanOptions, clock: Callable[[], float], slack: float = 0.0
+        self,
+        options: PlanOptions,
+        clock: Callable[[], float],
+        slack: float = 0.0,
+        most_kept: int | None = None,
     ) -> None:
         self._options = options
         self._clock = clock
-        self._slack = slack
+        self._slack, self._most_kept = slack, most_kept
         self._start = clock()
         self._tables: SensitivityTables | None = None
         self._best: tuple[SearchCandidate, Assignment] | None = None
@@ -113,7 +118,8 @@ class CandidateSearch:
             )
         bound = min(self._bound, *(candidates.bound for candidates in searched))
         proven = bound >= self._target() * (1 - ROUNDING)
-        kept = [each for each in self._kept if each[1].objective < self._most()]
+        most = self._lowest() * (1 + self._slack)
+        kept = [each for each in self._kept if each[1].objective < most]
         others = sorted(kept, key=lambda each: each[1].objective)
         return [
             Solution(
@@ -142,7 +148,12 @@ class CandidateSearch:
 
     def _most(self) -> float:
         """Seconds up to which a plan is kept."""
-        return self._lowest() * (1 + self._slack)
+        most = self._lowest() * (1 + self._slack)
+        if self._most_kept is None or len(self._kept) < self._most_kept - 1:
+            return most
+        # The plans that are kept come to that many with the best one.
+        others = sorted(found.objective for _, found in self._kept)
+        return min(most, others[max(self._most_kept - 2, 0)])
 
     def _target(self) -> float:
         """Seconds below which a plan is still of interest."""

@@ -16,9 +16,9 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import AssignmentProblem
-from planner.search.memory_fit import fitting_problems, heads_of, misfit
+from planner.search.memory_fit import fitting_sizes, heads_of, misfit
 from planner.search.orders.device_sets import canonical_devices
-from planner.search.orders.end_groups import OrdersByEnds, SizedOrders
+from planner.search.orders.end_groups import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders.enumeration import order_tree
 from planner.workload import Workload
 
@@ -83,17 +83,16 @@ class Candidates:
         """Group the orders by their ends, on which alone it depends which sizes fit."""
         devices = canonical_devices(costs.cluster.devices)
         tree = order_tree(devices, costs.options.all_orders)
-        parts = [(kinds, part, part.count()) for kinds, part in tree.by_ends().items()]
+        prices = SharedPrices()
         for placed in heads_of(costs):
             known: dict[MicroBatches, SizedOrders] = {}
-            for kinds, part, count in parts:
-                example = part.example()
-                order = tuple(devices[index] for index in example)
-                for each in fitting_problems(placed, order):
-                    if each.sizes not in known:
-                        known[each.sizes] = SizedOrders(placed, each.sizes, devices, tree)
-                    self.count += count
-                    self._push(OrdersByEnds(known[each.sizes], part, kinds, example, each.problem))
+            for kinds, part in tree.by_ends().items():
+                order = tuple(devices[index] for index in part.example())
+                for sizes in fitting_sizes(placed, order):
+                    if sizes not in known:
+                        known[sizes] = SizedOrders(placed, sizes, devices, tree, prices)
+                    self.count += part.count()
+                    self._push(OrdersByEnds(known[sizes], part, kinds))
 
     def _push(self, ends: OrdersByEnds) -> None:
         heapq.heappush(self._heap, (ends.bound, next(self._serial), ends))

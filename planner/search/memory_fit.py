@@ -55,20 +55,29 @@ def problems_near_share(
 ) -> list[SizedProblem]:
     """The problems of an order that fit, with sizes near the even share of the batch."""
     near = searched_sizes(costs, len(devices))
-    return _fitting(costs, devices, near, fits)
+    return [_sized(costs, devices, each) for each in near if _holds(costs, devices, each, fits)]
 
 
 def fitting_problems(
     costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
 ) -> list[SizedProblem]:
-    """The problems of an order that fit; empty only where no pair of sizes at all does.
+    """The problems of an order that fit, with `fitting_sizes`."""
+    return [_sized(costs, devices, each) for each in fitting_sizes(costs, devices, fits)]
+
+
+def fitting_sizes(
+    costs: CostModel, devices: Sequence[Device], fits: Fits = is_feasible
+) -> list[MicroBatches]:
+    """The sizes with which an order fits; empty only where no pair of sizes at all does.
 
     Where all sizes near the even share need too much memory, smaller ones are taken.
     """
-    found = problems_near_share(costs, devices, fits)
+    near = searched_sizes(costs, len(devices))
+    found = [each for each in near if _holds(costs, devices, each, fits)]
     if found or not _holds(costs, devices, smallest_sizes(costs.options), fits):
         return found
-    return _fitting(costs, devices, _smaller_sizes(costs, devices, fits), fits)
+    smaller = _smaller_sizes(costs, devices, fits)
+    return [each for each in smaller if _holds(costs, devices, each, fits)]
 
 
 def equal_problems(
@@ -159,12 +168,6 @@ def _with_fixed(pairs: Sequence[MicroBatches], options: PlanOptions) -> list[Mic
 def _sized(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches) -> SizedProblem:
     problem = grouped(costs.problem(devices, sizes), costs.options.group)
     return SizedProblem(tuple(devices), sizes, problem)
-
-
-def _fitting(
-    costs: CostModel, devices: Sequence[Device], sizes: Sequence[MicroBatches], fits: Fits
-) -> list[SizedProblem]:
-    return [_sized(costs, devices, each) for each in sizes if _holds(costs, devices, each, fits)]
 
 
 def _holds(costs: CostModel, devices: Sequence[Device], sizes: MicroBatches, fits: Fits) -> bool:

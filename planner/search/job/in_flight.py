@@ -222,8 +222,10 @@ class _Run:
 
     def __init__(self, job: JobSearch, costs: CostModel, effort: _Effort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
-        slack = WIDE_SLACK if costs.options.policy == PREDICTING else SLACK
-        self.runner = CandidateSearch(costs.options, job.clock, slack)
+        slack, kept = SLACK, FINALISTS
+        if costs.options.policy == PREDICTING:
+            slack, kept = WIDE_SLACK, None
+        self.runner = CandidateSearch(costs.options, job.clock, slack, kept)
         self.searched: list[Candidates] = []
         self._tried: set[tuple[Hashable, int]] = set()
 

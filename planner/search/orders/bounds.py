@@ -18,7 +18,13 @@ import numpy as np
 
 from planner.optimiser.problem import FloatArray
 from planner.optimiser.relaxation.prices import StageCosts, boundary
-from planner.search.orders.enumeration import OrderTree, PartialOrder, Placement, complete_orders
+from planner.search.orders.enumeration import (
+    OrderState,
+    OrderTree,
+    PartialOrder,
+    Placement,
+    complete_orders,
+)
 
 MOST_STATES = 2_000
 """Most sets of devices that may be left (nodes that look alike counted once) for which the cost of
@@ -165,48 +171,40 @@ class _LeastAfter:
 
     def __init__(self, orders: PricedOrders) -> None:
         self._orders = orders
-        self._exact = orders.tree.most_states() <= MOST_STATES
         self._known: dict[Hashable, FloatArray] = {}
+        if orders.tree.most_states() <= MOST_STATES:
+            self._find_all(orders.tree.states())
 
     def __call__(self, partial: PartialOrder) -> FloatArray:
         """The least price; infinite where nothing can follow."""
-        waiting = [partial]
-        while waiting:  # no recursion: there may be more stages than Python allows calls
-            steps = self._steps(waiting[-1])
-            unknown = [each for _, each in steps if self._key(each) not in self._known]
-            if unknown:
-                waiting += unknown
-                continue
-            latest = waiting.pop()
-            if self._key(latest) not in self._known:
-                self._known[self._key(latest)] = self._found(latest, steps)
-        return self._known[self._key(partial)]
+        if partial.look not in self._known:
+            if partial.is_complete:
+                return self._return_s(partial.returns_within_node)
+            self._known[partial.look] = self._orders.rough_after(partial)
+        return self._known[partial.look]
 
-    @staticmethod
-    def _key(partial: PartialOrder) -> Hashable:
-        return partial.key, partial.latest_kind
+    def _return_s(self, within_node: bool) -> FloatArray:
+        layers = self._orders.layers
+        return boundary(layers, layers) + float(self._orders.return_s[int(within_node)])
 
-    def _steps(self, partial: PartialOrder) -> list[tuple[Placement, PartialOrder]]:
-        """The continuations by which a price is found; none where it is known without them."""
-        if self._key(partial) in self._known or partial.is_complete or not self._exact:
-            return []
-        return list(self._orders.tree.steps(partial))
-
-    def _found(
-        self, partial: PartialOrder, steps: Sequence[tuple[Placement, PartialOrder]]
-    ) -> FloatArray:
-        orders = self._orders
-        if partial.is_complete:
-            back_s = float(orders.return_s[int(partial.returns_within_node)])
-            return boundary(orders.layers, orders.layers) + back_s
-        if not self._exact:
-            return orders.rough_after(partial)
-        latest = partial.latest_kind
-        found = np.full(orders.layers + 1, np.inf)
-        for placement, following in steps:
-            after = self._known[self._key(following)]
-            rows = orders.rows(placement, latest is None, following.is_complete)
-            for row, is_end in reversed(rows):
-                after = orders.costs.back(after, row, is_end)
-            found = np.minimum(found, after + orders.transfers_s(latest, placement))
-        return found
+    def _find_all(self, states: Sequence[OrderState]) -> None:
+        """Find the prices after all states, each of which comes after those that may follow it."""
+        orders, after = self._orders, list[FloatArray]()
+        with_stages: dict[tuple[int, int, int, bool], FloatArray] = {}
+        for state in states:
+            found = np.full(orders.layers + 1, np.inf)
+            if state.returns_within_node is not None:
+                found = self._return_s(state.returns_within_node)
+            begins = state.latest_kind is None
+            for placement, following in state.steps:
+                key = following, placement.kind, placement.count, begins
+                if key not in with_stages:
+                    ends = states[following].returns_within_node is not None
+                    before = after[following]
+                    for row, is_end in reversed(orders.rows(placement, begins, ends)):
+                        before = orders.costs.back(before, row, is_end)
+                    with_stages[key] = before
+                transfers_s = orders.transfers_s(state.latest_kind, placement)
+                found = np.minimum(found, with_stages[key] + transfers_s)
+            after.append(found)
+            self._known[state.look] = found

@@ -7,17 +7,21 @@ that prove the best bounds; the stages between only change places.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from planner.cluster.device import Device
-from planner.costs.model import CostModel
+from planner.costs.communication import Transfers
+from planner.costs.model import CostModel, grouped
 from planner.micro_batches import MicroBatches
-from planner.optimiser.problem import AssignmentProblem
+from planner.optimiser.objectives import LatencyForm
+from planner.optimiser.problem import AssignmentProblem, FloatArray, IntArray
 from planner.optimiser.relaxation.prices import PricedProblem, Prices, onto_simplex
 from planner.optimiser.relaxation.relax import ROUNDING, relax
+from planner.optimiser.relaxation.stage_kinds import each_stage_alone
 from planner.search.orders.bounds import OrderQueue, PricedOrders
 from planner.search.orders.enumeration import OrderTree
 
@@ -31,6 +35,11 @@ class SharedPrices:
         self._trip = 0.0
         self._by_kind: dict[int, tuple[float, float, float]] = {}
 
+    @property
+    def are_known(self) -> bool:
+        """Whether any have been found."""
+        return bool(self._by_kind)
+
     def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
         """Keep the prices of each stage's kind; `rows` [N] are the stages' rows of `prices`.
 
@@ -43,18 +52,42 @@ class SharedPrices:
             prefill, decode, memory = (float(column[row]) for column in columns)
             self._by_kind[kind] = prefill, decode, memory
 
-    def of(self, priced: PricedProblem, kind_of_row: Sequence[int]) -> Prices | None:
-        """Prices for a problem whose rows [Q] are of these kinds; None while none are known."""
-        if not self._by_kind:
-            return None
-        prefill, decode, memory = np.array([self._by_kind[kind] for kind in kind_of_row]).T
-        form, count = priced.form, priced.kinds.count
+    def of(self, form: LatencyForm, count: IntArray) -> Prices:
+        """Prices for stages of all kinds, `count` [K] of each."""
+        by_kind = [self._by_kind[kind] for kind in range(count.size)]
+        prefill, decode, memory = np.array(by_kind).T
+        trip = self._trip if form.round_trips else 0.0
         return Prices(
             onto_simplex(prefill, count, form.prefill_max),
-            onto_simplex(decode, count, (1 - self._trip) * form.decode_max),
+            onto_simplex(decode, count, (1 - trip) * form.decode_max),
             memory,
-            self._trip,
+            trip,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _RoughPrices:
+    """What makes up a bound on orders by the kinds of device [K], in seconds: all layers where they
+    are cheapest, all else on a stage at the beginning, between the ends or at the end, the cheapest
+    transfer from a stage, and the way back from the last stage to the first [K, K].
+    """
+
+    layers: float
+    first: FloatArray
+    between: FloatArray
+    last: FloatArray
+    onward: FloatArray
+    back: FloatArray
+
+    def bound(self, ends: tuple[int, int], count: IntArray) -> float:
+        """The bound on orders of `count` [K] devices between `ends` of two kinds."""
+        first, last = ends
+        between, senders = count.copy(), count.copy()
+        np.subtract.at(between, [first, last], 1)
+        senders[last] -= 1
+        stages = self.first[first] + float(between @ self.between) + self.last[last]
+        transfers = float(senders @ self.onward) + self.back[last, first]
+        return float(self.layers + stages + transfers)
 
 
 class SizedOrders:
@@ -62,46 +95,98 @@ class SizedOrders:
 
     `onward_s` [2, K, K, 2] are seconds per micro-batch: phase, kinds of sender and receiver, and
     whether they share a node; `back_s` has the same axes, for the way back to the first stage.
-    """
-
-    def __init__(
-        self, costs: CostModel, sizes: MicroBatches, devices: tuple[Device, ...], tree: OrderTree
-    ) -> None:
-        self.costs, self.sizes, self.devices = costs, sizes, devices
-        self.prices = SharedPrices()
-        kinds = range(1 + max(tree.kind_of_device))
-        examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
-        self.onward_s = np.zeros((2, len(kinds), len(kinds), 2))
-        self.back_s = np.zeros_like(self.onward_s)
-        transfers = costs.transfers(sizes, len(devices))
-        for one, other, joined in itertools.product(kinds, kinds, (False, True)):
-            sender = examples[one]
-            node = sender.node if joined else f"not {sender.node}"
-            receiver = replace(examples[other], node=node, index=ELSEWHERE)
-            dtype = costs.dtype(sender)
-            self.onward_s[:, one, other, int(joined)] = transfers.onward_s(sender, receiver, dtype)
-            self.back_s[:, one, other, int(joined)] = transfers.back_s(sender, receiver, dtype)
-
-
-class OrdersByEnds:
-    """The orders of `tree` between ends of two `kinds`, at one pair of sizes, best first.
-
-    `example` is one of the orders, as indices of the devices, and `problem` its problem.
+    `prices_of_others` are those found at other sizes: any prove a bound.
     """
 
     def __init__(
         self,
-        sized: SizedOrders,
+        costs: CostModel,
+        sizes: MicroBatches,
+        devices: tuple[Device, ...],
         tree: OrderTree,
-        kinds: tuple[int, int],
-        example: Sequence[int],
-        problem: AssignmentProblem,
+        prices_of_others: SharedPrices,
     ) -> None:
-        self.sized, self.tree, self.problem = sized, tree, problem
+        self.costs, self.sizes, self.devices = costs, sizes, devices
+        self.prices, self._prices_of_others = SharedPrices(), prices_of_others
+        self._rough: dict[bool, _RoughPrices] = {}
+        kinds = range(1 + max(tree.kind_of_device))
+        self._count = np.bincount(tree.kind_of_device)
+        self._examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
+
+    @cached_property
+    def onward_s(self) -> FloatArray:
+        """Seconds of the transfers to the next stage."""
+        return self._hops(self._transfers.onward_s)
+
+    @cached_property
+    def back_s(self) -> FloatArray:
+        """Seconds of the transfers from the last stage to the first."""
+        return self._hops(self._transfers.back_s)
+
+    def problem(self, order: Sequence[int]) -> AssignmentProblem:
+        """The problem of an order, given as indices of the devices."""
+        problem = self.costs.problem([self.devices[index] for index in order], self.sizes)
+        return grouped(problem, self.costs.options.group)
+
+    def keep(self, prices: Prices, kind_of_stage: Sequence[int], rows: Sequence[int]) -> None:
+        """Keep prices for other ends and other sizes, as `SharedPrices.keep`."""
+        self.prices.keep(prices, kind_of_stage, rows)
+        self._prices_of_others.keep(prices, kind_of_stage, rows)
+
+    def rough_bound(self, ends: tuple[int, int]) -> float | None:
+        """A bound in seconds on all orders between ends of two kinds, by shared prices; None where
+        there are none, and for a single stage.
+        """
+        own = self.prices.are_known
+        prices = self.prices if own else self._prices_of_others
+        if not prices.are_known or len(self.devices) == 1:
+            return None
+        if own not in self._rough:
+            self._rough[own] = self._rough_prices(prices)
+        return max(0.0, self._rough[own].bound(ends, self._count) * (1 - ROUNDING))
+
+    def _rough_prices(self, shared: SharedPrices) -> _RoughPrices:
+        kinds, stages = self._examples, len(self.devices)
+        problem = self.costs.problem_of_parts(kinds, self.sizes, stages)
+        problem = grouped(problem, self.costs.options.group)
+        priced = PricedProblem(problem, each_stage_alone(problem))
+        prices = shared.of(priced.form, self._count)
+        columns = (np.tile(each, 3) for each in (prices.prefill, prices.decode, prices.memory))
+        costs = priced.stage_costs(Prices(*columns, prices.trip))
+        each_layer = np.diff(costs.running[costs.able], axis=1).min(axis=0)
+        return _RoughPrices(
+            float(each_layer.sum()),
+            *costs.fixed.reshape(3, len(kinds)),
+            onward=priced.transfer_price(prices, *self.onward_s).min(axis=(1, 2)),
+            back=priced.transfer_price(prices, *self.back_s).min(axis=2),
+        )
+
+    @cached_property
+    def _transfers(self) -> Transfers:
+        return self.costs.transfers(self.sizes, len(self.devices))
+
+    def _hops(self, seconds: Callable[[Device, Device, str], tuple[float, float]]) -> FloatArray:
+        kinds = range(len(self._examples))
+        found = np.zeros((2, len(kinds), len(kinds), 2))
+        for one, other, joined in itertools.product(kinds, kinds, (False, True)):
+            sender = self._examples[one]
+            node = sender.node if joined else f"not {sender.node}"
+            receiver = replace(self._examples[other], node=node, index=ELSEWHERE)
+            found[:, one, other, int(joined)] = seconds(sender, receiver, self.costs.dtype(sender))
+        return found
+
+
+class OrdersByEnds:
+    """The orders of `tree` between ends of two `kinds`, at one pair of sizes, best first."""
+
+    def __init__(self, sized: SizedOrders, tree: OrderTree, kinds: tuple[int, int]) -> None:
+        self.sized, self.tree = sized, tree
         self._kinds = kinds
-        self._kind_of_stage = [tree.kind_of_device[index] for index in example]
-        self._rough_bound: float | None = None
+        self._rough_bound = sized.rough_bound(kinds)
+        self._by_own_prices = sized.prices.are_known
         self._queue: OrderQueue | None = None
+        if self._rough_bound is None:
+            self.refine()
 
     @property
     def is_rough(self) -> bool:
@@ -113,16 +198,25 @@ class OrdersByEnds:
         """Seconds that no order left has a plan below; infinite when none is left."""
         if self._queue is not None:
             return max(0.0, self._queue.bound * (1 - ROUNDING))
-        if self._rough_bound is None:
-            self._rough_bound = self._by_shared_prices()
-        return self._rough_bound
+        return self._rough_bound or 0.0
+
+    @cached_property
+    def problem(self) -> AssignmentProblem:
+        """The problem of one of the orders."""
+        return self.sized.problem(self.tree.example())
 
     def refine(self) -> None:
-        """Compute the orders' bounds with the prices that are best for these ends."""
+        """Raise the bound: by prices that have been found for these sizes since, and otherwise by
+        those that are best for these ends, after which orders may be asked for.
+        """
+        if self.sized.prices.are_known and not self._by_own_prices:
+            self._rough_bound, self._by_own_prices = self.sized.rough_bound(self._kinds), True
+            return
         relaxed = relax(self.problem)
         prices, rows = relaxed.optimum.prices, relaxed.priced.kinds.of_stage.tolist()
-        self.sized.prices.keep(prices, self._kind_of_stage, rows)
-        self._queue = OrderQueue(self._priced(relaxed.priced, prices))
+        kinds = [self.tree.kind_of_device[index] for index in self.tree.example()]
+        self.sized.keep(prices, kinds, rows)
+        self._queue = OrderQueue(self._priced(relaxed.priced, prices, kinds))
 
     def pop(self) -> tuple[float, tuple[Device, ...]]:
         """The most promising order left, with its bound; `refine` comes first."""
@@ -130,18 +224,9 @@ class OrdersByEnds:
         bound, order = self._queue.pop()
         return max(0.0, bound * (1 - ROUNDING)), tuple(self.sized.devices[index] for index in order)
 
-    def _by_shared_prices(self) -> float:
-        """A bound by other groups' prices, without making orders; by `refine` if there are none."""
-        priced = PricedProblem(self.problem)
-        kinds = [self._kind_of_stage[stage] for stage in priced.kinds.example]
-        prices = self.sized.prices.of(priced, kinds)
-        if prices is None:
-            self.refine()
-            return self.bound
-        rough = self._priced(priced, prices).rough_after(self.tree.root)
-        return max(0.0, float(rough[0]) * (1 - ROUNDING))
-
-    def _priced(self, priced: PricedProblem, prices: Prices) -> PricedOrders:
+    def _priced(
+        self, priced: PricedProblem, prices: Prices, kind_of_stage: Sequence[int]
+    ) -> PricedOrders:
         rows = priced.kinds.of_stage.tolist()
         back_s = self.sized.back_s[:, self._kinds[1], self._kinds[0]]
         if len(rows) == 1:
@@ -152,7 +237,7 @@ class OrdersByEnds:
             costs=priced.stage_costs(prices),
             first=rows[0],
             last=rows[-1],
-            between=dict(zip(self._kind_of_stage[1:-1], rows[1:-1], strict=True)),
+            between=dict(zip(kind_of_stage[1:-1], rows[1:-1], strict=True)),
             hop_s=priced.transfer_price(prices, *self.sized.onward_s),
             return_s=priced.transfer_price(prices, *back_s),
         )

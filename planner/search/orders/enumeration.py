@@ -73,12 +73,31 @@ class PartialOrder:
         """Whether the latest stage is on the node of the first."""
         return self.placed[0][0] == self.placed[-1][0]
 
+    @property
+    def look(self) -> Hashable:
+        """A key that is equal for two partial orders whose next transfers cost the same, too."""
+        return self.key, self.latest_kind
+
     @cached_property
     def key(self) -> Hashable:
         """A key that is equal for two partial orders that can be continued in the same ways."""
         first, latest = (self.placed[0][0], self.placed[-1][0]) if self.placed else (None, None)
         nodes = [(left, node == first, node == latest) for node, left in enumerate(self.left)]
         return tuple(sorted(node for node in nodes if any(node)))
+
+
+@dataclass(frozen=True)
+class OrderState:
+    """Partial orders that can be continued in the same ways, and these ways.
+
+    `steps` are what may come next, with the number of the state that it gives. Of complete orders
+    `returns_within_node` says whether the last stage is on the node of the first.
+    """
+
+    look: Hashable
+    latest_kind: int | None
+    returns_within_node: bool | None
+    steps: tuple[tuple[Placement, int], ...]
 
 
 def order_tree(devices: Sequence[Device], all_orders: bool) -> OrderTree:
@@ -120,6 +139,7 @@ class OrderTree:
         self._by_ends: dict[tuple[int, int], OrderTree] | None = None
         self._orders: int | None = None
         self._example: tuple[int, ...] | None = None
+        self._states: tuple[OrderState, ...] | None = None
         self._all_orders = all_orders
         self._members: dict[tuple[int, int], list[int]] = {}
         for index, device in enumerate(devices):
@@ -138,7 +158,8 @@ class OrderTree:
         if wanted - pieces:
             return None
         tree = copy(self)
-        tree._ends, tree._by_ends, tree._orders, tree._example = (first, last), None, None, None
+        tree._ends, tree._by_ends, tree._states = (first, last), None, None
+        tree._orders, tree._example = None, None
         return tree
 
     def by_ends(self) -> dict[tuple[int, int], OrderTree]:
@@ -167,6 +188,33 @@ class OrderTree:
                 after = self._without(partial, node, kind, taken)
                 if self._may_follow(partial, kind, after):
                     yield Placement(kind, taken, node == latest), after
+
+    def states(self) -> tuple[OrderState, ...]:
+        """All states of partial orders, each after those that may follow it; the last one is that
+        of the root.
+        """
+        if self._states is None:
+            self._states = tuple(self._found_states())
+        return self._states
+
+    def _found_states(self) -> list[OrderState]:
+        numbers: dict[Hashable, int] = {}
+        found: list[OrderState] = []
+        waiting = [(self.root, list(self.steps(self.root)))]
+        while waiting:  # no recursion: there may be more stages than Python allows calls
+            partial, steps = waiting[-1]
+            unknown = [each for _, each in steps if each.look not in numbers]
+            if unknown:
+                waiting += [(each, list(self.steps(each))) for each in unknown]
+                continue
+            waiting.pop()
+            if partial.look in numbers:
+                continue
+            numbers[partial.look] = len(found)
+            returns = partial.returns_within_node if partial.is_complete else None
+            following = tuple((placement, numbers[each.look]) for placement, each in steps)
+            found.append(OrderState(partial.look, partial.latest_kind, returns, following))
+        return found
 
     def next_placements(
         self, partials: Sequence[PartialOrder]

@@ -18,7 +18,7 @@ from planner.options import PlanOptions
 from planner.quality.sensitivity import default_sensitivity
 from planner.search.costs import cost_model
 from planner.search.orders import bounds as order_bounds
-from planner.search.orders.end_groups import OrdersByEnds, SizedOrders
+from planner.search.orders.end_groups import OrdersByEnds, SharedPrices, SizedOrders
 from planner.search.orders.enumeration import canonical_devices, order_tree
 from planner.workload import Workload
 
@@ -45,13 +45,8 @@ def costs_of(all_orders: bool, objective: str) -> CostModel:
 def every_end(costs: CostModel) -> list[OrdersByEnds]:
     devices = canonical_devices(costs.cluster.devices)
     tree = order_tree(devices, costs.options.all_orders)
-    sized = SizedOrders(costs, SIZES, devices, tree)
-    found = []
-    for kinds, part in tree.by_ends().items():
-        example = next(part.orders())
-        problem = costs.problem([devices[index] for index in example], SIZES)
-        found.append(OrdersByEnds(sized, part, kinds, example, problem))
-    return found
+    sized = SizedOrders(costs, SIZES, devices, tree, SharedPrices())
+    return [OrdersByEnds(sized, part, kinds) for kinds, part in tree.by_ends().items()]
 
 
 @pytest.mark.parametrize(
