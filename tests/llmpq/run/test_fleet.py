@@ -134,7 +134,9 @@ def test_the_command_runs_a_fleet_and_keeps_its_journal(
     command = ["--plan", str(path), "--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
     assert main(command) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [line["token_ids"] for line in lines] == [greedy[i % KINDS] for i in range(len(ROWS))]
+    found = {line["custom_id"]: line["token_ids"] for line in lines}
+    assert len(lines) == len(ROWS)
+    assert found == {str(i): greedy[i % KINDS] for i in range(len(ROWS))}
     assert main(command) == 0, "all is done"
 
 

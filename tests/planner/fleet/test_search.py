@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ REQUEST = FleetRequest(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS)
 
 @pytest.fixture(scope="module")
 def fleet() -> FleetSpec:
-    return find_fleet(REQUEST)
+    return find_fleet(REQUEST, time.process_time)
 
 
 def test_each_device_is_in_one_pipeline_or_unused(fleet: FleetSpec, tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_each_device_is_in_one_pipeline_or_unused(fleet: FleetSpec, tmp_path: Pa
 def test_fleet_is_below_the_ceiling_and_not_below_one_pipeline(fleet: FleetSpec) -> None:
     costs, _ = costs_of(PlanningRequest.of(CLUSTER, SHAPE, JOB, OPTIONS))
     ceiling = ceiling_tokens_per_s(costs, JOB, CLUSTER.devices)
-    one = find_plan(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS)
+    one = find_plan(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS, time.process_time)
     assert fleet.record.ceiling_tokens_per_s == pytest.approx(ceiling)
     assert one.predicted.tokens_per_s < ceiling
     assert 0.98 * one.predicted.tokens_per_s < fleet.tokens_per_s < ceiling
@@ -63,7 +64,7 @@ def test_fleet_is_below_the_ceiling_and_not_below_one_pipeline(fleet: FleetSpec)
 
 
 def test_number_is_kept(fleet: FleetSpec) -> None:
-    two = find_fleet(replace(REQUEST, number=2))
+    two = find_fleet(replace(REQUEST, number=2), time.process_time)
     assert len(two.replicas) == 2
     assert two.tokens_per_s <= 1.02 * fleet.tokens_per_s
 
