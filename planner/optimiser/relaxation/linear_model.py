@@ -35,19 +35,18 @@ class LinearModel:
         row_most: FloatArray,
         bounds: tuple[FloatArray, FloatArray],
     ) -> None:
-        from scipy.sparse import csr_array  # slow to import, and not every command plans
-
-        matrix = csr_array(rows)
         count, columns = rows.shape
+        row, column = rows.nonzero()
         programme = highspy.HighsLp()
         programme.num_col_, programme.num_row_ = columns, count
         programme.col_cost_ = np.zeros(columns)
         programme.col_lower_, programme.col_upper_ = bounds
         programme.row_lower_, programme.row_upper_ = row_least, row_most
         programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        programme.a_matrix_.start_ = matrix.indptr
-        programme.a_matrix_.index_ = matrix.indices
-        programme.a_matrix_.value_ = matrix.data
+        starts = np.concatenate([[0], np.bincount(row, minlength=count).cumsum()])
+        programme.a_matrix_.start_ = starts.astype(np.int32)
+        programme.a_matrix_.index_ = column.astype(np.int32)
+        programme.a_matrix_.value_ = rows[row, column]
         self._highs = highspy.Highs()  # type: ignore[no-untyped-call]
         for name, value in OPTIONS.items():
             self._highs.setOptionValue(name, value)

@@ -156,13 +156,12 @@ class LinearProgramme:
         unit = memory_unit_bytes(size, priced.memory_bytes)
         prefill, decode = form.prefill_max * self._scale, form.decode_max * self._scale
         trip = form.round_trips * self._scale
-        for kind in range(kinds):
-            cell = slice(kind * choices, (kind + 1) * choices)
-            upper[kind, cell] = prefill * priced.prefill_s[kind]
-            upper[kinds + kind, cell] = decode * priced.decode_s[kind]
-            upper[2 * kinds + kind, cell] = size[kind] / unit[kind]
-            upper[3 * kinds, cell] = trip * priced.decode_s[kind]
         rows = np.arange(kinds)
+        cells = rows[:, np.newaxis], np.arange(self._cells).reshape(kinds, choices)
+        upper[:kinds][cells] = prefill * priced.prefill_s
+        upper[kinds : 2 * kinds][cells] = decode * priced.decode_s
+        upper[2 * kinds : 3 * kinds][cells] = size / unit[:, np.newaxis]
+        upper[3 * kinds, : self._cells] = trip * priced.decode_s.ravel()
         upper[rows, PREFILL_COLUMN] = upper[kinds + rows, DECODE_COLUMN] = -count
         upper[3 * kinds, DECODE_COLUMN] = -1.0
         limit[:kinds] = -prefill * count * priced.fixed_prefill_s
@@ -178,8 +177,8 @@ class LinearProgramme:
         """Rows for one bitwidth a layer, and equal counts of layers and stages at each bitwidth."""
         choices, cells = self._priced.prefill_s.shape[1], self._cells
         rows = np.zeros((distinct + choices, self._columns))
-        for row in range(distinct):
-            rows[row, cells + row * choices : cells + (row + 1) * choices] = 1.0
+        own = cells + np.arange(distinct * choices).reshape(distinct, choices)
+        rows[np.arange(distinct)[:, np.newaxis], own] = 1.0
         for choice in range(choices):
             rows[distinct + choice, choice:cells:choices] = -1.0
             rows[distinct + choice, cells + choice : cells + distinct * choices : choices] = 1.0
