@@ -212,7 +212,7 @@ class PlanOptions:
     prefill_micro_batch: int | None = None
     decode_micro_batch: int | None = None
     ilp_time_limit: float = 60.0
-    search_time_limit: float = 60.0
+    search_time_limit: float = 20.0
     relative_gap: float = 1e-4
     rounding: str = ROUNDINGS[0]
     kv_bits: int | str = FULL_BITS

@@ -53,8 +53,8 @@ class CandidateSearch:
     """Solves candidates one by one, best bound first, until none can be better than the gap.
 
     Out of time (`search_time_limit`) it stops at the best plan so far, if there is one. Candidates
-    are solved for plans up to the share `slack` above the best, of which the best `most_kept` (None:
-    all) are kept as `solutions`.
+    are solved for plans up to the share `slack` above the best, of which the best `most_kept`
+    (None: all) are kept as `solutions`.
     """
 
     def __init__(
