@@ -222,7 +222,8 @@ class _Run:
 
     def __init__(self, job: JobSearch, costs: CostModel, effort: _Effort) -> None:
         self._job, self._costs, self._effort = job, costs, effort
-        slack, kept = SLACK, FINALISTS
+        slack: float = SLACK
+        kept: int | None = FINALISTS
         if costs.options.policy == PREDICTING:
             slack, kept = WIDE_SLACK, None
         self.runner = CandidateSearch(costs.options, job.clock, slack, kept)

@@ -151,12 +151,16 @@ class SizedOrders:
         problem = grouped(problem, self.costs.options.group)
         priced = PricedProblem(problem, each_stage_alone(problem))
         prices = shared.of(priced.form, self._count)
-        columns = (np.tile(each, 3) for each in (prices.prefill, prices.decode, prices.memory))
-        costs = priced.stage_costs(Prices(*columns, prices.trip))
+        prefill, decode = np.tile(prices.prefill, 3), np.tile(prices.decode, 3)
+        thrice = Prices(prefill, decode, np.tile(prices.memory, 3), prices.trip)
+        costs = priced.stage_costs(thrice)
         each_layer = np.diff(costs.running[costs.able], axis=1).min(axis=0)
+        first, between, last = costs.fixed.reshape(3, len(kinds))
         return _RoughPrices(
             float(each_layer.sum()),
-            *costs.fixed.reshape(3, len(kinds)),
+            first,
+            between,
+            last,
             onward=priced.transfer_price(prices, *self.onward_s).min(axis=(1, 2)),
             back=priced.transfer_price(prices, *self.back_s).min(axis=2),
         )
