@@ -24,7 +24,7 @@ from planner.search.search import find_plan
 from planner.workload import Job
 from quant.common.errors import InfeasibleError
 
-MODELS = ("llama-2-13b", "opt-30b", "opt-66b")
+MODELS = ("opt-30b", "opt-66b")
 PROMPTS, PROMPT, OUTPUT = 5000, 512, 100
 WAYS = ("one pipeline", "one, groups", "replicas", "replicas, groups")
 
