@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 
@@ -141,6 +143,25 @@ class StageStats:
             mixed=self.mixed.since(earlier.mixed),
             queue=queue,
         )
+
+
+def pipelines_of(stages: Sequence[StageStats]) -> list[tuple[StageStats, ...]]:
+    """The figures of each pipeline, where there are several: its first stage has a queue."""
+    starts = [i for i, stats in enumerate(stages) if i == 0 or stats.queue is not None]
+    return [tuple(stages[a:b]) for a, b in pairwise([*starts, len(stages)]) if b > a]
+
+
+def joined_queue(stages: Sequence[StageStats]) -> QueueDepth | None:
+    """The queues of all pipelines as one; None where there is none yet."""
+    queues = [stats.queue for stats in stages if stats.queue is not None]
+    if len(queues) < 2:
+        return queues[0] if queues else None
+    return QueueDepth(
+        waiting=sum(each.waiting for each in queues),
+        in_slots=sum(each.in_slots for each in queues),
+        slots=sum(each.slots for each in queues),
+        micro_batches=sum(each.micro_batches for each in queues),
+    )
 
 
 def _differences(now: PhaseWork | Supervision, earlier: PhaseWork | Supervision) -> dict[str, Any]:

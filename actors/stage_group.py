@@ -9,17 +9,17 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from actors.emulation.stand_in import check_planned_memory, stand_in_spec
 from actors.emulation.times import emulated_times
 from actors.messages import Finished, Request, Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.environment import stage_environment
-from actors.processes.handle import StageHandle
+from actors.processes.handle import RankActors, StageHandle
 from actors.processes.placement import place
+from actors.processes.ranks.rank_actor import RankActor
 from actors.processes.reservation import Reservation
-from actors.processes.stage_actor import StageActor
+from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import Generation
 from actors.recovery.live import LiveGeneration
 from actors.recovery.pipeline import LinkOptions, StagePipeline
@@ -84,6 +84,7 @@ class StageGroup:
     """
 
     actor_class = StageActor
+    rank_class = RankActor
 
     def __init__(
         self,
@@ -103,9 +104,9 @@ class StageGroup:
         self._reservation: Reservation | None = None
         self.stages = tuple(
             StageHandle(
-                index, stage.device, partial(self._start_actor, index), partial(self._offers, index)
+                stage, partial(self._start_actors, stage.index), partial(self._offers, stage.index)
             )
-            for index, stage in enumerate(plan.stages)
+            for stage in plan.stages
         )
         self.observer = Observer(self.stages)
         self._answers = StageAnswers(self.stages)
@@ -158,30 +159,38 @@ class StageGroup:
     def _hand_out_importance(self, seen: str, limit_s: float) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
         store = self._options.importance or ImportanceStore()
-        found = store.find(seen)
-        if found is None:
-            found = store.keep(self._repair.measure_importance(limit_s), seen)
+        with store.turn:
+            found = store.find(seen)
+            if found is None:
+                found = store.keep(self._repair.measure_importance(limit_s), seen)
         for handle, stage in zip(self.stages, self._plan.stages, strict=True):
             handle.use_importance(found.layers[stage.layers.start : stage.layers.stop])
 
-    def _start_actor(self, index: int) -> ActorHandle[StageActor]:
+    def _start_actors(self, index: int) -> RankActors:
+        """Start the actor of each rank of a stage: those that follow first, as rank 0 calls them.
+
+        They share what is reserved for the stage, each with a part of it.
+        """
         reservation, stage = self._reserved(), self._plan.stages[index]
+        spec, cache = self._spec(stage), self._options.cache
         threads = reservation.placements[index].threads
         make_remote: Any = ray.remote  # its annotations lack concurrency groups
-        remote: Any = make_remote(concurrency_groups={CONTROL: 1})(self.actor_class).options(
-            runtime_env={"env_vars": stage_environment(threads)},
-            max_restarts=0,
-            **reservation.actor_options(index),
+
+        def start(actor_class: type[Any], *arguments: Any) -> Any:
+            remote = make_remote(concurrency_groups={CONTROL: 1})(actor_class).options(
+                runtime_env={"env_vars": stage_environment(threads)},
+                max_restarts=0,
+                **reservation.actor_options(index),
+            )
+            return remote.remote(*arguments)
+
+        ranks = [replace(spec, rank=rank) for rank in range(1, spec.degree)]
+        followers = tuple(
+            start(self.rank_class, rank, self._checkpoint, threads, cache) for rank in ranks
         )
-        actor: ActorHandle[StageActor] = remote.remote(
-            self._spec(stage),
-            self._checkpoint,
-            threads,
-            emulated_times(self._plan, stage),
-            self._options.cache,
-            self._telemetry,
-        )
-        return actor
+        process = ProcessOptions(threads, emulated_times(self._plan, stage), cache, self._telemetry)
+        first = start(self.actor_class, spec, self._checkpoint, process, followers)
+        return RankActors(first, followers)
 
     def _spec(self, stage: StagePlan) -> StageSpec:
         spec = replace(
@@ -206,18 +215,26 @@ class StageGroup:
         """The queue and micro-batches by now: memory that runs short halves them."""
         return self._pipeline.sizes
 
-    def generate(self, requests: Iterable[Request | None]) -> Iterator[tuple[Finished, ...]]:
+    def generate(
+        self, requests: Iterable[Request | None], few: bool = False
+    ) -> Iterator[tuple[Finished, ...]]:
         """Generate for any number of requests, taken in by chunks as they are needed; yields those
         that ended, and nothing in return for a None, by which the iterable gets its turn while a
         chunk fills.
 
         Two chunks at most are on the first stage or before it, so that the next one is there when
-        one is used up. An iterable that is slower than the pipeline makes the pipeline wait.
+        one is used up. An iterable that is slower than the pipeline makes the pipeline wait. With
+        `few` the chunks behind the first one are small, as others take requests from there too.
         """
         recovery = self._options.recovery
         self._ledger = RequestLedger(requests, recovery.retries, recovery.restarts)
-        self._generation = Generation(self._repair, self._ledger)
+        self._generation = Generation(self._repair, self._ledger, few)
         return self._generation.results()
+
+    def interrupt(self) -> None:
+        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
+        if self._generation is not None:
+            self._generation.interrupt()
 
     def live(self) -> LiveGeneration:
         """Return a generation to which requests are submitted at any time, and whose tokens come as

@@ -101,11 +101,11 @@ def _latencies(outcomes: Sequence[Outcome]) -> str:
         [
             *_names(each),
             *(
-                _number(latency_s, ".1f")
+                number(latency_s, ".1f")
                 for scheme in PAPER_SCHEMES
                 for latency_s in (_paper_s(scheme)(each), _own_s(scheme)(each))
             ),
-            _number(each.schemes[LLMPQ].latency_s, ".1f"),
+            number(each.schemes[LLMPQ].latency_s, ".1f"),
         ]
         for each in outcomes
     ]
@@ -120,7 +120,7 @@ def _speedups(outcomes: Sequence[Outcome]) -> str:
         [
             *_names(each),
             *(
-                _number(ratio(each), ".2f")
+                number(ratio(each), ".2f")
                 for fast, slow in pairs
                 for ratio in (_paper_speedup(fast, slow), _own_speedup(fast, slow))
             ),
@@ -139,7 +139,7 @@ def _offloading(outcomes: Sequence[Outcome]) -> str:
     header = ["table", "cluster", "scheme", "paper", "ours", "LLM-PQ / it, paper", "ours"]
     header += ["GB a round, fullest GPU", "GB/s of that in the paper's time"]
     rows = [
-        [*_names(each), name, *(_number(f(each), form) for f, form in _offloading_figures(name))]
+        [*_names(each), name, *(number(f(each), form) for f, form in _offloading_figures(name))]
         for each, name in product(outcomes, OFFLOADING)
         if each.case.model.startswith(FLEXGEN_MODELS)
     ]
@@ -184,9 +184,9 @@ def _at_paper_bits(outcomes: Sequence[Outcome]) -> str:
             paper, own = _paper_s(name)(each), _own_s_at_paper_bits(name)(each)
             cells += [
                 each.at_paper_bits[name].bits or "–",
-                _number(paper, ".1f"),
-                _number(own, ".1f"),
-                _number(_quotient(paper, own), ".2f"),
+                number(paper, ".1f"),
+                number(own, ".1f"),
+                number(_quotient(paper, own), ".2f"),
             ]
         rows.append(cells)
     return _table("Baselines at the bitwidth that the paper's perplexity tells", header, rows)
@@ -215,7 +215,7 @@ def _memory(outcomes: Sequence[Outcome]) -> str:
 
 
 def _with_bits(name: str, latency_s: float | None, bits: str) -> str:
-    text = _number(latency_s, ".0f")
+    text = number(latency_s, ".0f")
     return text if latency_s is None or name not in BASELINES else f"{text} ({bits})"
 
 
@@ -302,10 +302,16 @@ def _names(each: Outcome) -> list[str]:
     return [str(each.case.table), f"{each.case.cluster} {each.case.model}{each.case.extrapolated}"]
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
+    """A figure of a table; a dash where there is none."""
     return "–" if value is None else format(value, form)
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown of a table's cells."""
     lines = [list(header), ["---"] * len(header), *rows]
-    return f"### {title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"### {title}\n\n{markdown_table(header, rows)}"

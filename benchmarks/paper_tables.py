@@ -101,18 +101,10 @@ def _paper_result(model: str, columns: Sequence[float] | None) -> PaperResult | 
 def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
     """Plan one cluster under both objectives, and its baselines; memory less `less_gib` a GPU."""
     began = time.perf_counter()
-    cluster = _cluster(case, less_gib)
+    cluster = cluster_of(case, less_gib)
     schemes = {}
     for name, objective in OBJECTIVES.items():
-        options = PlanOptions(
-            theta=case.theta,
-            dtype="float16",
-            profiles=profiles,
-            objective=objective,
-            head="last",
-            keep_all_devices=True,
-            memory_margin=0.0,
-        )
+        options = replace(paper_options(case, profiles), objective=objective)
         schemes[name] = _planned(case, cluster, options)
     setting = Setting(cluster, case.model, case.workload, profiles, BITWIDTHS)
     schemes |= {name: _scheme(setting.baseline(name.lower())) for name in BASELINES}
@@ -122,7 +114,21 @@ def outcome(case: Case, profiles: Path, less_gib: int) -> Outcome:
     return Outcome(case, less_gib, schemes, at_paper_bits, seconds)
 
 
-def _cluster(case: Case, less_gib: int) -> ClusterSpec:
+def paper_options(case: Case, profiles: Path) -> PlanOptions:
+    """LLM-PQ's options: eq. 4 with the theta of table 9, all devices in use, no memory spared."""
+    return PlanOptions(
+        theta=case.theta,
+        dtype="float16",
+        profiles=profiles,
+        objective="paper",
+        head="last",
+        keep_all_devices=True,
+        memory_margin=0.0,
+    )
+
+
+def cluster_of(case: Case, less_gib: int = 0) -> ClusterSpec:
+    """The cluster of table 3, each GPU with `less_gib` less memory."""
     cluster = ClusterSpec.from_yaml(ROOT / f"cluster_specs/paper_{case.cluster:02d}.yaml")
     devices = tuple(
         replace(device, memory_bytes=device.memory_bytes - less_gib * GIB)
@@ -136,7 +142,7 @@ def _planned(case: Case, cluster: ClusterSpec, options: PlanOptions) -> Scheme:
         plan = find_plan(cluster, model_shape(case.model), case.model, case.workload, options)
     except InfeasibleError:
         return Scheme(None, "")
-    return Scheme(plan.predicted.latency_s, _bits(plan))
+    return Scheme(plan.predicted.latency_s, bits_by_layers(plan))
 
 
 def _scheme(found: Baseline) -> Scheme:
@@ -158,7 +164,7 @@ def _at_paper_bits(setting: Setting, paper: PaperResult | None, name: str) -> Sc
     return replace(_scheme(found), bits=str(paper.bits))
 
 
-def _bits(plan: PlanSpec) -> str:
+def bits_by_layers(plan: PlanSpec) -> str:
     """Layers of each bitwidth: `8x30 16x18`."""
     counts = Counter(bits for stage in plan.stages for bits in stage.bitwidths)
     return " ".join(f"{bits}x{counts[bits]}" for bits in sorted(counts))

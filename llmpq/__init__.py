@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SpecError,
         StageLostError,
     )
+    from llmpq.fleet import Fleet
     from llmpq.plan import Plan
     from llmpq.rows.results import Result
     from llmpq.run.results import Results
@@ -37,6 +38,7 @@ __all__ = [
     "DeviceError",
     "DeviceLostError",
     "DoesNotFitError",
+    "Fleet",
     "HeadLostError",
     "InfeasibleError",
     "InputError",
@@ -72,6 +74,7 @@ _ERRORS = (
 )
 _MODULES = {
     "Cluster": "llmpq.cluster",
+    "Fleet": "llmpq.fleet",
     "InputJob": "llmpq.workload.input_job",
     "Job": "planner.workload",
     "Plan": "llmpq.plan",

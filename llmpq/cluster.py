@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmpq.fleet import Fleet
 from llmpq.keywords import PlanKeywords, lists_options
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
@@ -16,13 +17,14 @@ from llmpq.workload.defaults import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
 from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
+from planner.fleet.search import FleetRequest, as_job, find_fleet, number_of
 from planner.option_rules import refuse_ignored
 from planner.options import AUTO, FRONT_RULES, PlanOptions
 from planner.plan.spec import PlanSpec
 from planner.search.search import find_priced_plan
 from planner.search.tradeoffs.front import FrontPoint, trace_front
 from planner.workload import Job, Workload
-from quant.common.errors import InfeasibleError
+from quant.common.errors import InfeasibleError, SpecError
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -94,6 +96,35 @@ class Cluster:
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
         return Plan(plan, found.costs)
+
+    @lists_options(PlanKeywords, PlanOptions)
+    def fleet(
+        self,
+        model: str | Path,
+        workload: Workload | Job | InputJob,
+        replicas: int | str = AUTO,
+        **options: Unpack[PlanKeywords],
+    ) -> Fleet:
+        """The pipelines that together finish `workload` soonest: `replicas` of them, or `auto` for
+        as many as are best.
+
+        `options` and errors as in `plan`; those of one pipeline are refused. A batch is a job of so
+        many prompts here.
+        """
+        shape, chosen = checked_shape(model), PlanOptions.of(options)
+        if isinstance(workload, InputJob) and workload.long_rows is not None:
+            raise SpecError(
+                f"{workload.long_rows.rows.are} much longer than the others "
+                f"({workload.long_rows.rows.shown}), and pipelines that share rows have room for "
+                f"the same ones; leave them out (--long_rows {LEAVE}), so that they become error "
+                "rows of the run"
+            )
+        ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        with naming(workload.longest if isinstance(workload, InputJob) else None):
+            request = FleetRequest(
+                self.spec, shape, str(model), as_job(ordinary), chosen, number_of(replicas)
+            )
+            return Fleet(find_fleet(request))
 
     def _long_plan(self, model: str | Path, long: LongRows, chosen: PlanOptions) -> PlanSpec:
         """The plan of long rows; sizes that were fixed for the others are open again."""

@@ -56,6 +56,7 @@ class PlanKeywords(TypedDict, total=False):
     policy: PolicyName
     max_batch_size: int | None
     prefill_chunk_tokens: int | None
+    tensor_parallel: int | str
     predictor: str | Path | None
 
 

@@ -65,7 +65,7 @@ class Plan:
     def __repr__(self) -> str:
         spec, predicted = self.spec, self.predicted
         shown = self.stages[:SHOWN_STAGES]
-        stages = ", ".join(f"{bits_text(stage)} bit on {stage.device}" for stage in shown)
+        stages = ", ".join(f"{bits_text(stage)} bit on {stage.label}" for stage in shown)
         if len(self.stages) > len(shown):
             stages += f", and {len(self.stages) - len(shown)} more stages"
         return (
@@ -134,7 +134,7 @@ class Plan:
         Raises `SpecError` where it cannot be written, and as `costs`.
         """
         simulated = planned_assignment(self.spec, self.costs).simulate()
-        labels = [stage.device for stage in self.stages]
+        labels = [stage.label for stage in self.stages]
         if Path(path).suffix == ".svg":
             write_gantt(path, simulated, labels)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from planner.model.tensor_parallel import DEGREES
 from planner.optimiser.names import (
     BASELINE_METHODS,
     DEFAULT_SOLVER,
@@ -99,6 +100,12 @@ PLAN_RULES = (
         values=("pipeedge",),
     ),
     Rule(
+        ("tensor_parallel",),
+        "the baselines of the paper have stages of one device; leave it out, or use method auto",
+        beside="method",
+        values=BASELINE_METHODS,
+    ),
+    Rule(
         ("profile_use",),
         "name the CSV of measured times, or leave it (--fit, --use_profiler_prediction) out",
         without=("profiles",),
@@ -151,6 +158,8 @@ class PlanOptions:
     - `group`: number of layers decided together.
     - `all_orders`: try every distinct device order, also those that part equal devices of a node.
     - `head`: the stage of the LM head; `auto` takes the better one.
+    - `tensor_parallel`: devices of a node that share every layer of a stage: 1, 2, 4, 8 for all
+      stages, or `auto`, which chooses for each.
     - `keep_all_devices`: do not try to leave out devices.
     - `max_omega` (summed sensitivity) or `max_latency_s` (of the prediction, whatever the
       objective): the other one is minimised within that bound, and `theta` is found.
@@ -203,7 +212,7 @@ class PlanOptions:
     prefill_micro_batch: int | None = None
     decode_micro_batch: int | None = None
     ilp_time_limit: float = 60.0
-    search_time_limit: float = 60.0
+    search_time_limit: float = 20.0
     relative_gap: float = 1e-4
     rounding: str = ROUNDINGS[0]
     kv_bits: int | str = FULL_BITS
@@ -212,6 +221,7 @@ class PlanOptions:
     policy: PolicyName = STATIC
     max_batch_size: int | None = None
     prefill_chunk_tokens: int | None = None
+    tensor_parallel: int | str = 1
     predictor: str | Path | None = None
 
     def __post_init__(self) -> None:
@@ -240,6 +250,10 @@ class PlanOptions:
             "max_ppl_delta": (
                 self.max_ppl_delta is None or 0 < self.max_ppl_delta < float("inf"),
                 "a finite number above 0",
+            ),
+            "tensor_parallel": (
+                self.tensor_parallel in (AUTO, *DEGREES),
+                f"auto or one of {list(DEGREES)}",
             ),
             "group": (self.group >= 1, "at least 1"),
             "ilp_time_limit": (self.ilp_time_limit > 0, "more than 0 seconds"),

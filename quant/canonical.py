@@ -14,11 +14,12 @@ does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quant.common.errors import CheckpointError, SpecError
+from quant.cuts import ROWS, Cut, part_group
 from quant.gpu_upload import moved_blocks
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import DEFAULT, Rounding, affine_codes, check_finite, symmetric_codes
@@ -74,27 +75,116 @@ def quantize(
     Works through blocks of rows, so that temporaries stay at a few megabytes next to the codes.
     SpecError for other bitwidths than 3, 4 and 8; CheckpointError for weights that are not finite.
     """
-    if bits not in CANONICAL_BITS:
-        raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise CheckpointError(
-            f"cannot quantize a {weight.dtype} tensor of shape {list(weight.shape)}: "
-            "a float matrix is needed (is the checkpoint quantized already?)"
-        )
-    rows, columns = weight.shape
-    group = columns if bits == 8 else group_size(columns)
-    result = _empty(rows, columns, group, bits, device or weight.device)
-    target = result.codes.device
-    blocks = moved_blocks(weight, row_blocks(rows, columns, target), target)
-    if rounding.mode == "weighted" and bits < 8:
-        importance = column_importance(inputs, columns)
-        compiled = is_compiled(weight, target)
-        for block, part in blocks:
-            _fit_block(part.to(target), result, block, importance, compiled)
-        return result
+    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
+    return _quantized(weight, way, rounding.generator())
+
+
+def quantize_part(
+    weight: torch.Tensor,
+    bits: int,
+    cut: Cut,
+    device: torch.device | None = None,
+    rounding: Rounding = DEFAULT,
+    inputs: InputStatistics | None = None,
+) -> CanonicalWeight:
+    """Round a part of `weight` `[out, in]`: `part_of` what `quantize` makes of the whole.
+
+    Beside the part only those columns are read that share a scale with it. `inputs` are those of
+    the whole. Errors as in `quantize`.
+    """
+    way = _Way.of(weight, bits, device or weight.device, rounding, inputs)
     draws = rounding.generator()
-    for block, part in blocks:
-        _quantize_block(part, result, block, draws)
+    if draws is not None:  # one for each weight of the whole
+        return part_of(_quantized(weight, way, draws), cut)
+    if cut.dimension == ROWS:
+        return _quantized(weight[cut.index], way, None)
+    span = cut.whole_groups(way.group)
+    way, inner = way.of_columns(span), cut.within(span)
+    group = cut.length if bits == 8 else part_group(way.group, inner)
+    result = _empty(len(weight), cut.length, group, bits, way.device)
+    region = weight[:, span.start : span.stop]
+    blocks = row_blocks(len(region), len(span), way.device)
+    for block, rows in moved_blocks(region, blocks, way.device):
+        own = part_of(_quantized(rows.contiguous(), way, None), inner)
+        result.codes[block], result.scale[block] = own.codes, own.scale
+        if result.zero is not None and own.zero is not None:
+            result.zero[block] = own.zero
+    return result
+
+
+def part_of(canonical: CanonicalWeight, cut: Cut) -> CanonicalWeight:
+    """A part of a weight, with the same codes; parts of a group have the scale of the group."""
+    codes, scale, zero = canonical.codes[cut.index], canonical.scale, canonical.zero
+    if cut.dimension == ROWS:
+        zero = None if zero is None else zero[cut.index]
+        return replace(canonical, codes=codes, scale=scale[cut.index], zero=zero)
+    if zero is None:
+        return replace(canonical, codes=codes.contiguous(), group=cut.length)
+    group = part_group(canonical.group, cut)
+    first = torch.arange(cut.begin, cut.end, group, device=scale.device)
+    groups = first // canonical.group
+    return replace(
+        canonical,
+        codes=codes.contiguous(),
+        scale=scale[:, groups],
+        zero=zero[:, groups],
+        group=group,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What decides how the rows of a weight are rounded on `device`.
+
+    `importance` `[in]`: of the columns where scales are fitted, by a `compiled` loop or by torch's
+    operations; None where codes are the nearest or drawn.
+    """
+
+    bits: int
+    group: int
+    device: torch.device
+    importance: torch.Tensor | None
+    compiled: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,
+        bits: int,
+        device: torch.device,
+        rounding: Rounding,
+        inputs: InputStatistics | None,
+    ) -> _Way:
+        if bits not in CANONICAL_BITS:
+            raise SpecError(f"cannot quantize to {bits} bits; choose one of 3, 4 and 8")
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise CheckpointError(
+                f"cannot quantize a {weight.dtype} tensor of shape {list(weight.shape)}: "
+                "a float matrix is needed (is the checkpoint quantized already?)"
+            )
+        columns = weight.shape[1]
+        group = columns if bits == 8 else group_size(columns)
+        if rounding.mode != "weighted" or bits == 8:
+            return cls(bits, group, device, None)
+        importance = column_importance(inputs, columns)
+        return cls(bits, group, device, importance, is_compiled(weight, device))
+
+    def of_columns(self, span: range) -> _Way:
+        """That of some whole groups alone."""
+        if self.importance is None:
+            return self
+        return replace(self, importance=self.importance[span.start : span.stop])
+
+
+def _quantized(weight: torch.Tensor, way: _Way, draws: torch.Generator | None) -> CanonicalWeight:
+    """Round all rows of `weight`; its columns are whole groups."""
+    rows, columns = weight.shape
+    result = _empty(rows, columns, way.group, way.bits, way.device)
+    for block, part in moved_blocks(weight, row_blocks(rows, columns, way.device), way.device):
+        if way.importance is None:
+            _quantize_block(part, result, block, draws)
+        else:
+            _fit_block(part.to(way.device), result, block, way.importance, way.compiled)
     return result
 
 

@@ -12,8 +12,9 @@ from quant.backends.base import CanonicalPacked, PackedWeight, copy_of
 from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.selection import layer_rule
 from quant.backends.table import KernelRule
-from quant.canonical import CanonicalWeight, dequantize
+from quant.canonical import CanonicalWeight, dequantize, quantize_part
 from quant.common.errors import DeviceError
+from quant.cuts import COLUMNS, Cut, part_shape
 from quant.importance.statistics import InputStatistics
 from quant.rounding.ways import Rounding
 from quant.scheme import FULL_BITS, ROUNDINGS, LinearShape, Processor
@@ -124,6 +125,38 @@ def quantize_linear(
     packed: PackedWeight = kernel.from_weight(weight, dtype, device, rounding, inputs)
     _check_bytes(packed, rule, shape, dtype)
     return QuantizedLinear(packed, shape, own_bias, dtype, rule)
+
+
+def quantize_linear_part(
+    weight: torch.Tensor,
+    cut: Cut,
+    form: LayerForm,
+    name: str = "",
+    inputs: InputStatistics | None = None,
+) -> nn.Module:
+    """A linear layer, without a bias, of the part of `weight` `[out, in]` that `cut` takes.
+
+    Its codes are those that the whole weight has there; backends with codes of their own, whose
+    scales are of whole rows (LLM.int8(), oneDNN), round the part by itself. `inputs` are those of
+    the whole. All else is as in `quantize_linear`.
+    """
+    dtype, device = form.dtype, form.device
+    shape = part_shape(LinearShape(weight.shape[1], weight.shape[0]), cut)
+    rule = form.rule_of(shape)
+    if form.bits == FULL_BITS:
+        return _plain_linear(weight[cut.index], None, dtype, device)
+    kernel = usable_backend(rule.name, form.bits, dtype, device)
+    rounding = Rounding.of_tensor(form.rounding, name)
+    packed: PackedWeight
+    if issubclass(kernel, CanonicalPacked) and not kernel.rounds_again:
+        canonical = quantize_part(weight, form.bits, cut, device, rounding, inputs)
+        packed = kernel.from_canonical(canonical)
+    else:
+        if inputs is not None and cut.dimension == COLUMNS:
+            inputs = inputs.of_inputs(slice(cut.begin, cut.end))
+        packed = kernel.from_weight(weight[cut.index], dtype, device, rounding, inputs)
+    _check_bytes(packed, rule, shape, dtype)
+    return QuantizedLinear(packed, shape, None, dtype, rule)
 
 
 def linear_of_codes(

@@ -154,11 +154,14 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheForm:
-    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes."""
+    """The form of keys and values in the cache: `kv_bits` 16 in `dtype`, 8 as codes; those of so
+    many `kv_heads` that a rank holds (None: all of the model's).
+    """
 
     dtype: torch.dtype
     device: torch.device
     kv_bits: int = FULL_BITS
+    kv_heads: int | None = None
 
     @property
     def held_dtype(self) -> torch.dtype:

@@ -115,7 +115,7 @@ class StageAnswers:
         return self._death(cause) if isinstance(cause, RayActorError) else error
 
     def _death(self, error: RayActorError) -> StageDiedError:
-        named = [stage.index for stage in self._stages if stage.actor_id == error.actor_id]
+        named = [stage.index for stage in self._stages if error.actor_id in stage.actor_ids]
         stage = f"stage {named[0]}" if named else "a stage"
         died = StageDiedError(f"{stage}'s process died: {error}")
         died.__cause__ = error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -12,17 +13,32 @@ from torch import Tensor
 
 from actors.messages import Chunk, Request
 from actors.processes.health import Heartbeat, RunReport
+from actors.processes.ranks.rank_actor import RankActor
 from actors.processes.stage_actor import StageActor
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import LayersLoaded, StageStats
 from actors.telemetry.meter import Spans
 from actors.transport.rendezvous import Rendezvous
+from planner.plan.spec import StagePlan
 from quant.importance.statistics import LayerImportance
 
 
+@dataclass(frozen=True)
+class RankActors:
+    """The actors of a stage's ranks: that of rank 0, and those that follow it."""
+
+    first: ActorHandle[StageActor]
+    followers: tuple[ActorHandle[RankActor], ...] = ()
+
+    @property
+    def every(self) -> tuple[ActorHandle[Any], ...]:
+        """Those of all ranks, in order."""
+        return self.first, *self.followers
+
+
 class StageHandle:
-    """Stage `index` of a plan, on `device`. `start_actor` makes an actor for it, and `has_device`
-    says whether the cluster has what the stage needs, free or not.
+    """A stage of a plan, whose `index` and `devices` it has. `start_actors` makes an actor for each
+    of its ranks, and `has_device` says whether the cluster has what the stage needs, free or not.
 
     The calls to the actor do what its methods of these names do; they return at once, with a
     reference for the answer.
@@ -30,46 +46,53 @@ class StageHandle:
 
     def __init__(
         self,
-        index: int,
-        device: str,
-        start_actor: Callable[[], ActorHandle[StageActor]],
+        stage: StagePlan,
+        start_actors: Callable[[], RankActors],
         has_device: Callable[[], bool],
     ) -> None:
-        self.index = index
-        self.device = device
+        self.index = stage.index
+        self.devices = stage.device_names
+        self.name = f"stage {stage.index} ({stage.label})"  # and its devices, for messages
         self.has_device = has_device
-        self._start_actor = start_actor
-        self._actor: ActorHandle[StageActor] | None = None
+        self._start_actors = start_actors
+        self._actors: RankActors | None = None
         self._importance: ObjectRef[Sequence[LayerImportance]] | None = None
 
-    @property
-    def name(self) -> str:
-        """The stage and its device, for messages."""
-        return f"stage {self.index} ({self.device})"
-
     def start(self) -> None:
-        """Put a new process in the place of the one it had; Ray starts it once there is a device
-        for it.
+        """Put new processes in the place of those it had; Ray starts them once there are devices
+        for them.
         """
         self.kill()
-        self._actor = self._start_actor()
+        self._actors = self._start_actors()
 
     def kill(self) -> None:
-        """End the process, where there is one, without waiting for that."""
-        if self._actor is not None:
-            ray.kill(self._actor)
+        """End the processes of all ranks, where there are any, without waiting for that."""
+        if self._actors is not None:
+            for actor in self._actors.every:
+                ray.kill(actor)
 
     @property
     def actor(self) -> Any:
-        """Ray's handle, which knows the actor's methods only when it runs."""
-        if self._actor is None:
+        """Ray's handle of rank 0, which knows the actor's methods only when it runs."""
+        if self._actors is None:
             raise RuntimeError(f"{self.name} was not started")
-        return self._actor
+        return self._actors.first
+
+    @property
+    def actor_ids(self) -> tuple[str, ...]:
+        """Ray's names for the actors of all ranks; none before they are started."""
+        if self._actors is None:
+            return ()
+        return tuple(a._actor_id.hex() for a in self._actors.every)
 
     @property
     def actor_id(self) -> str | None:
-        """Ray's name for the actor; None before it is started."""
-        return None if self._actor is None else self._actor._actor_id.hex()
+        """Ray's name for the actor of rank 0; None before it is started."""
+        return next(iter(self.actor_ids), None)
+
+    def ready(self) -> ObjectRef[None]:
+        answer: ObjectRef[None] = self.actor.ready.remote()
+        return answer
 
     def use_importance(self, layers: Sequence[LayerImportance]) -> None:
         """Have the stage round by this at every `load`, also of a process that comes later."""

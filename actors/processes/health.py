@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from actors.messages import BatchKind, MicroBatch
-from quant.common.errors import LlmpqError
+from quant.common.errors import LlmpqError, StageLostError
 
 _SHORT_OF_MEMORY = ("can't allocate", "out of memory", "bad allocation", "std::bad_alloc")
 _BROKEN_DEVICE = ("CUDA error", "HIP error", "device-side assert")
@@ -53,16 +53,28 @@ class SlotTokens:
 
 
 @dataclass(frozen=True)
+class RankSigns:
+    """Signs of life of the ranks that follow rank 0 of a stage: one that has `died`, and one that
+    has given none since it was asked `silent_s` ago, the longest.
+    """
+
+    died: int | None = None
+    silent: int | None = None
+    silent_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """A living stage's answer: micro-batches done, seconds spent on the present one (0: none), and
     on the first stage the tokens of its slots. `is_held`: it waits for its modelled time to be
-    over.
+    over. `ranks`: what is known of its other ranks.
     """
 
     done: int
     computing_s: float
     tokens: SlotTokens | None = None
     is_held: bool = False
+    ranks: RankSigns = RankSigns()
 
 
 @dataclass(frozen=True)
@@ -100,11 +112,13 @@ class Health:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Note that it has ended; a mistake of the user's is no failure of the micro-batch."""
+        """Note that it has ended; a mistake of the user's is no failure of the micro-batch, nor is
+        another rank that was lost.
+        """
         self._began_s = None
         if error is None:
             self._done += 1
-        elif self._batch is not None and not isinstance(error, LlmpqError):
+        elif self._batch is not None and not isinstance(error, LlmpqError | StageLostError):
             self._failure = _failure(self._batch, error, self.device)
 
     def heartbeat(self, tokens: SlotTokens | None) -> Heartbeat:

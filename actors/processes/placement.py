@@ -37,21 +37,30 @@ class Placed(Protocol):
     def custom_resource(self) -> str | None:
         """The Ray resource that names the device where Ray has no type for it."""
 
+    @property
+    def degree(self) -> int:
+        """Number of such devices, of one node, that it is divided among."""
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources that a stage's actor asks of Ray, and its number of torch threads."""
+    """Resources that a stage's actor asks of Ray, and its number of torch threads: of each, where
+    the stage is divided among several `ranks`.
+    """
 
     resources: Mapping[str, float]
     num_gpus: float
     num_cpus: float
     threads: int
+    ranks: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The resources as a bundle of a placement group; empty for a plain actor."""
+        """The resources of all ranks as a bundle of a placement group, which is on one node; empty
+        for a plain actor.
+        """
         amounts = {"GPU": self.num_gpus, "CPU": self.num_cpus, **self.resources}
-        return {name: amount for name, amount in amounts.items() if amount}
+        return {name: self.ranks * amount for name, amount in amounts.items() if amount}
 
 
 def place(stages: Sequence[Placed], offered: Mapping[str, float]) -> tuple[Placement, ...]:
@@ -85,7 +94,9 @@ def _place_one(stage: Placed, offered: Mapping[str, float]) -> Placement:
             f"where Ray knows the GPU, else add --resources='{{\"{name}\": 1}}'"
         )
     num_cpus = 0.0 if stage.emulated or not on_host else float(stage.threads)
-    return Placement(resources, 0.0 if on_host else 1.0, num_cpus, stage.threads)
+    num_gpus = 0.0 if on_host else 1.0
+    # Emulated ranks compute as one, but take the named devices of all.
+    return Placement(resources, num_gpus, num_cpus, stage.threads, stage.degree)
 
 
 def _device_resource(stage: Placed, offered: Mapping[str, float]) -> dict[str, float]:

@@ -43,7 +43,8 @@ class Reservation:
             self.release()
             raise DeviceError(
                 f"Ray did not grant {bundles} within {limit_s:g} s: the "
-                f"devices exist but are in use; free now: {ray.available_resources()}"
+                f"devices exist but are in use, or no node has those of a stage together; "
+                f"free now: {ray.available_resources()}"
             )
 
     def actor_options(self, stage: int) -> dict[str, Any]:
@@ -68,7 +69,10 @@ class Reservation:
         for placement in self.placements:
             wanted.update(placement.bundle)
         mine = self.placements[stage].bundle
-        return all(offered.get(name, 0.0) >= wanted[name] - 1e-9 for name in mine)
+        if not all(offered.get(name, 0.0) >= wanted[name] - 1e-9 for name in mine):
+            return False
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return any(all(node.get(name, 0.0) >= mine[name] - 1e-9 for name in mine) for node in nodes)
 
     def release(self) -> None:
         """Give all back; where Ray itself is gone there is nobody to take it, nor any need."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Literal
 
 import ray
 import torch
@@ -17,16 +15,17 @@ from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
 from actors.messages import BATCH_KINDS, Chunk, Finished, MicroBatch, Progress, Request, Sampled
-from actors.processes.device import local_device
-from actors.processes.health import Health, Heartbeat, RunReport, SlotTokens
-from actors.schedule.driver import Pipeline, PipelineDriver
-from actors.schedule.live import Inbox, LiveRun
-from actors.schedule.scheduler import QueueSizes, Scheduler
-from actors.schedule.table import make_scheduler
-from actors.stage.importance import measure_stage
+from actors.processes.health import Health, Heartbeat, RunReport
+from actors.processes.leader import Leader
+from actors.processes.loading import ShardLoader
+from actors.processes.ranks.followers import Followers
+from actors.processes.ranks.rank_actor import RankActor
+from actors.schedule.driver import Pipeline
+from actors.schedule.live import Inbox
+from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec
 from actors.stage.stage import Stage
-from actors.stage_figures import NO_SUPERVISION, LayersLoaded, QueueDepth, StageStats, Supervision
+from actors.stage_figures import NO_SUPERVISION, LayersLoaded, StageStats
 from actors.telemetry.meter import Spans, StageMeter, TelemetryOptions
 from actors.telemetry.metrics import MetricsPublisher
 from actors.transport.gloo_links import Links
@@ -42,44 +41,57 @@ from actors.transport.pipelines import (
 )
 from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
 from quant.cache.settings import CacheSettings
-from quant.checkpoint.model_reference import resolve
 from quant.common.errors import StageLostError
 from quant.importance.statistics import LayerImportance
-from quant.loading.layer_notes import noting_layers
-from quant.processor import local_processor
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """Options of a stage's process: its number of torch `threads`, the `emulated` times that stand
+    for a device which is not there (None: a real device), where this node keeps packed layers, and
+    what the stage notes.
+    """
+
+    threads: int
+    emulated: ScaledTimes | None
+    cache: CacheSettings
+    telemetry: TelemetryOptions
 
 
 class StageActor(BoardKeeper):
     """One pipeline stage in its own process, made at little cost: `load` does the work.
 
-    `emulated` are the times that stand for a device which is not there; None: a real device.
+    It is rank 0 of a stage that is divided, and the only one that others know; `followers` are the
+    actors of the other ranks.
     """
 
     def __init__(
         self,
         spec: StageSpec,
         checkpoint: str,
-        threads: int,
-        emulated: ScaledTimes | None,
-        cache: CacheSettings,
-        telemetry: TelemetryOptions = TelemetryOptions(),  # noqa: B008  (frozen)
+        options: ProcessOptions,
+        followers: Sequence[ActorHandle[RankActor]] = (),
     ) -> None:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(options.threads)
         self._spec = spec
-        self._checkpoint = checkpoint
-        self._emulated = None if emulated is None else EmulatedDevice(emulated)
-        self._cache = cache
-        self._meter = StageMeter(telemetry)
+        self._emulated = None if options.emulated is None else EmulatedDevice(options.emulated)
+        self._meter = StageMeter(options.telemetry)
+        self._followers = Followers(spec.index, followers)
         self._stage: Stage | EmulatedStage | None = None
+        self._ranks_held: list[StageStats] = []
         self._links: Links | None = None
         self._codec = self._make_codec()
-        self._leader: _Leader | None = None
+        self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
-        self._layers_loaded = LayersLoaded()
+        self._loader = ShardLoader(spec, checkpoint, options.cache, self._health)
         self._epoch: int | None = 0  # calls of other stages must be of the same one
+
+    def ready(self) -> None:
+        """Return when the processes of all ranks have come up; `StageLostError` where one dies."""
+        self._followers.wait()
 
     @ray.method(num_returns=2)
     def measure_importance(
@@ -90,43 +102,27 @@ class StageActor(BoardKeeper):
         `hidden` are the states that the stage before gave, None on the first one. Returns those of
         the next stage, and what was seen. Raises what `measure_stage` raises.
         """
-        device = self._health.device = local_device(self._spec)
-        folder = resolve(self._checkpoint)
-        with self._counting_layers("importance"):
-            found = measure_stage(self._spec, folder, device, local_processor(device), hidden)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the weights that come now
-        return found
+        return self._loader.measure(hidden)
 
     def load(self, importance: Sequence[LayerImportance] | None = None) -> StageStats:
-        """Read, quantize and keep the stage's shard, or take it from this node's cache.
+        """Read, quantize and keep the stage's shard, or take it from this node's cache; all ranks
+        do so at once.
 
-        `importance`: one a layer, where the plan needs it. Raises what `Stage` raises.
+        `importance`: one a layer, where the plan needs it. Raises what `Stage` raises, on any rank.
         """
-        device = self._health.device = local_device(self._spec)
-        folder = resolve(self._checkpoint)
-        processor = local_processor(device)
-        with self._counting_layers("weights"):
-            stage = Stage(self._spec, folder, device, processor, self._cache, importance)
+        loading = self._followers.load(importance)
+        stage = self._loader.load(importance)
+        self._ranks_held = self._followers.loaded(loading)
         self._stage = stage if self._emulated is None else self._emulated.stage(stage)
         self._publish()
-        return self._stage.stats()
-
-    def _counting_layers(
-        self, what: Literal["importance", "weights"]
-    ) -> AbstractContextManager[None]:
-        """Count the layers that are loaded meanwhile, for `layers_loaded`."""
-        self._layers_loaded = LayersLoaded(what, 0, len(self._spec.layers))
-        return noting_layers(self._note_layer)
-
-    def _note_layer(self) -> None:
-        so_far = self._layers_loaded
-        self._layers_loaded = replace(so_far, done=so_far.done + 1)
+        return self._held()
 
     @ray.method(concurrency_group=CONTROL)
     def layers_loaded(self) -> LayersLoaded:
-        """Return how far it is with what it loads; answered meanwhile."""
-        return self._layers_loaded
+        """Return how far it is with what it loads, of several ranks the last one; answered
+        meanwhile.
+        """
+        return self._followers.layers_loaded(self._loader.progress)
 
     def _make_codec(self, limits: Limits | None = None) -> Codec:
         plain = PlainCodec(limits)
@@ -179,7 +175,11 @@ class StageActor(BoardKeeper):
         serve(self, self._linked(), self._codec)
 
     def leave_run(self) -> RunReport:
-        """Leave a broken run; what it sent that still comes is refused. The shard stays loaded."""
+        """Leave a broken run; what it sent that still comes is refused. The shard stays loaded.
+
+        Raises `StageLostError` where the stage has lost a rank.
+        """
+        failed = self._followers.leave(self._plain())
         if self._stage is not None:
             self._stage.forget_parked()
         tokens = None
@@ -188,10 +188,15 @@ class StageActor(BoardKeeper):
             self._supervised = replace(self._leader.supervision, parked_now=0)
         self._leader = self._links = self._epoch = None
         self.close_rendezvous()
-        return RunReport(self._health.take_failure(), tokens)
+        return RunReport(self._health.take_failure() or failed, tokens)
 
     def begin(self, epoch: int) -> str:
-        """Enter `epoch`, in which all stages are linked again; returns the address of the node."""
+        """Enter `epoch`, in which all stages are linked again, as are the ranks of this one;
+        returns the address of the node.
+        """
+        stage = self._plain()
+        if stage is not None and stage.spec.degree > 1:
+            self._followers.meet(stage)
         self._epoch = epoch
         return str(ray.util.get_node_ip_address())
 
@@ -205,7 +210,7 @@ class StageActor(BoardKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        self._leader = _Leader(sizes, pipeline, self._supervised)
+        self._leader = Leader(sizes, pipeline, self._supervised)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run until the queue wants more requests than `chunk` has; yields those that ended.
@@ -267,7 +272,7 @@ class StageActor(BoardKeeper):
         works = {kind: self._meter.work(kind) for kind in BATCH_KINDS}
         tokens = self._meter.tokens()
         return replace(
-            self._loaded().stats(),
+            self._held(),
             busy_s=self._meter.busy_s(),
             prefill_tokens=tokens["prefill"],
             decode_tokens=tokens["decode"],
@@ -294,7 +299,8 @@ class StageActor(BoardKeeper):
         leader = self._leader
         tokens = leader.slot_tokens() if with_tokens and leader is not None else None
         is_held = self._emulated is not None and self._emulated.is_waiting
-        return replace(self._health.heartbeat(tokens), is_held=is_held)
+        ranks = self._followers.signs()
+        return replace(self._health.heartbeat(tokens), is_held=is_held, ranks=ranks)
 
     @ray.method(concurrency_group=CONTROL)
     def stop(self) -> None:
@@ -312,76 +318,26 @@ class StageActor(BoardKeeper):
             raise RuntimeError(f"stage {self._spec.index} was used before it was linked")
         return self._links
 
-    def _leading(self) -> _Leader:
+    def _leading(self) -> Leader:
         if self._leader is None:
             raise RuntimeError(f"stage {self._spec.index} was not told to lead")
         return self._leader
+
+    def _plain(self) -> Stage | None:
+        """The stage where it is loaded and no emulated one: those have one rank."""
+        return self._stage if isinstance(self._stage, Stage) else None
+
+    def _held(self) -> StageStats:
+        """The figures of the stage that computes, with the bytes of the rank that holds most."""
+        own = self._loaded().stats()
+        every = [own, *self._ranks_held]
+        return replace(
+            own,
+            weight_bytes=max(each.weight_bytes for each in every),
+            kv_cache_bytes=max(each.kv_cache_bytes for each in every),
+        )
 
     def _loaded(self) -> Stage | EmulatedStage:
         if self._stage is None:
             raise RuntimeError(f"stage {self._spec.index} was used before it was loaded")
         return self._stage
-
-
-class _Leader:
-    """The first stage's scheduler and driver, which stay between two calls of a run."""
-
-    def __init__(
-        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision = NO_SUPERVISION
-    ) -> None:
-        self._sizes = sizes
-        self._pipeline = pipeline
-        self._run: int | None = None
-        self._earlier = earlier  # of the runs before
-        self._scheduler: Scheduler
-        self._driver: PipelineDriver
-        self._failed = False
-
-    @property
-    def queue(self) -> QueueDepth | None:
-        """Requests and micro-batches in the queue; None before the first run."""
-        if self._run is None:
-            return None
-        scheduler, slots = self._scheduler, self._sizes.slots
-        under_way = self._driver.under_way
-        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way, self.supervision)
-
-    @property
-    def supervision(self) -> Supervision:
-        """What was done about requests that outgrew their reservation, in all runs."""
-        own = NO_SUPERVISION if self._run is None else self._scheduler.supervision
-        return own.after(self._earlier)
-
-    def slot_tokens(self) -> SlotTokens:
-        """Requests in slots, and their tokens; for any thread."""
-        run = self._run
-        return SlotTokens(run, {} if run is None else self._driver.slot_tokens())
-
-    def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
-        """Run `StageActor.generate`."""
-        if chunk.run != self._run:
-            self._begin(chunk.run)
-        elif self._failed:
-            return
-        self._failed = True  # until this call has come to its end
-        self._scheduler.add(chunk.requests, chunk.last)
-        for finished in self._driver.run():
-            if finished:
-                yield finished
-        self._failed = False
-
-    def live(self, inbox: Inbox) -> Iterator[tuple[Progress, ...]]:
-        """Run `StageActor.live`."""
-        self._begin(inbox.run)
-        self._failed = True  # until it has come to its end
-        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens).events()
-        self._failed = False
-
-    def _begin(self, run: int) -> None:
-        if self._run is not None and not self._failed:
-            self._driver.drop()
-        earlier = self.supervision
-        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
-        self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
-        self._driver = PipelineDriver(self._scheduler, self._pipeline)
-        self._run = run  # last: `queue` looks at what comes before

@@ -10,27 +10,23 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayTaskError
 from torch import Tensor
 
 from actors.messages import MicroBatch
 from actors.processes.answers import get_answer, get_answers
-from actors.processes.environment import stage_environment
-from actors.processes.placement import CRUMB, Placement
-from actors.profiling.on_cluster import bare_errors
+from actors.processes.placement import Placement
+from actors.profiling.together import median_and_spread, started_together
 from actors.transport.gloo_links import Links
 from actors.transport.message_format import decode, encode
 from actors.transport.pipelines import RayMessage, from_ray
-from actors.transport.rendezvous import CONTROL, BoardKeeper, RemoteBoard, Rendezvous
+from actors.transport.rendezvous import BoardKeeper, RemoteBoard, Rendezvous
 from planner.cluster.links import Place, Way
 from quant.common.errors import DeviceError
 
 PAYLOADS_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROWS = 16
 _WARM_UP = 5
-_PLACING_S = 60.0
 _RENDEZVOUS_S = 30.0
 _ANSWER_S = 60.0
 
@@ -127,9 +123,7 @@ class End(BoardKeeper):
 
 
 def _median(way: Way, size_bytes: int, seconds: Sequence[float]) -> MeasuredHop:
-    low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
-    spread = float((high - low) / middle)
-    return MeasuredHop(way, size_bytes, float(middle), spread, len(seconds))
+    return MeasuredHop(way, size_bytes, *median_and_spread(seconds), len(seconds))
 
 
 def _hidden(message: Tensor) -> tuple[MicroBatch, Tensor]:
@@ -148,42 +142,8 @@ def measure_hops(
     """
     if place == "network" and sum(node["Alive"] for node in ray.nodes()) < len(ends):
         raise DeviceError("the Ray cluster has one node only, and the cluster file several")
-    bundles = [_bundle(end) for end in ends]
-    group = placement_group(bundles, "STRICT_PACK" if place == "node" else "STRICT_SPREAD")
-    actors: list[Any] = []
-    try:
-        if not group.wait(_PLACING_S):
-            raise DeviceError(
-                f"Ray did not grant {bundles} on {'one node' if place == 'node' else 'two nodes'} "
-                f"within {_PLACING_S:g} s"
-            )
-        with bare_errors():
-            for index, end in enumerate(ends):
-                actors.append(_start(end, PlacementGroupSchedulingStrategy(group, index)))
-            return _measured(actors, turns, ways)
-    except RayActorError as error:
-        raise DeviceError(f"a process died while hops were timed: {error}") from error
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        remove_placement_group(group)
-
-
-def _bundle(end: Placement) -> dict[str, float]:
-    """The resources of a stage there, but a crumb of a CPU: hops do not keep threads busy."""
-    return {**end.bundle, "CPU": CRUMB}
-
-
-def _start(end: Placement, strategy: PlacementGroupSchedulingStrategy) -> Any:
-    make_remote: Any = ray.remote  # its annotations lack concurrency groups
-    remote: Any = make_remote(concurrency_groups={CONTROL: 1})(End).options(
-        num_cpus=CRUMB,
-        num_gpus=end.num_gpus,
-        resources=dict(end.resources),
-        runtime_env={"env_vars": stage_environment(end.threads)},
-        scheduling_strategy=strategy,
-    )
-    return remote.remote()
+    with started_together(End, ends, place) as actors:
+        return _measured(actors, turns, ways)
 
 
 def _measured(actors: Sequence[Any], turns: int, ways: Sequence[Way]) -> tuple[MeasuredHop, ...]:

@@ -30,6 +30,7 @@ class DeviceRequest:
     emulated: bool
     threads: int
     custom_resource: str | None
+    degree: int = 1
 
     @classmethod
     def of(cls, device: Device) -> DeviceRequest:

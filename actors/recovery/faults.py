@@ -17,6 +17,28 @@ class HangError(StageLostError):
         super().__init__(message)
         self.stage = stage
 
+    @property
+    def loss(self) -> Loss:
+        """The loss of the stage, which is killed now."""
+        return Loss.hang(str(self))
+
+
+class RankLostError(HangError):
+    """A stage one of whose ranks has died: the others may wait for it for ever."""
+
+    def __init__(self, stage: int, rank: int) -> None:
+        super().__init__(f"rank {rank} of stage {stage} died", stage)
+        self.rank = rank
+
+    @property
+    def loss(self) -> Loss:
+        """The loss of the stage with all its ranks."""
+        return Loss("died", f"lost its rank {self.rank}, which died")
+
+
+class RunInterruptedError(Exception):
+    """The end of a run that another thread has asked for; its stages are as they were."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -69,7 +91,7 @@ class Fault:
 
 
 def lost_by(error: Exception) -> dict[int, Loss]:
-    """Return the stage that `error` found to hang, if it did, with its loss."""
+    """Return the stage that `error` found to hang or to lack a rank, if it did, with its loss."""
     if isinstance(error, HangError) and error.stage is not None:
-        return {error.stage: Loss.hang(str(error))}
+        return {error.stage: error.loss}
     return {}

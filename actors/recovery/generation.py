@@ -13,26 +13,36 @@ from ray.exceptions import RayTaskError
 from actors.messages import Chunk, Finished, Request
 from actors.processes.ray_head import check_head
 from actors.recovery.diagnosis import diagnose, requests_in
-from actors.recovery.faults import StoppedRun, lost_by
+from actors.recovery.faults import RunInterruptedError, StoppedRun, lost_by
 from actors.recovery.liveness import LivenessCheck
 from actors.recovery.repair import Repair
 from actors.recovery.streams import RunStreams
 from actors.recovery.suspects import RequestLedger
+from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
 
 CHUNKS_AHEAD = 2  # one that the first stage works on, and one that waits there
 LEAST_CHUNK_REQUESTS = 64  # a call takes about a millisecond: spread over this many requests
 
+FEW_SHARE = 8
+"""The share of the slots that a chunk has where others take requests from the same source: with two
+chunks ahead a quarter of a fill waits here when there is nothing left for the others."""
+
 
 class Generation:
-    """Runs the requests of `ledger` through the pipeline of `repair`, again after every fault."""
+    """Runs the requests of `ledger` through the pipeline of `repair`, again after every fault.
 
-    def __init__(self, repair: Repair, ledger: RequestLedger) -> None:
+    `few`: it takes few requests ahead of its slots, as others take from the same source.
+    """
+
+    def __init__(self, repair: Repair, ledger: RequestLedger, few: bool = False) -> None:
         self._repair = repair
         self._pipeline = repair.pipeline
         self._answers = repair.pipeline.answers
         self._recovery = repair.recovery
         self._ledger = ledger
+        self._few = few
+        self._is_interrupted = False
         self._streams: deque[ObjectRefGenerator] = deque()
         self._run = 0
         self._check = self._new_check()
@@ -79,6 +89,17 @@ class Generation:
         self._note_progress(stopped)
         return finished
 
+    def interrupt(self) -> None:
+        """Have `results`, which another thread waits in, raise `RunInterruptedError` within about a
+        second; but what it repairs is repaired first.
+        """
+        self._is_interrupted = True
+
+    def _look(self) -> None:
+        if self._is_interrupted:
+            raise RunInterruptedError
+        self._check.look()
+
     def _turn(self) -> Iterator[tuple[Finished, ...]]:
         self._run = self._pipeline.next_run()
         self._check = self._new_check()
@@ -95,12 +116,13 @@ class Generation:
 
     def _finished(self) -> Iterator[tuple[Finished, ...]]:
         """Yield what the oldest stream has."""
-        yield from self._watch.items(self._streams[0], self._check.look, self._check.interval_s)
+        yield from self._watch.items(self._streams[0], self._look, self._check.interval_s)
         self._streams.popleft()
 
     def _chunks(self) -> Iterator[Chunk | None]:
         """Yield chunks, the first of which fills all slots; None where the source pauses."""
-        size = max(self._pipeline.sizes.slots, LEAST_CHUNK_REQUESTS)
+        sizes = self._pipeline.sizes
+        size = sizes.slots if self._few else max(sizes.slots, LEAST_CHUNK_REQUESTS)
         taken: tuple[Request, ...] = ()
         last = False
         while not last:
@@ -111,6 +133,8 @@ class Generation:
             last = len(taken) < size
             yield Chunk(self._run, taken, last)
             taken = ()
+            if self._few:
+                size = few_requests(sizes)
 
     def _recover(self, error: Exception) -> Iterator[tuple[Finished, ...]]:
         """Stop the run, find what happened, and repair the pipeline."""
@@ -140,3 +164,8 @@ class Generation:
         if latest is not None and latest.run == self._run:
             self._ledger.progress({i: tokens.tolist() for i, tokens in latest.slots.values()})
         return requests_in(stopped, self._run)
+
+
+def few_requests(sizes: QueueSizes) -> int:
+    """Requests of a chunk behind the first one, where few are to be taken ahead."""
+    return max(sizes.prefill_micro_batch, -(-sizes.slots // FEW_SHARE))

@@ -9,8 +9,8 @@ from ray import ObjectRef
 
 from actors.processes.answers import StageAnswers
 from actors.processes.handle import StageHandle
-from actors.processes.health import Heartbeat, SlotTokens
-from actors.recovery.faults import HangError
+from actors.processes.health import Heartbeat, RankSigns, SlotTokens
+from actors.recovery.faults import HangError, RankLostError
 
 T = TypeVar("T")
 
@@ -29,7 +29,8 @@ class LivenessCheck:
 
     A stage hangs when its answer takes longer than `hang_s`; with `may_start` only once it has
     given a first one, as its process may still be starting. With `needs_progress` a stage also
-    hangs when no micro-batch is computed for `hang_s`. `tokens` are the latest of the first stage.
+    hangs when no micro-batch is computed for `hang_s`. A rank that dies or hangs is its stage's
+    loss. `tokens` are the latest of the first stage.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LivenessCheck:
         """Take in answers and ask again, where it is time; of `only` these stages where given.
         Where the run `is_idle`, nothing has to progress.
 
-        Raises `HangError`, and what comes of a stage that died.
+        Raises `HangError`, its `RankLostError`, and what comes of a stage that died.
         """
         now_s = self._answers.now_s()
         since_s = now_s - self._looked_s
@@ -88,10 +89,20 @@ class LivenessCheck:
             del self._asked[stage]
             self._heartbeats[stage] = heartbeat = self._answers.get(reference)
             self.tokens = heartbeat.tokens or self.tokens
+            self._check_ranks(stage, heartbeat.ranks)
         elif self._may_start and stage not in self._heartbeats:
             return
         elif now_s - asked_s > self._hang_s:
             raise HangError(f"stage {stage} gave no sign of life for {self._hang_s:g} s", stage)
+
+    def _check_ranks(self, stage: int, ranks: RankSigns) -> None:
+        if ranks.died is not None:
+            raise RankLostError(stage, ranks.died)
+        if ranks.silent_s > self._hang_s:
+            rank, limit_s = ranks.silent, self._hang_s
+            raise HangError(
+                f"rank {rank} of stage {stage} gave no sign of life for {limit_s:g} s", stage
+            )
 
     def _check_progress(self, now_s: float) -> None:
         done = {stage: heartbeat.done for stage, heartbeat in self._heartbeats.items()}

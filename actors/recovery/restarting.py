@@ -8,7 +8,6 @@ from itertools import count
 from ray import ObjectRef
 from ray.exceptions import RayTaskError
 
-from actors.processes.health import Heartbeat
 from actors.recovery.faults import HangError
 from actors.recovery.liveness import LivenessCheck, OverdueError, wait_for
 from actors.recovery.pipeline import StagePipeline
@@ -55,14 +54,14 @@ class StageRestart:
             missing = self._start(missing)  # where the device is there, its process hangs
         self._load()
 
-    def _start(self, stages: Iterable[int]) -> dict[int, ObjectRef[Heartbeat]]:
-        """Start `stages`; the heartbeats tell that they have devices and processes."""
+    def _start(self, stages: Iterable[int]) -> dict[int, ObjectRef[None]]:
+        """Start `stages`; the answers tell that they have devices and processes."""
         handles = [self._pipeline.stages[stage] for stage in stages]
         for handle in handles:
             handle.start()
-        return {handle.index: handle.heartbeat() for handle in handles}
+        return {handle.index: handle.ready() for handle in handles}
 
-    def _wait_for_devices(self, missing: dict[int, ObjectRef[Heartbeat]]) -> None:
+    def _wait_for_devices(self, missing: dict[int, ObjectRef[None]]) -> None:
         """Take out of `missing` what comes within `replace_s`."""
         answers = self._pipeline.answers
 
@@ -106,7 +105,7 @@ class StageRestart:
                     answers.get(reference)
                 except (DeviceError, RayTaskError) as error:
                     text = f"{stages[stage].name} cannot be used any more: {error}"
-                    raise DeviceLostError(text, (stage,), (stages[stage].device,)) from error
+                    raise DeviceLostError(text, (stage,), stages[stage].devices) from error
         except OverdueError:
             stage = min(loading)
             raise HangError(
@@ -121,5 +120,5 @@ class StageRestart:
             f"{', '.join(handle.name for handle in handles)}: no node has had a free one for "
             f"{waited_s:.0f} s; plan again for those left",
             lost,
-            tuple(handle.device for handle in handles),
+            tuple(device for handle in handles for device in handle.devices),
         )

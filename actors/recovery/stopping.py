@@ -75,9 +75,7 @@ class RunStopper:
             self._check.look(only=asked)
         except HangError as error:
             if error.stage is not None:
-                self._kill(
-                    error.stage, Loss.hang(f"it gave no sign of life for {self._hang_s:g} s")
-                )
+                self._kill(error.stage, error.loss)
         except StageLostError:  # its answer in `asked` will fail too
             pass
         for stage in [stage for stage in asked if stage in self.stopped.lost]:

@@ -4,17 +4,21 @@ they belong to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from actors.stage.partial_model import architecture_of, empty_model, keep_stage
+from actors.stage.ranks.modules import divide, sum_over_ranks
 from actors.stage.spec import StageSpec
 from actors.stage.transformers_config import read_config
+from planner.model.finding import model_shape
+from planner.model.tensor_parallel import RankShare, layer_cuts, rank_share, vocabulary_cut
 from quant.cache.folder import ShardCache
 from quant.checkpoint.reader import Checkpoint
+from quant.cuts import Cut
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm
 from quant.loading.loader import LayerLoad, load_layer, load_tensors, loading, module_nbytes
@@ -32,14 +36,16 @@ def load_shard(
 ) -> PreTrainedModel:
     """The stage's part of the model, quantized while it is read, or taken from the cache.
 
-    The parts of other stages are pass-throughs. `importance`: one a layer, by which weights are
-    rounded where `spec.rounding` is weighted.
+    The parts of other stages are pass-throughs, and of a stage that is divided only the part of
+    `spec.rank` is loaded. `importance`: one a layer, by which weights are rounded where
+    `spec.rounding` is weighted.
     """
     config = read_config(checkpoint.folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     architecture = architecture_of(config)
     model = empty_model(config)
     keep_stage(model, spec.layers, spec.is_first, spec.is_last, spec.has_head)
+    cuts, ends_cut = _divided(model, spec, checkpoint)
     decoder = model.get_decoder()
     path = path_of(model, decoder)
     stack = f"{path}.{architecture.layers}"
@@ -50,6 +56,7 @@ def load_shard(
             name_prefix=f"{stack}.{index}",
             form=LayerForm(bits, processor, dtype, device, spec.backends.get(bits), spec.rounding),
             importance=own,
+            cuts=cuts,
         )
         for index, bits, own in zip(spec.layers, spec.bitwidths, weighing, strict=True)
     ]
@@ -58,11 +65,33 @@ def load_shard(
     with loading(loads, ends, checkpoint, cache):
         for load in loads:
             load_layer(load, checkpoint, cache)
+            if cuts:
+                sum_over_ranks(model, load.module)
             prepack_linears(load.module, processor)
-        load_ends(model, spec, checkpoint, dtype, device)
+        load_ends(model, spec, checkpoint, dtype, device, ends_cut)
     if spec.has_head and not _shares_head(config, spec):
         model.set_output_embeddings(prepack(model.get_output_embeddings(), processor))
     return model
+
+
+def share_of(spec: StageSpec, checkpoint: Checkpoint) -> RankShare:
+    """The part of the model's layers that the rank of `spec` holds; SpecError where it cannot be
+    divided so often.
+    """
+    return rank_share(model_shape(str(checkpoint.folder)), spec.degree, spec.rank)
+
+
+def _divided(
+    model: PreTrainedModel, spec: StageSpec, checkpoint: Checkpoint
+) -> tuple[Mapping[str, Cut], Cut | None]:
+    """Cut the modules to the rank's part; returns the parts of a layer's linears, and that of the
+    vocabulary.
+    """
+    if spec.degree == 1:
+        return {}, None
+    shape, share = model_shape(str(checkpoint.folder)), share_of(spec, checkpoint)
+    divide(model, shape, share, spec.layers)
+    return layer_cuts(shape, share, architecture_of(model.config)), vocabulary_cut(shape, share)
 
 
 def _shares_head(config: PretrainedConfig, spec: StageSpec) -> bool:
@@ -76,10 +105,12 @@ def load_ends(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
+    vocabulary: Cut | None = None,
 ) -> None:
     """Load the parts of a stage beside its layers: embedding, final norm, head, frequencies.
 
-    Raises `CheckpointError` for unusable weights.
+    `vocabulary`: the rows of embedding and head that a rank holds; None: all. Raises
+    `CheckpointError` for unusable weights.
     """
     architecture = architecture_of(model.config)
     decoder = model.get_decoder()
@@ -90,9 +121,10 @@ def load_ends(
     for child in owned:
         module = getattr(decoder, child)
         if module is not None:
-            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device)
+            cuts = _cuts(vocabulary if child == architecture.embedding[0] else None)
+            load_tensors(module, checkpoint, f"{path}.{child}", dtype, device, cuts)
     if spec.has_head:
-        _load_head(model, spec, checkpoint, f"{path}.{architecture.embedding[0]}", dtype, device)
+        _load_head(model, spec, checkpoint, dtype, device, vocabulary)
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is not None:
         rotary.to(device)
@@ -102,21 +134,27 @@ def _load_head(
     model: PreTrainedModel,
     spec: StageSpec,
     checkpoint: Checkpoint,
-    embedding_path: str,
     dtype: torch.dtype,
     device: torch.device,
+    vocabulary: Cut | None,
 ) -> None:
     """Load the LM head, or share the embedding where both are one tensor and live here."""
     head = model.get_output_embeddings()
     if _shares_head(model.config, spec):
         head.weight = model.get_input_embeddings().weight
         return
-    prefix = embedding_path
+    architecture, decoder = architecture_of(model.config), model.get_decoder()
+    prefix = f"{path_of(model, decoder)}.{architecture.embedding[0]}"
     if not getattr(model.config, "tie_word_embeddings", False):
         stored = set(checkpoint.names())
-        names = architecture_of(model.config).head_names
+        names = architecture.head_names
         prefix = next((name for name in names if f"{name}.weight" in stored), names[0])
-    load_tensors(head, checkpoint, prefix, dtype, device)
+    load_tensors(head, checkpoint, prefix, dtype, device, _cuts(vocabulary))
+
+
+def _cuts(vocabulary: Cut | None) -> Mapping[str, Cut]:
+    """The cut of a module that has nothing but rows of the vocabulary."""
+    return {} if vocabulary is None else {"": vocabulary}
 
 
 def path_of(model: nn.Module, wanted: nn.Module) -> str:

@@ -22,6 +22,8 @@ class StageSpec:
     `head_on_first` the last stage sends its final hidden states back to the first one.
     `rounding` is one of `quant.scheme.ROUNDINGS`; with `kv_bits` 8 keys and values are codes.
     `parked_tokens`: most tokens of preempted requests whose keys and values lie in host memory.
+    The stage is divided among `degree` ranks, of which this is number `rank`; the memory limit is
+    that of the rank.
     """
 
     index: int
@@ -40,6 +42,15 @@ class StageSpec:
     rounding: str = ROUNDINGS[0]
     kv_bits: int = 16
     parked_tokens: int = 0
+    rank: int = 0
+    degree: int = 1
+
+    @property
+    def name(self) -> str:
+        """The stage for messages, with the rank where it has several."""
+        return (
+            f"rank {self.rank} of stage {self.index}" if self.degree > 1 else f"stage {self.index}"
+        )
 
     @property
     def is_first(self) -> bool:
@@ -58,8 +69,13 @@ class StageSpec:
 
 
 def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
-    """The specification of `stage` for its actor, whose slots are those of the policy `static`."""
+    """The specification of `stage` for its actor, whose slots are those of the policy `static`.
+
+    It is that of rank 0; the others differ in `rank` alone. Emulated ranks compute as one: their
+    modelled times hold for all of them, and their limits together for what one process has.
+    """
     on_host = stage.emulated or stage.kind.is_cpu
+    together = stage.degree if stage.emulated else 1
     return StageSpec(
         index=stage.index,
         stages=len(plan.stages),
@@ -70,10 +86,11 @@ def stage_spec(plan: PlanSpec, stage: StagePlan) -> StageSpec:
         max_tokens=plan.workload.total_length,
         kv_tokens=plan.workload.kv_tokens,
         backends=dict(stage.backends),
-        memory_limit_bytes=stage.memory_limit_bytes,
-        device_name=stage.device,
+        memory_limit_bytes=together * stage.memory_limit_bytes,
+        device_name=stage.label,
         accelerator=None if on_host else stage.kind,
         head_on_first=plan.head_on_first,
         rounding=plan.rounding,
         kv_bits=plan.kv_bits,
+        degree=stage.degree // together,
     )

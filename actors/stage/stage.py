@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,17 +17,21 @@ from actors.attention.cpu_decode import warm_up
 from actors.attention.key_factors import key_factors
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
-from actors.messages import EVERY_KEY, MicroBatch, Sampled
+from actors.collectives.group import ALONE, RankGroup
+from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
 from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
 )
+from actors.stage.ranks.modules import join
+from actors.stage.ranks.orders import Order, send
 from actors.stage.sampler import Sampler
-from actors.stage.shard import load_shard, weight_bytes
+from actors.stage.shard import load_shard, share_of, weight_bytes
 from actors.stage.spec import StageSpec
 from actors.stage.transformers_config import read_config
 from actors.stage_figures import StageStats
 from planner.cluster.device import CPU_TOKENS_AT_ONCE
+from planner.model.tensor_parallel import spread
 from quant.cache.folder import open_cache
 from quant.cache.settings import NO_CACHE, CacheSettings
 from quant.checkpoint.reader import Checkpoint
@@ -40,7 +45,9 @@ class Stage:
     """Loads the shard of `spec` from the checkpoint folder, layer by layer, or from the cache, and
     computes micro-batches.
 
-    `importance`: one a layer, where the plan's rounding or its keys and values ask for it.
+    `importance`: one a layer, where the plan's rounding or its keys and values ask for it. A rank
+    of a stage that is divided holds its part alone; it computes after `join`, rank 0 when it is
+    asked, the others by `actors.stage.ranks.orders.follow`.
 
     Raises `CheckpointError` for unusable weights and `DeviceError` when weights and KV cache exceed
     the planned limit.
@@ -60,17 +67,22 @@ class Stage:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         config = read_config(checkpoint)
         self._shards = open_cache(cache)  # kept, so that the files in use stay in its folder
-        self._model = load_shard(
-            spec, Checkpoint(checkpoint), device, processor, self._shards, importance
-        )
+        tensors = Checkpoint(checkpoint)
+        self._group: RankGroup = ALONE
+        self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         form = CacheForm(self.dtype, device, spec.kv_bits)
+        if spec.degree > 1:
+            own = share_of(spec, tensors).kv_heads
+            form = replace(form, kv_heads=len(own))
+            importance = [replace(i, keys=i.keys[own.start : own.stop]) for i in importance or ()]
         self._cache = make_cache(
             config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
         )
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
-        self._sampler = Sampler.for_checkpoint(checkpoint, config) if spec.has_head else None
+        samples = spec.has_head and spec.rank == 0
+        self._sampler = Sampler.for_checkpoint(checkpoint, config) if samples else None
         self._weight_bytes = weight_bytes(self._model)
         self._busy_s = 0.0
         self._prefill_tokens = self._decode_tokens = self._micro_batches = 0
@@ -81,7 +93,7 @@ class Stage:
         needed = stats.weight_bytes + stats.kv_cache_bytes
         if limit and needed > limit:
             raise DeviceError(
-                f"stage {self.spec.index} holds {stats.weight_bytes} bytes of weights and "
+                f"{self.spec.name} holds {stats.weight_bytes} bytes of weights and "
                 f"{stats.kv_cache_bytes} of KV cache, but {self.spec.device_name} was planned with "
                 f"{limit} bytes; plan again with this version of llmpq"
             )
@@ -96,6 +108,27 @@ class Stage:
         """Most columns of hidden states between stages; some heads take fewer than layers do."""
         return max(self.hidden_size, getattr(self._model.config, "word_embed_proj_dim", 0))
 
+    def join(self, group: RankGroup) -> None:
+        """Compute with the other ranks of the stage from now on, or with their successors."""
+        spec = self.spec
+        if (group.rank, group.degree) != (spec.rank, spec.degree):
+            raise ValueError(
+                f"rank {spec.rank} of {spec.degree} cannot join as rank {group.rank} of "
+                f"{group.degree}: it has loaded its own part of stage {spec.index}"
+            )
+        self._group = group
+        join(self._model, group)
+
+    def leave(self) -> None:
+        """Leave the group; the other ranks fail at what they do with this one."""
+        group, self._group = self._group, ALONE
+        join(self._model, ALONE)
+        group.close()
+
+    def dismiss(self) -> None:
+        """End the work of the other ranks; they may join another group."""
+        send(self._group, Order.END)
+
     @torch.inference_mode()
     def step(self, batch: MicroBatch, inputs: Tensor) -> Tensor | Sampled:
         """Compute one micro-batch.
@@ -106,8 +139,9 @@ class Stage:
         head lives there too.
         """
         began = time.perf_counter()
+        inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
-        hidden = self._forward(batch, inputs.to(self.device, non_blocking=True))
+        hidden = run_in_passes(self._model, self._cache, batch, inputs)
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
             result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
@@ -126,23 +160,45 @@ class Stage:
         head_width]`, from the last stage.
         """
         began = time.perf_counter()
-        sampled = self._sample(batch, last_hidden.to(device=self.device, dtype=self.dtype))
+        sampled = self._sample(batch, self._shared(Order.FINISH, batch, last_hidden))
         self._busy_s += time.perf_counter() - began
         return sampled
 
     def _sample(self, batch: MicroBatch, last_hidden: Tensor) -> Sampled:
-        if self._sampler is None:
+        if not self.spec.has_head:
             raise ValueError(f"stage {self.spec.index} has no LM head")
-        head = self._model.get_output_embeddings()
-        return self._sampler.sample(batch, head(last_hidden) if len(last_hidden) else last_hidden)
+        logits: Tensor | None = last_hidden
+        if len(last_hidden):
+            head = self._model.get_output_embeddings()
+            parts = spread(int(self._model.config.vocab_size), self.spec.degree)
+            logits = self._group.gather(head(last_hidden), [len(part) for part in parts])
+        if self._sampler is None or logits is None:  # rank 0 samples
+            return NOTHING_SAMPLED
+        return self._sampler.sample(batch, logits)
 
-    def _forward(self, batch: MicroBatch, inputs: Tensor) -> Tensor:
-        """Hidden states after the stage's layers, on the last stage after the final norm:
-        `[tokens, hidden_size]`.
+    def _shared(self, order: Order, batch: MicroBatch, inputs: Tensor) -> Tensor:
+        """Bring `inputs` to the device in the type that is computed in; all ranks have those of
+        rank 0 then, and their order.
         """
-        if not self.spec.is_first:
-            inputs = inputs.to(self.dtype)
-        return run_in_passes(self._model, self._cache, batch, inputs)
+        if self._group.degree != self.spec.degree:
+            raise RuntimeError(
+                f"rank {self.spec.rank} of stage {self.spec.index} has not joined yet"
+            )
+        dtype = self.dtype if inputs.is_floating_point() else inputs.dtype
+        inputs = inputs.to(self.device, dtype, non_blocking=True)
+        if self.spec.rank == 0:
+            send(self._group, order, batch)
+        return self._group.broadcast(inputs)
+
+    def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor:
+        """Memory for what rank 0 computes `batch` from: see `step` and `finish`."""
+        tokens = int(batch.counts.sum())
+        if order == Order.FINISH:
+            width = int(self._model.get_output_embeddings().in_features)
+            return torch.empty(len(batch.sampled_rows), width, dtype=self.dtype, device=self.device)
+        if self.spec.is_first:
+            return torch.empty(tokens, dtype=torch.int64, device=self.device)
+        return torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
     def _count(self, batch: MicroBatch, seconds: float) -> None:
         self._busy_s += seconds
@@ -152,6 +208,8 @@ class Stage:
 
     def forget_parked(self) -> None:
         """Free the host memory of requests that were preempted: their run has ended."""
+        if self.spec.rank == 0:
+            send(self._group, Order.FORGET_PARKED)
         self._cache.parked.forget((EVERY_KEY,))
 
     def stats(self) -> StageStats:
@@ -208,13 +266,14 @@ def make_cache(
 ) -> KVCache:
     """An empty KV cache of so many token slots for some decoder layers of the model of `config`.
 
-    `importance`: one a layer, by whose keys 8-bit keys are rounded.
+    `importance`: one a layer, by whose keys, those of `form.kv_heads`, 8-bit keys are rounded.
     """
     factors = {
         layer: key_factors(own.keys, rotary_width(config))
         for layer, own in zip(layers, importance or (), strict=False)
     }
-    shape = CacheShape(tokens, *kv_shape(config))
+    kv_heads, head_dim = kv_shape(config)
+    shape = CacheShape(tokens, form.kv_heads or kv_heads, head_dim)
     return KVCache(layers, shape, form, parked_tokens, factors)
 
 

@@ -1,15 +1,19 @@
 """Part (b): large models on modelled A100 pipelines, in virtual time.
 
     python -m benchmarks.orca emulated [--models opt-13b opt-66b opt-175b] [--traces uniform …]
+                                       [--at_ms 190] [--degree 1]
 
 The product's scheduler and live run drive stages that take the seconds of the planner's latency
 model. Nothing waits and nothing is random but by seed, so that the tables are the same everywhere.
+Loads are read where latency is twice the least one, or `--at_ms`. With `--degree 1` each GPU is a
+stage, where else eight of a node are one, by tensor parallelism.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.orca.curves import (
@@ -34,19 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of orca's trace")
     parser.add_argument("--fewer", type=int, default=300, help="of the baseline's, its beginning")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at_ms", type=float, help="a token, where loads are read")
+    parser.add_argument("--degree", type=int, help="GPUs of a stage; as in the paper by default")
     parser.add_argument("--data", type=Path, help="folder of the reference data (conversation)")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print a line for each model and trace, and the curves behind it."""
     print(
-        "| model, A100-40GB | trace | stages | token slots | least ms | orca(max_bs) | req/s "
-        "| ft(max_bs, mbs) | req/s | ratio | at most req/s | ratio |\n" + "|---" * 12 + "|"
+        "| model, A100-40GB | trace | stages | token slots | least ms | at ms | orca(max_bs) "
+        "| req/s | ft(max_bs, mbs) | req/s | ratio | at most req/s | ratio |\n" + "|---" * 13 + "|"
     )
     curves: list[str] = []
     for setting in SETTINGS:
         if setting.model not in options.models:
             continue
+        if options.degree is not None:
+            setting = replace(setting, degree=options.degree)
         for kind in options.traces:
             lengths = lengths_of(kind, options.requests, options.seed, options.data)
             line, more = compared(setting, kind, lengths, options)
@@ -70,15 +78,17 @@ def compared(
         )
     ]
     least_s = min(each[0].at(ALONE_PER_S).normalized_s for each in curves)
-    orca, baseline = (best_curve(each, 2 * least_s) for each in curves)
-    loads = [curve.load_at(2 * least_s) for curve in (orca, baseline)]
+    at_s = 2 * least_s if options.at_ms is None else options.at_ms / 1e3
+    orca, baseline = (best_curve(each, at_s) for each in curves)
+    loads = [curve.load_at(at_s) for curve in (orca, baseline)]
     peaks = [curve.peak.served_per_s for curve in (orca, baseline)]
     cells = [
         f"{setting.model} × {setting.gpus}",
         kind,
-        f"{len(pipeline.times)}",
+        f"{len(pipeline.times)} of {setting.degree}",
         f"{pipeline.kv_tokens}",
         f"{1e3 * least_s:.0f}",
+        f"{1e3 * at_s:.0f}",
         orca.policy.label,
         f"{loads[0]:.3g}",
         baseline.policy.label,

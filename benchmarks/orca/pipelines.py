@@ -31,7 +31,8 @@ MOST_BATCH = 128
 class Setting:
     """A model, its GPUs, and the model of the paper in whose place it is.
 
-    Times are tabulated for micro-batches of up to `most_batch` requests.
+    A stage is a tensor-parallel group of `degree` GPUs of a node. Times are tabulated for
+    micro-batches of up to `most_batch` requests.
     """
 
     model: str
@@ -39,13 +40,15 @@ class Setting:
     paper: str
     gpu: str = GPU
     most_batch: int = MOST_BATCH
+    degree: int = 1
 
 
 SETTINGS = (
     Setting("opt-13b", 1, "13B on 1 GPU"),
-    Setting("opt-66b", 8, "101B on 8 GPUs"),
-    Setting("opt-175b", 16, "175B on 16 GPUs"),
+    Setting("opt-66b", 8, "101B on 8 GPUs", degree=8),
+    Setting("opt-175b", 16, "175B on 2 stages of 8 GPUs", degree=8),
 )
+"""As in table 1 of the paper."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +93,9 @@ def _priced(setting: Setting, longest: Lengths, in_flight: int) -> PricedPlan | 
         theta=0.0,
         dtype="float16",
         head="last",
-        method="uniform",
+        method="uniform" if setting.degree == 1 else "auto",
+        tensor_parallel=setting.degree,
+        keep_all_devices=True,
         prefill_micro_batch=min(PREFILL_MICRO_BATCH, in_flight),
     )
     workload = Workload(in_flight, longest.prompt, longest.new)

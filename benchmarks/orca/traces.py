@@ -15,7 +15,9 @@ OUTPUTS = (1, 128)
 HOMOGENEOUS = (32, 32)
 """Tokens of every prompt and answer of the trace of figure 11. The text does not name them; section
 6.1 measures batches with 32 prompt and 32 new tokens."""
-KINDS = ("uniform", "homogeneous", "conversation")
+EQUAL_PROMPT = 272
+"""Tokens of every prompt of the trace whose answers only differ: the mean of the uniform trace."""
+KINDS = ("uniform", "homogeneous", "conversation", "equal prompts")
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ def lengths_of(kind: str, count: int, seed: int, data: Path | None = None) -> li
     random = np.random.default_rng([seed, 1])
     if kind == "homogeneous":
         return [Lengths(*HOMOGENEOUS)] * count
-    if kind == "uniform":
+    if kind in ("uniform", "equal prompts"):
         prompts = random.integers(PROMPTS[0], PROMPTS[1] + 1, count)
         outputs = random.integers(OUTPUTS[0], OUTPUTS[1] + 1, count)
+        if kind == "equal prompts":
+            prompts[:] = EQUAL_PROMPT
         return [Lengths(*pair) for pair in zip(prompts.tolist(), outputs.tolist(), strict=True)]
     if data is None:
         raise ValueError("the conversation trace needs the folder of the reference data")

@@ -9,11 +9,12 @@ from typing import Any
 
 from llmpq.notebook.rendering import render
 from llmpq.report.answers.verdict import verdict
-from llmpq.report.formatting import percent, rate, seconds, size
+from llmpq.report.formatting import per_second, percent, plural, rate, seconds, size
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
 from llmpq.report.pictures.schedule import Picture, schedule_pictures
 from llmpq.report.sentences import bottlenecks
 from planner.cluster.spec import ClusterSpec, Device
+from planner.fleet.spec import FleetSpec
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.simulation.simulation import Simulated
 
@@ -41,6 +42,7 @@ _STAGES = (
     "decode",
     "busy",
 )
+_PIPELINES = ("pipeline of", "copies", "prompts in flight", "tokens/s alone")
 _DEVICES = ("device", "node", "accelerator", "memory", "link", "to the host")
 
 
@@ -61,6 +63,29 @@ def plan_html(plan: PlanSpec, simulated: Simulated | str) -> str:
     )
 
 
+def fleet_html(fleet: FleetSpec) -> str:
+    """The pipelines of a fleet by their make-up, and what they predict together."""
+    rows = tuple(
+        (
+            make_up,
+            str(len(plans)),
+            str(sum(plan.workload.global_batch for plan in plans)),
+            per_second(sum(plan.predicted.tokens_per_s for plan in plans)),
+        )
+        for make_up, plans in fleet.make_ups().items()
+    )
+    model = fleet.replicas[0].model.name
+    return render(
+        "table.html.j2",
+        title=f"{model} on {fleet.cluster}: {plural(len(fleet.replicas), 'pipeline')}",
+        table=_Table(_PIPELINES, rows),
+        lines=[
+            f"{fleet.in_flight} prompts in flight, predicted {seconds(fleet.latency_s)}, "
+            f"{per_second(fleet.tokens_per_s)} tokens/s"
+        ],
+    )
+
+
 def _no_picture(simulated: Simulated | str) -> str:
     if isinstance(simulated, str):
         return simulated
@@ -69,7 +94,7 @@ def _no_picture(simulated: Simulated | str) -> str:
 
 def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
     """The schedule, or the part of it that is not too large for a notebook's file."""
-    devices = [stage.device for stage in plan.stages]
+    devices = [stage.label for stage in plan.stages]
     pictures = schedule_pictures(simulated, devices, plan.job is not None)
     return next((each for each in pictures if len(each.svg) <= PICTURE_CHARACTERS), None)
 
@@ -77,7 +102,7 @@ def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
 def _stage_cells(plan: PlanSpec, stage: StagePlan) -> tuple[str, ...]:
     return (
         str(stage.index),
-        stage.device + (" (emulated)" if stage.emulated else ""),
+        stage.label + (" (emulated)" if stage.emulated else ""),
         f"{stage.layers.start} to {stage.layers.stop - 1}",
         bits_text(stage),
         size(stage.memory_bytes),

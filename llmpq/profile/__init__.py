@@ -1,1 +1,1 @@
-"""Measuring devices for `llmpq profile`: layer times, hops between stages, and loading."""
+"""Measuring devices for `llmpq profile`: layer times, hops, sums, and loading."""

@@ -61,7 +61,9 @@ def profile_links(profile: Path, cluster: ClusterSpec, report: Report) -> tuple[
             continue
         report(f"hops between {' and '.join(pair.link[:2])}, {_where(pair.place)}")
         try:
-            hops = measure_hops([_placement(d) for d in (pair.one, pair.other)], pair.place)
+            hops = measure_hops(
+                [measuring_placement(d) for d in (pair.one, pair.other)], pair.place
+            )
         except DeviceError as error:
             report(f"not measured: {error}")
             continue
@@ -75,7 +77,8 @@ def _where(place_of_hop: Place) -> str:
     return "on one node" if place_of_hop == "node" else "on different nodes"
 
 
-def _placement(device: Device) -> Any:
+def measuring_placement(device: Device) -> Any:
+    """The place of a process of one thread that sends messages from the device."""
     (found,) = place([replace(DeviceRequest.of(device), threads=1)], ray.cluster_resources())
     return found
 

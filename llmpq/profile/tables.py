@@ -1,4 +1,4 @@
-"""Measured loading and hops as tables for a terminal."""
+"""Measured loading, hops and sums as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from planner.model.finding import model_shape
 from planner.plan.spec import PlanSpec
 from planner.profiles.links import LinkRow, fit_links
 from planner.profiles.loading import LoadRow, loading_path, loading_s, read_loading
+from planner.profiles.sums import SumRow, fit_sums
 
 
 def loading_table(rows: Iterable[LoadRow]) -> Table:
@@ -76,6 +77,26 @@ def hop_table(rows: Sequence[LinkRow]) -> Table:
                     f"{sum(errors) / len(errors):.0%} mean",
                     f"{max(row.spread for row in own):.0%} at most",
                 )
+    return table
+
+
+def sum_table(rows: Sequence[SumRow]) -> Table:
+    """Latency and rate of each kind of group, and how far the line lies from the medians."""
+    table = _table(
+        "sums of tensor-parallel groups",
+        ("of", "latency", "rate", "error of the line", "spread"),
+        left=("of",),
+    )
+    for fit in fit_sums(rows):
+        own = [row for row in rows if row.group == (fit.accelerator, fit.degree)]
+        errors = [abs(fit.seconds(row.summed_bytes) - row.seconds) / row.seconds for row in own]
+        table.add_row(
+            f"{fit.degree} {fit.accelerator}",
+            f"{fit.latency_s * 1e6:.0f} us",
+            f"{1 / max(fit.s_per_byte, 1e-15) / 1e9:.2f} GB/s",
+            f"{sum(errors) / len(errors):.0%} mean",
+            f"{max(row.spread for row in own):.0%} at most",
+        )
     return table
 
 

@@ -29,6 +29,7 @@ from llmpq.report.sentences import (
     question,
     worth_telling_s,
 )
+from planner.cluster.groups import devices_of
 from planner.explanation.explain import Explanation, StageLimits
 from planner.plan.spec import Baseline, PlanSpec
 from planner.search.tradeoffs.front import FrontPoint
@@ -141,7 +142,7 @@ def _facts(plan: PlanSpec) -> Facts:
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
     least_s = max(plan.solver.gap, 1e-4) * plan.solver.objective
-    devices = [stage.device for stage in plan.stages]
+    devices = [stage.label for stage in plan.stages]
     answers = explanation.answers
     return Explained(
         least_s=least_s,
@@ -174,8 +175,7 @@ def _link_lines(plan: PlanSpec, explanation: Explanation | None) -> list[list[st
     ]
     if explanation is not None:
         cluster = explanation.costs.cluster
-        devices = {device.name: device for device in cluster.devices}
-        path = [devices[stage.device] for stage in plan.stages]
+        path = devices_of(cluster, tuple(stage.device_names for stage in plan.stages))
         for sender, receiver, line in zip(path, [*path[1:], path[0]], lines, strict=True):
             line.insert(0, rate(cluster.link_bytes_per_s(sender, receiver)))
     return lines

@@ -13,6 +13,7 @@ from llmpq.model_check import checked_shape
 from llmpq.rows.sampling_defaults import JobSampling, job_sampling
 from llmpq.run.importance import importance_file
 from llmpq.run.options import RunOptions
+from llmpq.run.shared.replicas import Runnable, check_fleet, named_plans, plans_of, shown_plan
 from llmpq.tokenizing.requests import beyond_vocabulary
 from planner.model.finding import ModelShape, shape_at_hand
 from planner.plan.check import check_plan
@@ -55,12 +56,21 @@ def shape_for_plan(plan: PlanSpec, folder: Path) -> ModelShape:
     return shape
 
 
-def shape_for_run(plan: PlanSpec, sampling: Sampling, folder: Path, source: str) -> ModelShape:
+def shape_for_run(spec: Runnable, sampling: Sampling, folder: Path, source: str) -> ModelShape:
     """Shape of the model that computes, which is the stand-in where the plan has one.
 
-    Raises `SpecError` and `PlanMismatchError` where the plan of the file `source`, the `sampling`
-    and the model in `folder` do not go together. The plan for long rows must fit them too.
+    Raises `SpecError` and `PlanMismatchError` where the plan, or each of the fleet, in the file
+    `source`, the `sampling` and the model in `folder` do not go together. The plan for long rows
+    must fit them too.
     """
+    shapes = [
+        _shape_for_plan(plan, sampling, folder, where)
+        for where, plan in named_plans(spec, source).items()
+    ]
+    return shapes[0]
+
+
+def _shape_for_plan(plan: PlanSpec, sampling: Sampling, folder: Path, source: str) -> ModelShape:
     _check_limit(plan, sampling)
     plans = {source: plan}
     if plan.long_rows is not None:
@@ -111,16 +121,18 @@ def _planned_shape(plan: PlanSpec) -> ModelShape | None:
     return shape if shape and shape.fingerprint() == plan.model.fingerprint else None
 
 
-def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") -> JobIdentity:
+def job_identity(spec: Runnable, options: RunOptions, source: str = "the plan") -> JobIdentity:
     """The model and sampling that all rows of a job share, found without torch; `source` is the
-    plan's file.
+    plan's file, or the fleet's.
 
     Raises what `Run` raises for a model or options that do not go with the plan.
     """
+    check_fleet(spec, options, source)
+    plan = shown_plan(spec)
     checkpoint = checkpoint_reference(plan, options.model or plan.stand_in)
     folder = resolve(checkpoint, weights=False)
     found = sampling_for_run(plan, options, folder)
-    shape_for_run(plan, found.sampling, folder, source)
+    shape_for_run(spec, found.sampling, folder, source)
     most = found.sampling.max_new_tokens or plan.workload.new_tokens
     return JobIdentity(
         model_digest(folder, checkpoint),
@@ -129,14 +141,15 @@ def job_identity(plan: PlanSpec, options: RunOptions, source: str = "the plan") 
     )
 
 
-def check_run(plan: PlanSpec, options: RunOptions, source: str) -> None:
-    """Raise what a run of `plan`, which is in the file `source`, raises for the model and the files
+def check_run(spec: Runnable, options: RunOptions, source: str) -> None:
+    """Raise what a run of `spec`, which is in the file `source`, raises for the model and the files
     that it is to use, as far as they are known without torch and Ray, which are slow to load.
     """
-    scheduling = options.scheduling(plan)
+    check_fleet(spec, options, source)
+    plan, policies = shown_plan(spec), {options.scheduling(each).name for each in plans_of(spec)}
     folder = resolve(checkpoint_reference(plan, options.model or plan.stand_in), weights=False)
     sampling = sampling_for_run(plan, options, folder).sampling
-    shape = shape_for_run(plan, sampling, folder, source)
+    shape = shape_for_run(spec, sampling, folder, source)
     importance_file(plan, options.importance, options.cache, shape)
-    if scheduling.name == "s3":
+    if "s3" in policies:
         check_source(options.predictor, folder, shape.vocab_size, options.save_predictor)

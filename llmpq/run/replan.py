@@ -123,7 +123,7 @@ def stages_text(plan: PlanSpec) -> str:
 def _stage_text(stage: StagePlan) -> str:
     runs = ((bits, len(list(same))) for bits, same in groupby(stage.bitwidths))
     bits = ", ".join(f"{count}x{bits} bit" for bits, count in runs)
-    return f"stage {stage.index} ({stage.device}) {bits}"
+    return f"stage {stage.index} ({stage.label}) {bits}"
 
 
 def _usable(options: PlanOptions) -> PlanOptions:

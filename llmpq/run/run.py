@@ -26,7 +26,7 @@ from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
 
 if TYPE_CHECKING:
-    from actors.stage_group import StageGroup
+    from actors.replicas.group import Group
     from llmpq.remote.local_ray import GiveUp
     from llmpq.run.monitoring.loading import LoadingState
 
@@ -151,7 +151,7 @@ class Run:
         yield from self.rows.bad_results()
         return None
 
-    def _generate_in(self, group: StageGroup, gate: Gate) -> Generator[Result, None, Switch | None]:
+    def _generate_in(self, group: Group, gate: Gate) -> Generator[Result, None, Switch | None]:
         """Requests of `gate` in one group; returns the switch to another plan for what is left.
 
         Raises `DeviceLostError` when the group cannot go on.
@@ -217,7 +217,7 @@ class Run:
     def _see(self, state: RunState) -> None:
         self._pace.see(state, self.rows.in_flight)
 
-    def _progress(self, group: StageGroup) -> Progress:
+    def _progress(self, group: Group) -> Progress:
         rows = self.rows
         left = None
         if self._size is not None:

@@ -15,6 +15,7 @@ from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions, one_sampling
 from llmpq.run.results import Results
 from llmpq.run.run import Run
+from llmpq.run.shared.replicas import Runnable
 from llmpq.run.shared.resources import RunResources
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Ray, the stages of a plan with their weights, and its tokenizer, kept for any number of runs.
+    """Ray, the stages of a plan or a fleet with their weights, and its tokenizer, kept for any
+    number of runs.
 
     As a context manager, with `async with` too, it has started them when its body begins, and frees
     them however that is left; else they start with the first run and stay until `close`. Runs
@@ -38,12 +40,12 @@ class Session:
 
     def __init__(
         self,
-        plan: PlanSpec,
+        spec: Runnable,
         options: RunOptions,
         source: str = "the plan",
         on_event: OnEvent | None = None,
     ) -> None:
-        self._shared = RunResources(plan, options, source, kept=True)
+        self._shared = RunResources(spec, options, source, kept=True)
         self._on_event = self._shared.listener = on_event or ignore_event
         self._present: weakref.ref[Results] | None = None
         self._runs = 0
@@ -51,7 +53,7 @@ class Session:
 
     @property
     def spec(self) -> PlanSpec:
-        """The plan of the next run."""
+        """The plan of the next run; of a fleet one with the stages of all pipelines."""
         return self._shared.plan
 
     def start(self) -> None:

@@ -54,7 +54,7 @@ def _wide(plan: PlanSpec, limits: Sequence[StageLimits]) -> Table:
         emulated = " (emulated)" if stage.emulated else ""
         table.add_row(
             _number(plan, stage),
-            stage.device + emulated,
+            stage.label + emulated,
             f"{_span(stage)} ({len(stage.layers)})",
             " ".join(figures.bits_of(stage)),
             size_text(stage.memory_bytes),
@@ -74,7 +74,7 @@ def _narrow(plan: PlanSpec, limits: Sequence[StageLimits]) -> Table:
         emulated = "\n(emulated)" if stage.emulated else ""
         table.add_row(
             _number(plan, stage),
-            broken_name(stage.device) + emulated,
+            broken_name(stage.label) + emulated,
             _span(stage),
             stacked(figures.bits_of(stage), BITS_WIDTH),
             f"{size_text(stage.memory_bytes)}\n{size_text(stage.memory_limit_bytes)}",

@@ -53,7 +53,7 @@ def _rows(plan: PlanSpec, summary: RunSummary) -> Iterator[_Row]:
     for stage, stats in zip(plan.stages, summary.stages, strict=False):
         yield _Row(
             str(stage.index),
-            stage.device,
+            stage.label,
             _seconds(stats.busy_s),
             f"{stats.busy_s / stages_s:.0%}" if stages_s else "",
             str(stats.micro_batches),

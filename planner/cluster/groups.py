@@ -49,6 +49,11 @@ def grouped_cluster(cluster: ClusterSpec, grouping: Grouping) -> ClusterSpec:
     return replace(cluster, devices=groups)
 
 
+def devices_of(cluster: ClusterSpec, grouping: Grouping) -> tuple[Device, ...]:
+    """The device, or group of devices, of each tuple of names; errors as in `grouped_cluster`."""
+    return grouped_cluster(cluster, grouping).devices
+
+
 def ungrouped_cluster(cluster: ClusterSpec) -> ClusterSpec:
     """The cluster with every device on its own."""
     return replace(cluster, devices=ungrouped(cluster.devices))

@@ -11,7 +11,7 @@ from planner.costs.collectives import Collectives
 from planner.costs.latency_model import LatencyModel
 from planner.costs.roofline import RooflineLatency
 from planner.model.shape import ModelShape
-from planner.model.tensor_parallel import rank_shape
+from planner.model.tensor_parallel import largest_rank_shape
 from quant.scheme import DTYPE_BYTES, FULL_BITS
 
 _SUMS_PER_LAYER = 2  # after attention's output, and after the MLP's
@@ -100,5 +100,5 @@ class GroupLatency:
 
     def _estimates(self, device: Device) -> tuple[RooflineLatency, RooflineLatency]:
         """The roofline of the whole model, and of a rank's part."""
-        part = rank_shape(self.shape, device.degree)
+        part = largest_rank_shape(self.shape, device.degree)
         return RooflineLatency(self.shape, self.kv_bits), RooflineLatency(part, self.kv_bits)

@@ -25,7 +25,7 @@ from planner.costs.memory import (
 from planner.costs.micro_batch_times import MicroBatchTimes
 from planner.micro_batches import MicroBatches
 from planner.model.finding import ModelShape
-from planner.model.tensor_parallel import rank_shape
+from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import stages_hold
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
@@ -72,7 +72,7 @@ class CostModel:
 
     def shape_on(self, device: Device) -> ModelShape:
         """The model as `device` holds it: of a group what its first rank has."""
-        return rank_shape(self.shape, device.degree)
+        return largest_rank_shape(self.shape, device.degree)
 
     def dtype(self, device: Device) -> str:
         """The compute type on `device`."""

@@ -49,7 +49,7 @@ _ROCM_EFFICIENCY = Efficiency(arithmetic=0.45, bandwidth=0.75)
 _CPU_EFFICIENCY = Efficiency(arithmetic=0.55, bandwidth=0.8)
 
 # Eager PyTorch starts about 20 kernels a layer, some 5 us each; a CPU dispatches them in line.
-_GPU_LAYER_OVERHEAD_S = 1e-4
+GPU_LAYER_OVERHEAD_S = 1e-4
 _CPU_LAYER_OVERHEAD_S = 5e-5
 # Attention kernels reach about half the rate of large matrix products.
 _ATTENTION_SHARE = 0.5
@@ -193,7 +193,7 @@ class _Machine:
             fp32_flops=accelerator.fp32_flops * cores,
             int8_ops=None if integer is None else integer * cores * reached.arithmetic,
             bytes_per_s=accelerator.memory_bytes_per_s * cores * reached.bandwidth,
-            overhead_s=_CPU_LAYER_OVERHEAD_S if accelerator.is_cpu else _GPU_LAYER_OVERHEAD_S,
+            overhead_s=_CPU_LAYER_OVERHEAD_S if accelerator.is_cpu else GPU_LAYER_OVERHEAD_S,
         )
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner.cluster.device import Device
+from planner.cluster.groups import devices_of
 from planner.costs.model import CostModel, expanded, grouped
 from planner.micro_batches import MicroBatches
 from planner.optimiser.assignment import Assignment, StageTimes, stage_times
@@ -116,8 +117,7 @@ def planned_assignment(plan: PlanSpec, costs: CostModel) -> PlannedAssignment:
     options = replace(costs.options, max_batch_size=most, prefill_chunk_tokens=chunk)
     theta, head_on_first = plan.solver.theta, plan.head_on_first
     costs = replace(costs, theta=theta, head_on_first=head_on_first, options=options)
-    by_name = {device.name: device for device in costs.cluster.devices}
-    devices = tuple(by_name[stage.device] for stage in plan.stages)
+    devices = devices_of(costs.cluster, tuple(stage.device_names for stage in plan.stages))
     group, bits = costs.options.group, costs.options.bits
     choices = [bits.index(each) for stage in plan.stages for each in stage.bitwidths]
     bounds = [*(stage.layers.start for stage in plan.stages), plan.model.layers]
@@ -143,7 +143,7 @@ def decode_round_s(problem: AssignmentProblem, times: StageTimes) -> float:
 
 def _check_same(plan: PlanSpec, costs: CostModel) -> None:
     """Raise PlanMismatchError unless cluster, model, workload and bitwidths are the same."""
-    named = {stage.device for stage in plan.stages}
+    named = {name for stage in plan.stages for name in stage.device_names}
     used = {bits for stage in plan.stages for bits in stage.bitwidths}
     for what, planned, given in (
         ("cluster", plan.cluster_fingerprint, costs.cluster.fingerprint()),

@@ -177,7 +177,7 @@ def _changed(
 ) -> tuple[CostModel, tuple[Device, ...]]:
     """The cost model and the devices in stage order under the question's condition."""
     costs, devices, amount = planned.costs, planned.devices, question.amount
-    changed = {device: device for device in costs.cluster.devices}
+    changed = {device: device for device in devices}
     cluster = costs.cluster
     if question.kind == "theta":
         return replace(costs, theta=amount), devices
@@ -190,9 +190,11 @@ def _changed(
             internode_bytes_per_s=cluster.internode_bytes_per_s * amount,
             measured_links=tuple(link.faster(amount) for link in cluster.measured_links),
         )
-        changed = {device: device.with_faster_links(amount) for device in costs.cluster.devices}
-    cluster = replace(cluster, devices=tuple(changed.values()))
-    return replace(costs, cluster=cluster), tuple(changed[device] for device in devices)
+        changed = {device: device.with_faster_links(amount) for device in devices}
+    used = tuple(changed[device] for device in devices)
+    own = {name for device in devices for name in device.member_names}
+    others = (device for device in cluster.devices if device.name not in own)
+    return replace(costs, cluster=replace(cluster, devices=(*used, *others))), used
 
 
 def _search(

@@ -22,7 +22,7 @@ from planner.costs.memory import (
     stage_memory,
 )
 from planner.model.finding import ModelShape
-from planner.model.tensor_parallel import rank_shape
+from planner.model.tensor_parallel import largest_rank_shape
 from planner.optimiser.assignment import stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
 from planner.optimiser.problem import AssignmentProblem
@@ -185,7 +185,7 @@ def _stage_memory(
     """Memory as the planner counts it; `quantized` as in `planner.costs.memory.StageWork`."""
     mixed = plan.policy.mixed_requests
     sizes, kv_bits = plan.micro_batches, plan.kv_bits
-    vocabulary, shape = shape.vocab_size, rank_shape(shape, stage.degree)
+    vocabulary, shape = shape.vocab_size, largest_rank_shape(shape, stage.degree)
     work = StageWork(
         shape, plan.workload, sizes, stage.dtype, quantized, kv_bits, mixed, vocabulary
     )
@@ -276,7 +276,8 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
     why = "origin.cluster without the lost devices"
-    here = sorted([*(stage.device for stage in plan.stages), *plan.unused_devices])
+    used = (name for stage in plan.stages for name in stage.device_names)
+    here = sorted([*used, *plan.unused_devices])
     names = sorted(device.name for device in cluster.devices)
     yield Derived("stages and unused_devices", here, names, why)
     emulate = cluster.emulate

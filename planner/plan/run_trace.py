@@ -49,7 +49,7 @@ def run_trace(plan: PlanSpec, stages: Sequence[MeasuredStage | None]) -> str:
     The run's stages are threads of one process and show waits for input, computations and sends;
     the simulated batch's stages and links are two more. Both begin at 0.
     """
-    labels = [stage.device for stage in plan.stages]
+    labels = [stage.label for stage in plan.stages]
     starts = [s.began_s[0] for s in stages if s is not None and len(s.began_s)]
     zero_s = float(min(starts, default=0.0))
     events = [*named_tracks(RUN_PROCESS, "run", labels)]

@@ -46,6 +46,9 @@ from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 PLAN_VERSION = 1
 
+FLEET_KEY = "replicas"
+"""The key that tells a file of a fleet (`planner.fleet.spec`) from that of a plan."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class PlannedModel:
@@ -305,6 +308,11 @@ class PlanSpec:
             raise SpecError(f"{source}:{error.lineno}: not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # a number too long, or too deep a nesting
             raise SpecError(f"{source}: not a plan: {error}") from error
+        if isinstance(content, Mapping) and FLEET_KEY in content:
+            raise SpecError(
+                f"{source}: a fleet of pipelines where one plan belongs; llmpq run and llmpq serve "
+                "take fleets, for all else plan without --replicas"
+            )
         if not isinstance(content, Mapping) or "stages" not in content:
             raise SpecError(f"{source}: not a plan; make one with llmpq plan -o plan.json")
         if content.get("version") != PLAN_VERSION:

@@ -27,9 +27,9 @@ def _full_name(name: str) -> str:
         return name
 
 
-_Accelerator = Annotated[str, AfterValidator(_full_name)]
-_Positive = Annotated[float, Field(gt=0, lt=1e6)]
-_Count = Annotated[int, Field(ge=1, le=2**53)]
+AcceleratorName = Annotated[str, AfterValidator(_full_name)]
+PositiveSeconds = Annotated[float, Field(gt=0, lt=1e6)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -41,14 +41,14 @@ class LinkRow:
     the median of `repetitions`.
     """
 
-    sender: _Accelerator
-    receiver: _Accelerator
+    sender: AcceleratorName
+    receiver: AcceleratorName
     place: Place
     way: Way
-    payload_bytes: _Count
-    seconds: _Positive
+    payload_bytes: Count
+    seconds: PositiveSeconds
     spread: Annotated[float, Field(ge=0)]
-    repetitions: _Count
+    repetitions: Count
 
     @property
     def link(self) -> tuple[str, str, Place]:
@@ -99,18 +99,18 @@ def fit_links(rows: Sequence[LinkRow], source: str = "") -> tuple[MeasuredLink, 
         own = [row for row in own if row.way == way]
         if len({row.payload_bytes for row in own}) < 2:
             continue
-        latency_s, per_byte_s = _line(own)
+        payloads = [row.payload_bytes for row in own]
+        latency_s, per_byte_s = fitted_line(payloads, [row.seconds for row in own])
         found.append(MeasuredLink(*link, way, latency_s, 1 / max(per_byte_s, 1e-15), source))
     return tuple(found)
 
 
-def _line(rows: Sequence[LinkRow]) -> tuple[float, float]:
-    """Fit the seconds of a hop without bytes, and those of a byte."""
+def fitted_line(payload_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fit the seconds without bytes, and those of a byte, with least relative errors."""
     from scipy.optimize import nnls  # slow to import, and few plans need it
 
-    seconds = np.array([row.seconds for row in rows])
-    payload = np.array([row.payload_bytes for row in rows], dtype=np.float64)
+    payload, measured = np.array(payload_bytes, dtype=np.float64), np.array(seconds)
     unit = float(payload.max())  # so that both columns are of one magnitude
-    matrix = np.stack([1 / seconds, payload / unit / seconds], axis=1)
-    (latency_s, per_unit_s), _ = nnls(matrix, np.ones(len(rows)))
+    matrix = np.stack([1 / measured, payload / unit / measured], axis=1)
+    (latency_s, per_unit_s), _ = nnls(matrix, np.ones(len(measured)))
     return float(latency_s), float(per_unit_s) / unit

@@ -25,7 +25,8 @@ from planner.optimiser.solve_options import SolveOptions
 from planner.options import PlanOptions
 from planner.plan.builder import Solution
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.memory_fit import fitting_sets, misfit
+from planner.search.groupings import first_sets, neighbours, unused_devices
+from planner.search.memory_fit import misfit
 from planner.search.orders.device_sets import cost_key, distinct_sets
 from quant.common.errors import DoesNotFitError, InfeasibleError
 
@@ -52,8 +53,8 @@ class CandidateSearch:
     """Solves candidates one by one, best bound first, until none can be better than the gap.
 
     Out of time (`search_time_limit`) it stops at the best plan so far, if there is one. Candidates
-    are solved for plans up to the share `slack` above the best, of which the best `most_kept` (None:
-    all) are kept as `solutions`.
+    are solved for plans up to the share `slack` above the best, of which the best `most_kept`
+    (None: all) are kept as `solutions`.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> 
     """
     runner = CandidateSearch(costs.options, clock)
     searched: list[Candidates] = []
-    pending, tried = distinct_sets(fitting_sets(costs)), set[Hashable]()
+    pending, tried = distinct_sets(first_sets(costs)), set[Hashable]()
     while pending:
         for devices in pending:
             tried.add(cost_key(devices))
@@ -227,13 +228,12 @@ def untried_sets(
     costs: CostModel, runner: CandidateSearch, tried: set[Hashable]
 ) -> list[tuple[Device, ...]]:
     """The sets of devices to try next: those one device away from that of the best plan so far."""
-    if costs.options.keep_all_devices or runner.is_over:
+    if runner.is_over:
         return []
-    every = costs.cluster.devices
-    used = every if runner.best is None else runner.best.devices
-    best = {device.name for device in used}
-    near = distinct_sets(
-        [device for device in every if (device.name in best) != (device is changed)]
-        for changed in every
-    )
+    used = costs.cluster.devices if runner.best is None else runner.best.devices
+    near = list(neighbours(costs, used))
+    if not costs.options.keep_all_devices:
+        near += [tuple(each for each in used if each is not left_out) for left_out in used]
+        near += [(*used, added) for added in unused_devices(costs, used)]
+    near = distinct_sets(near)
     return [devices for devices in near if devices and cost_key(devices) not in tried]

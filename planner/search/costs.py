@@ -19,6 +19,7 @@ from planner.profiles.fit import FittedLatency, ProfiledLatency
 from planner.profiles.links import links_beside, links_path
 from planner.profiles.row_selection import refuse_estimates
 from planner.profiles.rows import LayerTerms, read_profiles
+from planner.profiles.sums import sums_beside, sums_path
 from planner.quality.perplexity_fit import omega_bound
 from planner.quality.sensitivity import DEFAULT_SOURCE, Omega, default_sensitivity, load_omega
 from planner.stored_bits import with_stored_bits
@@ -57,8 +58,11 @@ def cost_model(
     """The cost model of given sensitivities; SpecError for requests beyond the model's context."""
     check_length(shape, workload)
     if options.profiles is not None:
+        own = cluster.own_accelerators
         cluster = replace(
-            cluster, measured_links=links_beside(options.profiles, cluster.own_accelerators)
+            cluster,
+            measured_links=links_beside(options.profiles, own),
+            measured_sums=sums_beside(options.profiles, own),
         )
     single = latency_model_of(cluster, shape, options)
     grouped = GroupLatency(single, kv_bits_of(options), cluster.measured_sums)
@@ -96,6 +100,7 @@ def omega_of(shape: ModelShape, options: PlanOptions) -> Omega:
 
 def files_of_costs(options: PlanOptions) -> tuple[Path, ...]:
     """The files that costs are read from, where they exist."""
-    profiles = [] if options.profiles is None else [options.profiles, links_path(options.profiles)]
+    times = options.profiles
+    profiles = [] if times is None else [times, links_path(times), sums_path(times)]
     omega = [] if options.omega_file is None else [options.omega_file]
     return tuple(Path(path) for path in (*profiles, *omega))

@@ -24,8 +24,8 @@ from planner.search.baselines.planned import baseline_fits, baseline_solution
 from planner.search.batch_size import with_best_batch_size
 from planner.search.candidates import Candidates
 from planner.search.costs import files_of_costs, planning_costs
+from planner.search.groupings import first_sets
 from planner.search.job.plans_beside import plans_beside
-from planner.search.memory_fit import fitting_sets
 from planner.search.remedies import Planner, PlanningRequest, naming_remedies
 from planner.search.tradeoffs.bounded import within_bounds
 from planner.search.tradeoffs.qualities import Chosen, chosen_by_quality
@@ -151,7 +151,7 @@ def _chosen(costs: CostModel, asked: PlanOptions, clock: Callable[[], float]) ->
 
 def _fits(request: PlanningRequest) -> bool:
     """Whether memory allows a plan, at any micro-batch sizes."""
-    return _succeeds(request, lambda costs: bool(fitting_sets(costs)))
+    return _succeeds(request, lambda costs: bool(first_sets(costs)))
 
 
 def _plans(request: PlanningRequest) -> bool:
@@ -159,7 +159,7 @@ def _plans(request: PlanningRequest) -> bool:
 
     def plan(costs: CostModel) -> bool:
         if costs.options.max_omega is None and costs.options.max_latency_s is None:
-            sets = (replace(costs.cluster, devices=devices) for devices in fitting_sets(costs))
+            sets = (replace(costs.cluster, devices=devices) for devices in first_sets(costs))
             return any(Candidates(replace(costs, cluster=cluster)).count for cluster in sets)
         return bool(within_bounds(costs))
 

@@ -84,9 +84,13 @@ class PackedWeight(Protocol):
 
 
 class CanonicalPacked(ABC):
-    """A backend that packs weights in canonical form, which are quantized to its `bits` before."""
+    """A backend that packs weights in canonical form, which are quantized to its `bits` before.
+
+    `rounds_again`: weights that have that form are rounded once more, to codes of its own.
+    """
 
     bits: ClassVar[int]
+    rounds_again: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

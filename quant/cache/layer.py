@@ -14,11 +14,12 @@ import json
 import platform
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from hashlib import sha256
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from quant.backends.kernel_classes import BACKENDS, usable_backend
 from quant.backends.table import KERNEL_RULES, KernelRule
 from quant.cache.folder import CachedTensors, CacheKey, NewEntry
 from quant.checkpoint.tensor_files.tensor_header import DamagedFileError
+from quant.cuts import Cut, part_shape
 from quant.importance.file import digest_of_inputs
 from quant.importance.statistics import LayerImportance
 from quant.linear import LayerForm, QuantizedLinear
@@ -59,12 +61,13 @@ def layer_key(
     fingerprint: str,
     form: LayerForm,
     importance: LayerImportance | None = None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> CacheKey:
     """The key of the layer that `module`, on the meta device, will become in `form`.
 
     `fingerprint` is that of its part of the checkpoint, `importance` what its weights are rounded
-    by. The source code of this package stands for
-    what it does to a weight, so that no version number has to be kept. Errors as in
+    by, `cuts` the parts of its linears that a rank holds. The source code of this package stands
+    for what it does to a weight, so that no version number has to be kept. Errors as in
     `quantize_linear`.
     """
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -73,7 +76,8 @@ def layer_key(
         "layer": name_prefix,
         "tensors": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors},
         "bits": form.bits,
-        "backends": _backends(module, form),
+        "backends": _backends(module, form, cuts),
+        "cuts": {name: astuple(cut) for name, cut in cuts.items()},
         "rounding": form.rounding,
         "importance": None if importance is None else digest_of_inputs(importance.inputs),
         "dtype": str(form.dtype),
@@ -85,7 +89,8 @@ def layer_key(
         "code": _code_fingerprint(),
         "libraries": _library_versions(),
     }
-    return CacheKey(f"{name_prefix}-{form.bits}bit", json.dumps(depends_on, sort_keys=True))
+    label = f"{name_prefix}-{form.bits}bit"
+    return CacheKey(label, json.dumps(depends_on, sort_keys=True))
 
 
 def new_entry(module: nn.Module, key: CacheKey, form: LayerForm, nbytes: int) -> NewEntry | None:
@@ -208,12 +213,15 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _backends(module: nn.Module, form: LayerForm) -> dict[str, str]:
+def _backends(module: nn.Module, form: LayerForm, cuts: Mapping[str, Cut]) -> dict[str, str]:
     """Class of the backend that takes each linear on this machine, by the linear's name."""
     chosen = {}
     for name, child in module.named_modules():
         if isinstance(child, nn.Linear):
             shape = LinearShape(child.in_features, child.out_features)
+            if name in cuts:
+                rows, columns = cuts[name].whole_shape(child.weight.shape)
+                shape = part_shape(LinearShape(columns, rows), cuts[name])
             backend = usable_backend(form.rule_of(shape).name, form.bits, form.dtype, form.device)
             chosen[name] = backend.__name__
     return chosen

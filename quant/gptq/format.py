@@ -70,8 +70,10 @@ class StoredWeight:
     input_order: torch.Tensor | None
 
 
-def read_gptq(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> GptqWeight:
-    """Read the weight of `module`, of `shape` `[out, in]`, to the host.
+def read_gptq(
+    checkpoint: Checkpoint, module: str, shape: tuple[int, int], kept: slice | None = None
+) -> GptqWeight:
+    """Read the weight of `module`, of `shape` `[out, in]`, to the host, or the `kept` rows of it.
 
     Its bits and groups follow from the stored shapes. CheckpointError, naming the tensor, for
     shapes that do not fit together and for scales that are not finite.
@@ -90,13 +92,15 @@ def read_gptq(checkpoint: Checkpoint, module: str, shape: tuple[int, int]) -> Gp
             f"{place}: its zeros are {qzeros.dtype} {list(qzeros.shape)}, which does not fit "
             f"{rows} outputs in {groups} groups at {bits} bits; the checkpoint is damaged"
         )
-    codes = torch.empty(rows, columns, dtype=torch.uint8)
-    for block in row_blocks(rows, columns, codes.device):
+    kept = slice(0, rows) if kept is None else kept
+    qweight = qweight[:, kept]
+    codes = torch.empty(qweight.shape[1], columns, dtype=torch.uint8)
+    for block in row_blocks(len(codes), columns, codes.device):
         codes[block] = unpack_words(qweight[:, block].t(), bits, columns)
     return GptqWeight(
         codes=codes,
-        scale=scales.t().contiguous(),
-        zero=_stored_zeros(qzeros, bits, rows, checkpoint.gptq.zero_offset),
+        scale=scales.t()[kept].contiguous(),
+        zero=_stored_zeros(qzeros, bits, rows, checkpoint.gptq.zero_offset)[kept],
         group_of_column=_group_of_column(checkpoint, stem, columns, groups),
         bits=bits,
     )

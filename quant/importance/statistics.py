@@ -24,6 +24,10 @@ class InputStatistics:
     mean_square: Tensor
     largest: Tensor
 
+    def of_inputs(self, part: slice) -> InputStatistics:
+        """Those of some of the inputs."""
+        return InputStatistics(self.mean_square[part], self.largest[part])
+
 
 @dataclass(frozen=True, eq=False)
 class LayerImportance:

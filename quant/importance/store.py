@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ class ImportanceStore:
 
     `folder` keeps it for later processes (None: nothing is kept); `model` identifies the checkpoint
     there; `shape` is the fingerprint of the model's shape. `known`: what is used in any case.
+    `turn`: the lock of who finds or measures it, so that who loads meanwhile finds the same.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ImportanceStore:
         self._model = model
         self._shape = shape
         self.known = known
+        self.turn = threading.Lock()
 
     def find(self, seen: str) -> Importance | None:
         """What is known, or was kept of the same model and of what was `seen`.

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeGuard
 
 import torch
@@ -33,9 +34,10 @@ from quant.checkpoint.reader import Checkpoint
 from quant.checkpoint.tensor_files.read_ahead import READ_AHEAD_BYTES, FileRange
 from quant.checkpoint.untaken import is_adapter, is_bias, is_harmless, is_norm
 from quant.common.errors import CheckpointError
+from quant.cuts import Cut
 from quant.gptq.linear import gptq_linear
-from quant.importance.statistics import InputStatistics, LayerImportance
-from quant.linear import LayerForm, QuantizedLinear, quantize_linear
+from quant.importance.statistics import LayerImportance
+from quant.linear import LayerForm, QuantizedLinear, quantize_linear, quantize_linear_part
 from quant.loading.layer_notes import note_layer
 from quant.loading.onednn_linear import PrepackedLinear
 from quant.scheme import FULL_BITS
@@ -46,13 +48,16 @@ class LayerLoad:
     """A decoder layer to load: `module` on the meta device, and the form that it will have.
 
     `name_prefix` is its full name, such as `model.layers.3`; `importance` are the statistics by
-    which its weights are rounded, None where there are none.
+    which its weights are rounded, None where there are none. `cuts`: the parts of linears that are
+    held, by their names within the layer; `module` has the shapes of the parts, `importance` tells
+    of the whole.
     """
 
     module: nn.Module
     name_prefix: str
     form: LayerForm
     importance: LayerImportance | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
 def load_layer(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache | None = None) -> None:
@@ -106,7 +111,9 @@ def _is_quantized_here(load: LayerLoad, checkpoint: Checkpoint) -> bool:
 
 def _key(load: LayerLoad, checkpoint: Checkpoint) -> CacheKey:
     fingerprint = checkpoint.fingerprint(load.name_prefix)
-    return layer_key(load.module, load.name_prefix, fingerprint, load.form, load.importance)
+    return layer_key(
+        load.module, load.name_prefix, fingerprint, load.form, load.importance, load.cuts
+    )
 
 
 def _load_with_cache(load: LayerLoad, checkpoint: Checkpoint, cache: ShardCache) -> None:
@@ -123,11 +130,10 @@ def _fill_layer(load: LayerLoad, checkpoint: Checkpoint) -> None:
     """Fill a layer from the checkpoint."""
     module, form = load.module, load.form
     for name, linear in _linears(module):
-        inputs = None if load.importance is None else load.importance.inputs.get(name)
-        filled = _stored_linear(f"{load.name_prefix}.{name}", linear, form, checkpoint, inputs)
+        filled = _stored_linear(load, name, linear, checkpoint)
         filled.bias = linear.bias  # still on meta: `load_tensors` fills it
         put_submodule(module, name, filled)
-    load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device)
+    load_tensors(module, checkpoint, load.name_prefix, form.dtype, form.device, load.cuts)
 
 
 def _check_left_out(load: LayerLoad, checkpoint: Checkpoint) -> None:
@@ -156,21 +162,24 @@ def _is_used_bias(name: str, modules: Container[str], stored: str, checkpoint: C
 
 
 def _stored_linear(
-    full_name: str,
-    linear: nn.Linear,
-    form: LayerForm,
-    checkpoint: Checkpoint,
-    inputs: InputStatistics | None,
+    load: LayerLoad, name: str, linear: nn.Linear, checkpoint: Checkpoint
 ) -> nn.Module:
-    """Load the linear for `linear` (on meta) without its bias, of codes or of a weight to round."""
+    """Load the linear `name` for `linear` (on meta) without its bias, of codes or of a weight to
+    round.
+    """
+    full_name, form, cut = f"{load.name_prefix}.{name}", load.form, load.cuts.get(name)
     if checkpoint.gptq is not None:
-        shape = (linear.out_features, linear.in_features)
+        held = (linear.out_features, linear.in_features)
+        rows, columns = held if cut is None else cut.whole_shape(held)
         with _named(f"{full_name}.qweight", checkpoint):
-            filled = gptq_linear(checkpoint, full_name, shape, form)
+            filled = gptq_linear(checkpoint, full_name, (rows, columns), form, cut)
         if filled is not None:
             return filled
-    weight = _read(checkpoint, f"{full_name}.weight", linear.weight)
+    weight = _read(checkpoint, f"{full_name}.weight", linear.weight, cut)
+    inputs = None if load.importance is None else load.importance.inputs.get(name)
     with _named(f"{full_name}.weight", checkpoint):
+        if cut is not None:
+            return quantize_linear_part(weight, cut, form, full_name, inputs)
         return quantize_linear(weight, None, form, full_name, inputs)
 
 
@@ -214,16 +223,21 @@ def load_tensors(
     name_prefix: str,
     dtype: torch.dtype,
     device: torch.device,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> None:
     """Fill what is still on the meta device in `module`, unquantized: embedding, norm or head.
 
     Float tensors are held in `dtype`. A tied head is filled with the embedding's `name_prefix`.
-    Errors as in `load_layer`.
+    `cuts`: the parts of modules that are held, by their names within `module`, which has the shapes
+    of the parts. Errors as in `load_layer`.
     """
     for owner_name, owner in module.named_modules():
         for name, tensor in _meta_tensors(owner):
             full_name = ".".join(part for part in (name_prefix, owner_name, name) if part)
-            stored = _read(checkpoint, full_name, tensor)
+            cut = cuts.get(owner_name)
+            cut = cut if cut is not None and cut.reaches(tensor.dim()) else None
+            stored = _read(checkpoint, full_name, tensor, cut)
+            stored = stored if cut is None else stored[cut.index]
             kept_dtype = dtype if tensor.is_floating_point() else tensor.dtype
             with _named(full_name, checkpoint):
                 filled = copy_of(stored, kept_dtype, device)
@@ -282,14 +296,20 @@ def _meta_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in list(own) if tensor.is_meta)
 
 
-def _read(checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor) -> torch.Tensor:
-    """Read the tensor for `wanted` (on meta), which may be stored without its name's first part."""
+def _read(
+    checkpoint: Checkpoint, full_name: str, wanted: torch.Tensor, cut: Cut | None
+) -> torch.Tensor:
+    """Read the whole tensor of which `cut` takes the part for `wanted` (on meta).
+
+    It may be stored without its name's first part.
+    """
     stored_name = checkpoint.find(full_name, prefix=full_name.partition(".")[0])
     stored_shape = checkpoint.shape_of(stored_name)
-    if stored_shape != tuple(wanted.shape):
+    shape = tuple(wanted.shape) if cut is None else cut.whole_shape(wanted.shape)
+    if stored_shape != shape:
         raise CheckpointError(
             f"tensor {stored_name} in {checkpoint.place} is {list(stored_shape)} but the model's "
-            f"configuration wants {list(wanted.shape)}; the checkpoint is of another model"
+            f"configuration wants {list(shape)}; the checkpoint is of another model"
         )
     tensor = checkpoint.read(stored_name)
     is_codes = not tensor.is_floating_point() or tensor.element_size() < 2

@@ -102,27 +102,48 @@ def stages_of(
     """Stages in this process; stage j holds layers `bounds[j]` up to `bounds[j + 1]`, of all of
     which `importance` tells.
     """
-    spans = [range(a, b) for a, b in pairwise(bounds)]
-    all_bits = [bits] * bounds[-1] if isinstance(bits, int) else list(bits)
+    specs = specs_of(
+        bounds,
+        slots,
+        max_tokens,
+        bits,
+        dtype=dtype,
+        head_on_first=head_on_first,
+        kv_bits=kv_bits,
+        parked_tokens=parked_tokens,
+    )
     return [
         Stage(
-            StageSpec(
-                index=j,
-                stages=len(spans),
-                layers=span,
-                bitwidths=tuple(all_bits[i] for i in span),
-                dtype=dtype,
-                slots=slots,
-                max_tokens=max_tokens,
-                kv_tokens=slots * max_tokens,
-                head_on_first=head_on_first,
-                kv_bits=kv_bits,
-                parked_tokens=parked_tokens,
-            ),
+            spec,
             folder,
             torch.device("cpu"),
             processor,
-            importance=importance and importance[span.start : span.stop],
+            importance=importance and importance[spec.layers.start : spec.layers.stop],
+        )
+        for spec in specs
+    ]
+
+
+def specs_of(
+    bounds: Sequence[int],
+    slots: int,
+    max_tokens: int,
+    bits: int | Sequence[int] = 16,
+    **others: Any,
+) -> list[StageSpec]:
+    """The specifications of `stages_of`, in float32 unless `others` say so."""
+    spans = [range(a, b) for a, b in pairwise(bounds)]
+    all_bits = [bits] * bounds[-1] if isinstance(bits, int) else list(bits)
+    return [
+        StageSpec(
+            index=j,
+            stages=len(spans),
+            layers=span,
+            bitwidths=tuple(all_bits[i] for i in span),
+            slots=slots,
+            max_tokens=max_tokens,
+            kv_tokens=slots * max_tokens,
+            **{"dtype": "float32"} | others,
         )
         for j, span in enumerate(spans)
     ]

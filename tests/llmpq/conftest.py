@@ -10,9 +10,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import yaml
 
-from llmpq import Cluster, Plan, Workload
+from llmpq import Cluster, Fleet, Plan, Workload
 from llmpq.remote.token import make_token
+from planner.cluster.spec import ClusterSpec
+from planner.fleet.spec import FleetRecord, FleetSpec
+from planner.plan.spec import PLAN_VERSION
 from tests.actors.models import CONFIGS, save_tiny
 from tests.llmpq.forked_workers import fork_server, forked_workers
 
@@ -67,6 +71,36 @@ def one_stage(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) 
     path = tmp_path_factory.mktemp("one") / "cluster.yaml"
     path.write_text(ONE_DEVICE)
     return tiny_plan(tiny[0], path)
+
+
+@pytest.fixture(scope="session")
+def fleet(tiny: tuple[Path, Any]) -> Fleet:
+    """Two pipelines of the tiny model: one stage on a T4, and two on a V100 and an A100."""
+    nodes = yaml.safe_load(EMULATED.replace("0.00045", "0.01"))["nodes"]
+    plans = [
+        fleet_part(tiny[0], nodes[:1], batch=3),
+        fleet_part(tiny[0], [each | {"usable_memory_gib": 0.001} for each in nodes[1:]], BATCH),
+    ]
+    predicted = [plan.spec.predicted for plan in plans]
+    return Fleet(
+        FleetSpec(
+            version=PLAN_VERSION,
+            cluster="two-pipelines",
+            replicas=tuple(plan.spec for plan in plans),
+            unused_devices=(),
+            latency_s=max(each.latency_s for each in predicted),
+            tokens_per_s=sum(each.tokens_per_s for each in predicted),
+            record=FleetRecord(1.0, 2, 0.0, 1e9),
+        )
+    )
+
+
+def fleet_part(folder: Path, nodes: list[Any], batch: int) -> Plan:
+    """A pipeline over all devices of these nodes."""
+    shared = {key: value for key, value in yaml.safe_load(EMULATED).items() if key != "nodes"}
+    cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": nodes}))
+    given: dict[str, Any] = {"dtype": "float32", "bits": [16], "keep_all_devices": True}
+    return cluster.plan(folder, Workload(batch, PROMPT_LENGTH, NEW_TOKENS), **given)
 
 
 def tiny_plan(folder: Path, cluster_file: Path, **options: object) -> Plan:

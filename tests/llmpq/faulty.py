@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from actors.messages import MicroBatch, Sampled
+from actors.processes.ranks.rank_actor import RankActor
 from actors.processes.stage_actor import StageActor
 
 LARGEST = 2  # requests of a decode micro-batch for which there is memory
@@ -36,3 +37,17 @@ def break_at(ids: list[str]) -> None:
         raise ValueError("a shape that no kernel takes")
     if sum(custom_id.startswith("large") for custom_id in ids) > LARGEST:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class FaultyRank(RankActor):
+    """Breaks as `FaultyActor`, as rank 1 of stage 0."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)  # type: ignore[arg-type]
+        self._ids: dict[int, str] = {}
+
+    def step(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
+        self._ids |= {admission.slot: admission.custom_id for admission in batch.admitted}
+        with self._health.computing(batch):
+            break_at([self._ids[slot] for slot in batch.slots.tolist()])
+        return super().step(batch, inputs)

@@ -17,6 +17,7 @@ PAGE = ROOT / "docs" / "python.md"
 def test_the_package_offers_these_names() -> None:
     assert set(llmpq.__all__) - errors() == {
         "Cluster",
+        "Fleet",
         "InputJob",
         "Job",
         "Plan",

@@ -25,7 +25,7 @@ from llmpq.profile.layers import (
     devices_to_profile,
     points_left,
 )
-from llmpq.profile.tables import hop_table, loading_table
+from llmpq.profile.tables import hop_table, loading_table, sum_table
 from llmpq.remote.session import ray_session
 from llmpq.run.monitoring.log_times import about
 from llmpq.tables import Fitting, new_table
@@ -59,16 +59,18 @@ def _profile(options: argparse.Namespace) -> int:
 
     from llmpq.profile.links import profile_links  # slow to load, as they need torch and Ray
     from llmpq.profile.loading import LoadProfile
+    from llmpq.profile.sums import profile_sums
 
     loads = LoadProfile(target, config, shape, chosen.bits, chosen.dtype)
     with ray_session(getattr(options, "address", None) if on_cluster else "local"):
         done = [_measure(profile, device) for device in devices]
         beside = []
         if not options.layers_only:
-            with TaskProgress("measuring loading and hops") as progress:
+            with TaskProgress("measuring loading, hops and sums") as progress:
                 loaded = [row for device in devices for row in loads.measure(device, progress.say)]
                 hops = profile_links(target, cluster, progress.say)
-            beside = [loading_table(loaded), hop_table(hops)]
+                sums = profile_sums(target, cluster, progress.say)
+            beside = [loading_table(loaded), hop_table(hops), sum_table(sums)]
     for each in done:
         _print(each, shape)
     for table in beside:

@@ -152,6 +152,20 @@ def _add_cluster(group: OptionGroup) -> None:
         f"(default: {PlanOptions().memory_margin:g})",
     )
     add(
+        "--tensor_parallel",
+        type=_auto_or_number,
+        metavar="DEGREE",
+        help="devices of a node that share every layer of a stage: 1, 2, 4, 8, or auto, which "
+        "chooses for each stage (default: 1)",
+    )
+    add(
+        "--replicas",
+        type=_auto_or_number,
+        metavar="COUNT",
+        help="divide the cluster into so many pipelines that share the prompts, or auto, which "
+        "finds how many and what of (default: one pipeline)",
+    )
+    add(
         "--keep_all_devices",
         action="store_const",
         const=True,

@@ -56,6 +56,11 @@ ALGO_RULES = (
         beside="pareto",
         without=("report",),
     ),
+    Rule(
+        ("report", "trace", "compare", "pareto"),
+        "it is of one pipeline; leave it out, or plan without --replicas",
+        beside="replicas",
+    ),
     Rule(("compare",), "the plan's JSON holds the baselines; leave it out", beside="json"),
     *_WORKLOAD_RULES,
     *FRONT_RULES,

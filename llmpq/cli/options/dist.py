@@ -92,7 +92,7 @@ def _add_files(group: OptionGroup) -> None:
         dest="strat_file_name",
         required=True,
         metavar="FILE",
-        help="plan of llmpq plan",
+        help="plan of llmpq plan, or fleet of llmpq plan --replicas",
     )
     add(
         "--input",

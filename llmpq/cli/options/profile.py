@@ -105,7 +105,9 @@ def _add_points(group: OptionGroup) -> None:
         help=f"most tokens a decode micro-batch attends to (default: {space.decode_tokens})",
     )
     add(
-        "--layers_only", action="store_true", help="measure neither loading nor hops between stages"
+        "--layers_only",
+        action="store_true",
+        help="measure neither loading nor hops between stages, nor sums of groups",
     )
 
 

@@ -42,7 +42,7 @@ def _add_serving(group: OptionGroup) -> None:
         dest="strat_file_name",
         required=True,
         metavar="FILE",
-        help="plan of llmpq plan",
+        help="plan of llmpq plan, or fleet of llmpq plan --replicas",
     )
     add(
         "--host",
@@ -71,7 +71,8 @@ def _add_load(group: OptionGroup) -> None:
         "--replicas",
         default="1",
         metavar="N",
-        help="copies of the plan to serve from, auto for as many as have free devices",
+        help="copies of the plan to serve from, auto for as many as have free devices; a fleet has "
+        "its own",
     )
     add(
         "--queue_limit",

@@ -18,12 +18,18 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
 from llmpq.cli.progress import TaskProgress
-from llmpq.cli.running.plan_files import PageOfRefusal, write_files, write_front_file
+from llmpq.cli.running.plan_files import (
+    PageOfRefusal,
+    write_files,
+    write_fleet_file,
+    write_front_file,
+)
 from llmpq.cluster import Cluster
+from llmpq.fleet import Fleet
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
 from llmpq.profile.tables import loading_note
-from llmpq.tables import comparison_table, front_table, plan_table
+from llmpq.tables import comparison_table, fleet_table, front_table, plan_table
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload.batch import InputBatch, batch_of_input
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
@@ -66,6 +72,10 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     if options.shaq_efficient:
         given.setdefault("method", "transfer")
     page = PageOfRefusal(options, cluster, model, workload, command)
+    if "replicas" in options:
+        with tokenizer_checked(model), page, _searching(given, "pipelines"), naming(longest):
+            fleet = cluster.fleet(model, workload, options.replicas, **given)
+        return _show_fleet(options, fleet)
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
@@ -119,6 +129,16 @@ def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
         console().print(note, highlight=False)
     if options.compare:
         console().print(comparison_table(plan.spec))
+
+
+def _show_fleet(options: argparse.Namespace, fleet: Fleet) -> int:
+    """Print the pipelines that share the prompts, and write their file."""
+    if options.json:
+        sys.stdout.write(fleet.spec.to_json())
+    else:
+        console().print(fleet_table(fleet.spec))
+    write_fleet_file(options, fleet)
+    return EXIT_DONE
 
 
 def _show_front(options: argparse.Namespace, points: Sequence[FrontPoint], is_job: bool) -> int:

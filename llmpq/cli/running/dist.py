@@ -32,6 +32,7 @@ from llmpq.cli.options.dist import (
 from llmpq.cli.progress import TaskProgress
 from llmpq.cli.running.submit import known_job, split_options, submit
 from llmpq.cli.verbose import details
+from llmpq.fleet import Fleet, load_plan
 from llmpq.jobs.inputs import JobInput
 from llmpq.jobs.job import Job, JobOptions, Tally, check_ids, finished_tally
 from llmpq.jobs.output.options import JournalPlace
@@ -47,11 +48,13 @@ from llmpq.run.monitoring.log_times import about
 from llmpq.run.monitoring.progress import RunProgress
 from llmpq.run.options import RunOptions
 from llmpq.run.run import Run
+from llmpq.run.shared.replicas import check_fleet, plans_of, shown_plan
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize, planned_s
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
 from planner.plan.run_trace import check_trace_path
+from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
 from quant.scheme import GPTQ
 
@@ -67,21 +70,28 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     options.prog = prog
     options.command = shlex.join([*prog.split(), *arguments])
     if where.address is not None:
-        return run_command(prog, lambda: submit(where, command, _check(options)[0].spec))
+        return run_command(prog, lambda: submit(where, command, _shown(_check(options)[0])))
     return run_command(prog, lambda: _run(options))
 
 
-def _check(options: argparse.Namespace) -> tuple[Plan, RunOptions]:
-    """Return the plan and the options of the run; raises for options that could not be used on any
-    machine.
+def _check(options: argparse.Namespace) -> tuple[Plan | Fleet, RunOptions]:
+    """Return the plan, or the fleet, and the options of the run; raises for options that could not
+    be used on any machine.
     """
     chosen = run_options(options)
     output_options(options)
-    plan = Plan.load(options.strat_file_name)
-    chosen.scheduling(plan.spec)  # refuses what the plan's policy does not have
+    plan = load_plan(options.strat_file_name)
+    check_fleet(plan.spec, chosen, str(options.strat_file_name))
+    for each in plans_of(plan.spec):
+        chosen.scheduling(each)  # refuses what the plan's policy does not have
     if "cluster" in options:
         _check_cluster(plan, options.cluster)
     return plan, chosen
+
+
+def _shown(plan: Plan | Fleet) -> PlanSpec:
+    """The plan; for a fleet one with the stages of all pipelines."""
+    return shown_plan(plan.spec)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -121,7 +131,7 @@ def _end_at_once(prog: str, output: Output, why: str) -> None:
 
 def _run_job(
     options: argparse.Namespace,
-    plan: Plan,
+    plan: Plan | Fleet,
     chosen: RunOptions,
     source: JobInput,
     output: Output,
@@ -132,11 +142,14 @@ def _run_job(
     """
     job_options = JobOptions(options.retry_errors, options.on_error == "fail", options.extend)
     plan_file = str(options.strat_file_name)
-    if plan.spec.rounding == GPTQ:
+    first = plans_of(plan.spec)[0]
+    if isinstance(plan, Fleet):  # a pipeline that still loads at the end must start no other Ray
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    if first.rounding == GPTQ:
         check_ids(source)  # before the minutes that calibrating may take
     with TaskProgress("calibrating for the plan") as progress:
         chosen = with_calibrated(
-            plan.spec,
+            first,
             chosen,
             lambda folder: prompts_of_input(options.input, folder),
             progress.report,
@@ -171,9 +184,9 @@ def _tell_files(options: argparse.Namespace, chosen: RunOptions) -> None:
         tell_written(chosen.trace_path, "open it in https://ui.perfetto.dev", stderr=True)
 
 
-def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
+def _show_plan(options: argparse.Namespace, plan: Plan | Fleet) -> None:
     if options.show_plan:
-        console(stderr=True).print(plan_table(plan.spec))
+        console(stderr=True).print(plan_table(_shown(plan)))
 
 
 def _end_done(tally: Tally) -> int:
@@ -229,8 +242,18 @@ def _say(line: str) -> None:
     console(stderr=True).print(line, soft_wrap=True)
 
 
-def _check_cluster(plan: Plan, path: str) -> None:
-    if ClusterSpec.from_yaml(path).fingerprint() != plan.spec.cluster_fingerprint:
+def _check_cluster(plan: Plan | Fleet, path: str) -> None:
+    cluster = ClusterSpec.from_yaml(path)
+    if isinstance(plan, Plan):
+        fits = cluster.fingerprint() == plan.spec.cluster_fingerprint
+    else:  # whose plans are each for a part of it
+        kinds = {device.name: device.accelerator.name for device in cluster.devices}
+        fits = all(
+            kinds.get(name) == stage.accelerator
+            for stage in _shown(plan).stages
+            for name in stage.device_names
+        )
+    if not fits:
         raise PlanMismatchError(
             f"the plan is for cluster {plan.spec.cluster!r}, which differs from {path}; "
             "plan again with llmpq plan --cluster"

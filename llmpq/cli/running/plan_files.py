@@ -10,6 +10,7 @@ from pathlib import Path
 from llmpq.cli.common import command_line, tell_written
 from llmpq.cli.options.algo import PLANNING
 from llmpq.cluster import Cluster
+from llmpq.fleet import Fleet
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
 from llmpq.report import refusal_of, write_front, write_refusal
@@ -38,6 +39,14 @@ def write_files(
         plan.trace(options.trace)
         where = "a browser" if Path(options.trace).suffix == ".svg" else "https://ui.perfetto.dev"
         tell_written(options.trace, f"open it in {where}", options.json)
+
+
+def write_fleet_file(options: argparse.Namespace, fleet: Fleet) -> None:
+    """Write the fleet where a file for it was named, and say how to run it."""
+    if "output" in options:
+        fleet.save(options.output)
+        first = Plan(fleet.spec.replicas[0])
+        tell_written(options.output, f"run it: {_run_command(options, first)}", options.json)
 
 
 def write_front_file(

@@ -20,12 +20,14 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.serve import NO_BATCHES, PROG, serve_parser
 from llmpq.cli.progress import TaskProgress
+from llmpq.fleet import load_plan
 from llmpq.jobs.signals import stop_signals
-from llmpq.plan import Plan
 from llmpq.quality.on_the_fly import with_calibrated
 from llmpq.run.checkpoint import check_run
 from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
+from llmpq.run.shared.replicas import plans_of
+from planner.fleet.spec import FleetSpec
 from planner.scheduling import TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
@@ -76,10 +78,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None) -> None:
     """Serve until a signal ends it."""
-    plan = Plan.load(options.strat_file_name).spec
+    spec = load_plan(options.strat_file_name).spec
     source = str(options.strat_file_name)
-    given = _run_options(options, plan.policy.name)
-    check_run(plan, given, source)
+    plans, is_fleet = plans_of(spec), isinstance(spec, FleetSpec)
+    if is_fleet and wanted != 1:
+        raise SpecError(f"--replicas has no effect with a fleet ({source}): leave it out")
+    given = _run_options(options, plans[0].policy.name)
+    check_run(spec, given, source)
 
     from llmpq.remote.session import ray_session
     from llmpq.serve.batches.batches import Batches
@@ -91,15 +96,14 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
     from llmpq.serve.telemetry.metrics import ServeMetrics
 
     with TaskProgress("calibrating for the plan") as progress:
-        run_options = with_calibrated(plan, given, progress=progress.report)
+        run_options = with_calibrated(plans[0], given, progress=progress.report)
     with ExitStack() as stack:
         store = stack.enter_context(_batch_store(options))
-        first = PipelineEngine(plan, run_options, source)
+        first = PipelineEngine(plans[0], run_options, source)
         stack.enter_context(ray_session(options.address if "address" in options else None))
-        others = [
-            PipelineEngine(plan, run_options, source, first)
-            for _ in range(count_replicas(plan.stages, wanted) - 1)
-        ]
+        if not is_fleet:
+            plans *= count_replicas(plans[0].stages, wanted)
+        others = [PipelineEngine(each, run_options, source, first) for each in plans[1:]]
         engine: PipelineEngine | ReplicatedEngine = first
         if others:
             engine = ReplicatedEngine((first, *others))

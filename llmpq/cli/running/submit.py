@@ -99,7 +99,8 @@ def known_job(options: SubmitOptions) -> int:
 def submit(options: SubmitOptions, command: Sequence[str], plan: PlanSpec) -> int:
     """Run `command`, the arguments of a valid `llmpq run`, as a job, and return the exit code.
 
-    Raises `InputError` for paths that the cluster could not use.
+    `plan` is that of the command, of a fleet one with the stages of all pipelines. Raises
+    `InputError` for paths that the cluster could not use.
     """
     with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
         folder = Path(name)

@@ -118,7 +118,8 @@ class DriftControl:
         new = drift.without(self._said)
         if new.deviations:
             self._said.update(each.what for each in new.deviations)
-            self._planning.say(new.text(self._planning.plan_again is not None))
+            may_replan = self._plan is None or self._plan.origin is not None
+            self._planning.say(new.text(self._planning.plan_again is not None, may_replan))
 
     def _may_plan(self, now_s: float) -> bool:
         may = self._planning.plan_again is not None and self._plans < MOST_PLANS
@@ -204,9 +205,9 @@ def slowdowns_of(plan: PlanSpec, drift: Drift) -> Mapping[str, Slowdown]:
     """The measured share of the planned seconds of each slow device that is not emulated."""
     factors: dict[str, dict[Phase, float]] = {}
     for slow in drift.slow:
-        if not plan.stages[slow.stage].emulated:
-            share = slow.measured_s / slow.planned_s
-            factors.setdefault(slow.device, dict.fromkeys(PHASES, 1.0))[slow.phase] = share
+        stage, share = plan.stages[slow.stage], slow.measured_s / slow.planned_s
+        for name in () if stage.emulated else stage.device_names:
+            factors.setdefault(name, dict.fromkeys(PHASES, 1.0))[slow.phase] = share
     return {
         device: Slowdown(shares["prefill"], shares["decode"]) for device, shares in factors.items()
     }

@@ -52,8 +52,10 @@ class Drift:
         left = tuple(each for each in self.deviations if each.what not in said)
         return replace(self, deviations=left)
 
-    def text(self, is_replanning: bool) -> str:
-        """One line: the numbers, and what can be done."""
+    def text(self, is_replanning: bool, may_replan: bool = True) -> str:
+        """One line: the numbers, and what can be done; the plan of a fleet is not made again while
+        it runs.
+        """
         numbers = "; ".join(map(str, self.deviations))
         if not self.is_explained:
             remedy = (
@@ -63,10 +65,8 @@ class Drift:
         elif is_replanning:
             remedy = "another plan is looked for"
         else:
-            remedy = (
-                "run with --replan auto, or plan again with --lengths and --profiles of what was "
-                "measured"
-            )
+            other = "run with --replan auto, or " if may_replan else ""
+            remedy = f"{other}plan again with --lengths and --profiles of what was measured"
         return f"the run does not follow its plan: {numbers}; {remedy}"
 
 

@@ -2,7 +2,8 @@
 
 Tokens per second alone foretell badly: while the first prompts are read hardly any token comes, and
 afterwards nobody reads prompts. So each phase counts by the seconds that the slowest stage takes
-for one prompt or one token of it, over the share of time for which that stage was busy.
+for one prompt or one token of it, over the share of time for which that stage was busy. Pipelines
+that share the prompts are as fast as each of them alone, added up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.stage_figures import StageStats
+from actors.stage_figures import StageStats, joined_queue, pipelines_of
 
 LEAST_S = 5.0
 """Seconds of generating before which nothing is foretold: the first micro-batches take longer."""
@@ -20,6 +21,7 @@ LEAST_STEPS = 8
 """Decode steps of each request in flight that are measured first, unless a whole fill has ended."""
 
 EARLY_PROMPTS = 16  # must have ended before their lengths say anything of the others
+_LEAST_WORK_S = 1e-9
 ENDS_EARLY = 0.95  # share of their limits below which answers end by themselves
 
 
@@ -50,11 +52,13 @@ class Counts:
     ended_limits: int
     read: int
 
-    def unread(self, first: StageStats) -> int:
-        """Prompts still to be read: of those in slots some may be."""
-        in_flight = 0 if first.queue is None else first.queue.in_slots
+    def unread(self, firsts: Sequence[StageStats]) -> int:
+        """Prompts still to be read, by the first stages: of those in slots some may be."""
+        queue = joined_queue(firsts)
+        in_flight = 0 if queue is None else queue.in_slots
         outside = max(0, self.prompts - self.ended - in_flight)
-        if first.mixed.micro_batches or not first.prefill.requests:
+        is_mixed = any(first.mixed.micro_batches for first in firsts)
+        if is_mixed or not any(first.prefill.requests for first in firsts):
             return outside
         return max(outside, self.prompts - self.read)  # after a fault some are read once more
 
@@ -80,20 +84,22 @@ def time_left(
     """
     if not stages or elapsed_s < LEAST_S:
         return None
-    queue = stages[0].queue
+    pipelines, queue = pipelines_of(stages), joined_queue(stages)
     in_flight, slots = (0, 0) if queue is None else (queue.in_slots, queue.slots)
-    steps = min(_tokens(stage) for stage in stages)
+    steps_of = [min(_tokens(stage) for stage in each) for each in pipelines]
+    steps = sum(steps_of)
     is_filled = counts.ended >= max(1, slots)
     if not is_filled and (steps < 1 or steps < LEAST_STEPS * in_flight):
         return None
     tokens, by = counts.left(slots)
-    prompts = counts.unread(stages[0])
-    each = [
-        _work_s(stage, prompts, tokens) / share
-        for stage, share in zip(stages, busy_share, strict=False)
-        if share > 0
-    ]
-    return TimeLeft(max(each), by) if each else None
+    prompts = counts.unread([each[0] for each in pipelines])
+    shares, all_per_s = iter(busy_share), 0.0
+    for own_steps, pipeline in zip(steps_of, pipelines, strict=True):
+        work = zip(pipeline, shares, strict=False)
+        alone = [_work_s(stage, prompts, tokens) / share for stage, share in work if share > 0]
+        if alone and (own_steps or not steps):  # else it has only begun, or is lost
+            all_per_s += 1 / max(*alone, _LEAST_WORK_S)  # of all that is left, alone
+    return TimeLeft(1 / all_per_s, by) if all_per_s else None
 
 
 def _work_s(stage: StageStats, prompts: int, tokens: int) -> float:

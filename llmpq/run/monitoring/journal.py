@@ -227,7 +227,7 @@ def _planned(plan: PlanSpec, stage: StagePlan) -> PlannedStage:
 
     bits = " ".join(f"{bits}x{len(list(run))}" for bits, run in groupby(sorted(stage.bitwidths)))
     span = (stage.layers.start, stage.layers.stop)
-    return PlannedStage(_cut(stage.device), span, bits, seconds("prefill"), seconds("decode"))
+    return PlannedStage(_cut(stage.label), span, bits, seconds("prefill"), seconds("decode"))
 
 
 def _start(session: SessionOf, plan: PlanSpec, now: float) -> Start:

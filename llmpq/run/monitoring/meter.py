@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from actors.stage_figures import QueueDepth, StageStats
+from actors.stage_figures import QueueDepth, StageStats, joined_queue, pipelines_of
 from llmpq.run.monitoring.forecast import Counts, TimeLeft, time_left
 
 INTERVAL_S = 1.0  # between two states
@@ -87,24 +88,34 @@ class RunMeter:
         """Count what the stages report just now."""
         at_s, last = self._clock(), self._samples[-1]
         before = self._stages or (None,) * len(stages)
-        tokens = _increase(generated(stages[-1]), generated(before[-1]))
+        tokens = sum(
+            int(_increase(generated(now[-1]), generated(old[-1] if old else None)))
+            for now, old in self._pipelines(stages)
+        )
         busy_s = last.busy_s or (0.0,) * len(stages)
         self._samples.append(
             _Sample(
                 at_s,
-                last.tokens + int(tokens),
+                last.tokens + tokens,
                 tuple(
                     so_far + _increase(now.busy_s, old.busy_s if old is not None else 0.0)
                     for so_far, now, old in zip(busy_s, stages, before, strict=True)
                 ),
             )
         )
-        old = before[0]
-        read = 0 if old is None else old.prefill.requests
-        self._read += int(_increase(stages[0].prefill.requests, read))
+        self._read += sum(
+            int(_increase(now[0].prefill.requests, old[0].prefill.requests if old else 0))
+            for now, old in self._pipelines(stages)
+        )
         self._stages = tuple(stages)
         while len(self._samples) > 2 and self._samples[1].at_s <= at_s - WINDOW_S:
             self._samples.popleft()
+
+    def _pipelines(
+        self, stages: Sequence[StageStats]
+    ) -> Iterator[tuple[Sequence[StageStats], Sequence[StageStats] | None]]:
+        """The stages of each pipeline, now and as they were reported before."""
+        return zip_longest(pipelines_of(stages), pipelines_of(self._stages))
 
     def state(self) -> RunState:
         """The run as it is now."""
@@ -120,7 +131,7 @@ class RunMeter:
             tokens_per_s=self._tokens_per_s(),
             busy_share=self._busy_share(),
             whole_busy_share=_shares(last.busy_s, (), last.at_s - self._began_s),
-            queue=self._stages[0].queue if self._stages else None,
+            queue=joined_queue(self._stages),
             time_left=self._time_left(tokens),
             stages=self._stages,
         )

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from actors.replicas.group import Group
 from actors.stage_figures import StageStats
-from actors.stage_group import StageGroup
 from llmpq.run.monitoring.meter import INTERVAL_S, RunMeter, RunState
 from llmpq.run.monitoring.trace import save_trace
 from planner.plan.spec import PlanSpec
@@ -64,7 +64,7 @@ class Monitor:
 
 @contextmanager
 def monitored(
-    group: StageGroup,
+    group: Group,
     plan: PlanSpec,
     meter: RunMeter,
     show: Sequence[Callable[[RunState], None]],
@@ -93,7 +93,7 @@ def monitored(
 
 
 def _figures_since(
-    earlier: Sequence[StageStats] | None, group: StageGroup
+    earlier: Sequence[StageStats] | None, group: Group
 ) -> tuple[StageStats, ...] | None:
     """The figures of the stages of `group` without those that they had `earlier`."""
     found = group.observer.figures()

@@ -93,5 +93,5 @@ def _slow(
         return None
     is_estimate = stage.provenance.removeprefix(stage.accelerator).strip().startswith("estimated")
     return SlowStage(
-        stage.index, stage.device, phase, planned, measured, work.full_micro_batches, is_estimate
+        stage.index, stage.label, phase, planned, measured, work.full_micro_batches, is_estimate
     )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from actors.messages import Sampling
-from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent, ignore_event
+from actors.recovery.policy import EventKind, OnEvent, Recovery, RecoveryEvent, ignore_event
 from llmpq.lengths.finished_rows import texts_of
 from llmpq.lengths.sources import LengthSource, check_source, open_source, wait_loaded
 from llmpq.rows.row import merge_sampling
@@ -24,6 +24,7 @@ from llmpq.run.checkpoint import (
 from llmpq.run.expected_lengths import ExpectedLengths
 from llmpq.run.importance import importance_file, importance_store
 from llmpq.run.options import RunOptions
+from llmpq.run.shared.replicas import Runnable, check_fleet, plans_of, shown_plan
 from llmpq.run.shared.stages import SharedStages
 from llmpq.tokenizing.requests import RequestMaker, start_tokenizer
 from llmpq.tokenizing.tokenizer_process import Limits, TokenizerProcess
@@ -32,16 +33,18 @@ from planner.plan.spec import PlanSpec
 from quant.checkpoint.model_reference import resolve
 
 if TYPE_CHECKING:
-    from actors.stage_group import StageGroup
+    from actors.replicas.group import Group
     from planner.model.finding import ModelShape
     from quant.importance.store import ImportanceStore
 
 
 class RunResources:
-    """What the runs of a plan share: `kept` for many until `close`, else until one has ended.
+    """What the runs of a plan or a fleet share: `kept` for many until `close`, else until one has
+    ended.
 
     `source` is the plan's file, for messages; `job` names the runs in Ray's metrics. `plan` is that
-    of the next run: one that plans again for good puts another there. `sampling` is that of rows
+    of the next run, of a fleet one with all stages: a run that plans again for good puts another
+    there. `sampling` is that of rows
     without their own where a run has no other; of what a model's generation config asks for beyond
     it, the constructor warns. `listener` is told of every event.
 
@@ -51,7 +54,7 @@ class RunResources:
 
     def __init__(
         self,
-        plan: PlanSpec,
+        spec: Runnable,
         options: RunOptions,
         source: str = "the plan",
         job: str = "llmpq",
@@ -59,8 +62,10 @@ class RunResources:
     ) -> None:
         if options.trace_path is not None:
             check_trace_path(options.trace_path)
-        options.scheduling(plan)
-        self.plan = self._first_plan = plan
+        check_fleet(spec, options, source)
+        predicts = "s3" in [options.scheduling(each).name for each in plans_of(spec)]
+        self._replicas = () if isinstance(spec, PlanSpec) else spec.replicas
+        plan = self.plan = self._first_plan = shown_plan(spec)
         self.options, self.kept, self._job = options, kept, job
         self.listener: OnEvent = ignore_event
         self._cache = options.cache
@@ -69,17 +74,17 @@ class RunResources:
         self.sampling = sampling_for_run(plan, options, self.folder)
         if self.sampling.warning:
             warnings.warn(self.sampling.warning, stacklevel=3)
-        shape = shape_for_run(plan, self.sampling.sampling, self.folder, source)
+        shape = shape_for_run(spec, self.sampling.sampling, self.folder, source)
         self._vocab_size = shape.vocab_size
         importance_file(plan, options.importance, self._cache, shape)
-        if options.scheduling(plan).name == "s3":
+        if predicts:
             check_source(options.predictor, self.folder, shape.vocab_size, options.save_predictor)
         with ExitStack() as undo:
             self.tokenizer = self._started_tokenizer()  # it loads during the checks below
             if self.tokenizer is not None:
                 undo.callback(self.tokenizer.close)
             lengths = None
-            if options.scheduling(plan).name == "s3":
+            if predicts:
                 lengths = open_source(
                     options.predictor, self.folder, shape.vocab_size, options.save_predictor
                 )
@@ -155,7 +160,26 @@ class RunResources:
         """The folder of the planned model, where it is here: a stand-in is another one."""
         return None if self._first_plan.stand_in is not None else str(self.folder)
 
-    def _group(self, plan: PlanSpec) -> StageGroup:
+    def _group(self, plan: PlanSpec) -> Group:
+        """The stages of `plan`, or where it stands for a fleet those of all pipelines."""
+        if not self._replicas or plan is not self._first_plan:
+            return self._stages_of(plan, self._heard)
+        from actors.replicas.pool import ReplicaPool
+        from actors.replicas.restarts import Restarts
+
+        restarts = Restarts(on_device_loss=self.options.on_device_loss)
+        return ReplicaPool(plan, self._replicas, self._replica, self._heard, restarts)
+
+    def _replica(self, plan: PlanSpec, on_event: OnEvent) -> Group:
+        """The stages of one pipeline; while a device is waited for, others have its rows."""
+        recovery = self.options.recovery
+        if recovery.on_device_loss == "wait":
+            recovery = replace(recovery, on_device_loss="replan")
+        return self._stages_of(plan, on_event, recovery)
+
+    def _stages_of(
+        self, plan: PlanSpec, on_event: OnEvent, recovery: Recovery | None = None
+    ) -> Group:
         from actors.stage_group import GroupOptions, StageGroup
         from actors.telemetry.meter import TelemetryOptions
 
@@ -164,8 +188,8 @@ class RunResources:
             cache=self._cache,
             transport=options.transport,
             telemetry=TelemetryOptions(self._job, trace=options.trace is not None),
-            recovery=options.recovery,
-            on_event=self._heard,
+            recovery=recovery or options.recovery,
+            on_event=on_event,
             policy=options.scheduling(plan),
             importance=self._importance,
         )

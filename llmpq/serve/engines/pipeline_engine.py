@@ -51,8 +51,8 @@ class PipelineEngine:
 
     Everything that can be checked without the stages is checked here: raises what
     `llmpq.run.run.Run` raises for a plan, a model and options that do not go together. `start`
-    loads the stages meanwhile, `close` ends them. `shared` may be another engine of the same plan,
-    whose tokenizer and predictor are used; it has to be closed later than this one.
+    loads the stages meanwhile, `close` ends them. `shared` may be another engine of the same plan
+    or fleet, whose tokenizer and predictor are used; it has to be closed later than this one.
     """
 
     def __init__(

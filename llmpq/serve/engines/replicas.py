@@ -1,5 +1,5 @@
-"""Several copies of a plan's stages behind one server: each request goes to that with the least
-load.
+"""Several pipelines behind one server, copies of one or a fleet: each request goes to that with the
+least load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Replica(Engine, Protocol):
 
 
 class ReplicatedEngine:
-    """An engine of several alike.
+    """An engine of several that have room for the same requests: copies of one plan, or the
+    pipelines of a fleet.
 
     They load one after another, so that the later ones find packed layers where a cache keeps
     them; the first that is ready makes this one ready. One that is lost ends its own generations

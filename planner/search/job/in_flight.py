@@ -27,7 +27,8 @@ from planner.plan.builder import Solution, forecast_solution, solution_quality
 from planner.scheduling import PREDICTING
 from planner.search.candidate_search import CandidateSearch, search, untried_sets
 from planner.search.candidates import Candidates, SearchCandidate
-from planner.search.memory_fit import fits_somehow, fitting_sets, misfit
+from planner.search.groupings import first_sets
+from planner.search.memory_fit import fits_somehow, misfit
 from planner.search.orders.device_sets import cost_key
 from planner.workload import MAX_REQUESTS, Job
 from quant.common.errors import DoesNotFitError
@@ -126,7 +127,7 @@ class JobSearch:
         one = replace(costs, workload=costs.in_flight(self._job, self.least))
         run, seen = _Run(self, costs, _QUICK if quick else _WHOLE), set[Hashable]()
         sets = self._sets[-1:] if quick else []
-        sets = sets or [*fitting_sets(one), *self._other_sets()]
+        sets = sets or [*first_sets(one), *self._other_sets()]
         while sets:
             for devices in sets:
                 if cost_key(devices) not in seen and not run.runner.is_over:
@@ -168,8 +169,8 @@ class JobSearch:
         are none all but one kind, and each kind alone. Fewer devices have room for fewer requests,
         so leaving them out one by one need not lead there.
         """
-        if self._costs.options.keep_all_devices:
-            return []
+        if self._costs.options.keep_all_devices or self._groups_are_given:
+            return self._sets
         if self._sets:
             return self._sets
         devices = self._costs.cluster.devices
@@ -180,6 +181,10 @@ class JobSearch:
             for alone in (True, False)
         )
         return [part for part in parts if part and len(part) < len(devices)]
+
+    @property
+    def _groups_are_given(self) -> bool:
+        return self._costs.options.tensor_parallel not in (1, AUTO)
 
     def at(self, costs: CostModel, devices: tuple[Device, ...], number: int) -> CostModel:
         """The costs of so many requests in flight on these devices."""

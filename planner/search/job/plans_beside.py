@@ -136,7 +136,7 @@ def _more_devices(plan: _Plan, clock: Callable[[], float]) -> Iterator[MoreDevic
 def _with_one_more(
     plan: _Plan, kind: Device, known: set[int], clock: Callable[[], float]
 ) -> PlanChoice:
-    options = replace(_answer_options(plan.costs.options), keep_all_devices=True)
+    options = replace(_answer_options(plan.costs.options), keep_all_devices=True, tensor_parallel=1)
     cluster = grown(plan.costs.cluster, kind, 1)
     devices = (*plan.solution.devices, cluster.devices[-1])
     cluster = replace(cluster, devices=devices)

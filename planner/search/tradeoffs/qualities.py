@@ -57,7 +57,7 @@ def chosen_by_quality(costs: CostModel, quality: Quality, clock: Callable[[], fl
     """The plan of a quality, beside those of the others; InfeasibleError where none fits."""
     search_time = SearchTime(costs.options.search_time_limit, clock)
     solve = theta_solver(costs, clock, search_time=search_time)
-    fast = solve(TIE_BREAK * _seconds_per_sensitivity(costs))
+    fast = solve(TIE_BREAK * seconds_per_sensitivity(costs))
     number = fast.plan.workload.global_batch
     at_most_bits = theta_solver(_at_most_bits(costs), clock, (number,), search_time)
     finest = _finest(costs, at_most_bits, fast)
@@ -135,7 +135,7 @@ def _towards_high(solve: PointSolver, theta: float, limit_s: float) -> Iterator[
             low = theta
 
 
-def _seconds_per_sensitivity(costs: CostModel) -> float:
+def seconds_per_sensitivity(costs: CostModel) -> float:
     """About the seconds of a plan for a unit of the worst sensitivity; 0 where bits cost none."""
     worst = float(costs.sensitivity[:, 0].sum())
     if not worst:

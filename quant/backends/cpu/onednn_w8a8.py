@@ -34,6 +34,7 @@ class OneDnnW8A8(CanonicalPacked):
     """
 
     bits: ClassVar[int] = 8
+    rounds_again: ClassVar[bool] = True
 
     packed: torch.Tensor
     scale: torch.Tensor

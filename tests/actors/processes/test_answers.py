@@ -18,7 +18,7 @@ from ray.exceptions import (
 from actors.processes.answers import StageAnswers, StageDiedError
 from quant.common.errors import CheckpointError, StageLostError
 
-STAGES: Any = [SimpleNamespace(index=i, actor_id=f"{i}" * 4) for i in range(3)]
+STAGES: Any = [SimpleNamespace(index=i, actor_ids=(f"{i}" * 4,)) for i in range(3)]
 
 
 def death_of(actor_id: str) -> RayActorError:

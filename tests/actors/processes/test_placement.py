@@ -94,3 +94,21 @@ def test_a_described_accelerator_is_placed_by_a_resource_of_its_name(
     assert place([mine], {"GPU": 1.0, "accelerator_type:T4": 1.0})[0].num_gpus == 1.0
     with pytest.raises(DeviceError, match=r"needs a My-Card.*--resources='\{\"My-Card\": 1\}'"):
         place([mine], {"GPU": 1.0})
+
+
+def test_the_ranks_of_a_stage_share_a_bundle_which_is_on_one_node(
+    stages: tuple[StagePlan, ...],
+) -> None:
+    t4 = next(stage for stage in stages if stage.accelerator == "T4-16GB")
+    group = replace(t4, devices=("a/T4-16GB:0", "a/T4-16GB:1"))
+    offered = {"CPU": 4.0, "GPU": 3.0, "accelerator_type:T4": 1.0}
+    (placement,) = place([group], offered)
+    assert placement.bundle == {"GPU": 2.0, "accelerator_type:T4": 2 * CRUMB}
+    assert (placement.num_gpus, dict(placement.resources)) == (1.0, {"accelerator_type:T4": CRUMB})
+    with pytest.raises(DeviceError, match=r"needs 2 of Ray resource 'GPU'.*offers 1"):
+        place([group], offered | {"GPU": 1.0})
+    host = replace(group, accelerator="CPU", threads=2)
+    assert place([host], offered)[0].bundle == {"CPU": 4.0}
+    emulated = replace(group, emulated=True)
+    assert place([emulated], {"CPU": 1.0})[0].bundle == {}
+    assert place([emulated], {"CPU": 1.0, "T4": 2.0})[0].bundle == {"T4": 2.0}

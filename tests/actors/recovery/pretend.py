@@ -93,8 +93,8 @@ class Stage:
 
     def __init__(self, cluster: Cluster, index: int) -> None:
         self.cluster, self.index = cluster, index
-        self.device = f"node/gpu:{index}"
-        self.name = f"stage {index} ({self.device})"
+        self.devices = (f"node/gpu:{index}",)
+        self.name = f"stage {index} ({self.devices[0]})"
         self.start_s, self.load_s = START_S, LOAD_S
         self.loading: Callable[[], None] = lambda: None
         self.connecting: Callable[[], None] = lambda: None
@@ -214,6 +214,9 @@ class Stage:
 
         waits = self.cluster.is_waited_for if self.index == 0 else lambda: False
         return self._ask(report, free=lambda: process.stuck_s is None and not waits())
+
+    def ready(self) -> Reference:
+        return self._ask()
 
     def heartbeat(self, with_tokens: bool = False) -> Reference:
         process = self.process

@@ -10,7 +10,8 @@ import pytest
 from actors.messages import BatchKind, Finished, Request
 from actors.processes.health import BatchFailure
 from actors.recovery.diagnosis import halved
-from actors.recovery.generation import Generation
+from actors.recovery.faults import RunInterruptedError
+from actors.recovery.generation import Generation, few_requests
 from actors.recovery.suspects import RequestLedger
 from actors.schedule.scheduler import QueueSizes
 from quant.common.errors import StageLostError
@@ -166,3 +167,35 @@ def test_what_is_halted_goes_on_elsewhere_with_its_tokens(after: int) -> None:
     assert {each.custom_id: each.token_ids for each in ended} == {
         request.custom_id: tokens_of(request) for request in source
     }
+
+
+def test_where_others_take_from_the_same_source_few_are_read_ahead() -> None:
+    """The first chunk fills the slots; those behind it are of a prefill or an eighth of them."""
+    sizes = QueueSizes(32, 3, 8, 64)
+    assert few_requests(sizes) == 4
+    most_ahead: dict[bool, int] = {}
+    for few in (True, False):
+        cluster = started(sizes=sizes)
+        cluster.ledger = RequestLedger(requests(COUNT, new_tokens=9), 2, 5)
+        ended = 0
+        for finished in Generation(cluster.repair, cluster.ledger, few).results():
+            ended += len(finished)
+            ahead = len(cluster.ledger.unfinished) - sizes.slots
+            most_ahead[few] = max(most_ahead.get(few, 0), ahead)
+        assert ended == COUNT
+    assert most_ahead[True] <= 2 * 4 + sizes.slots // 4
+    assert most_ahead[False] > 64
+
+
+def test_a_run_that_is_interrupted_can_be_given_up_and_another_follows() -> None:
+    cluster = started()
+    ledger = RequestLedger(requests(COUNT), 2, 5)
+    generation = Generation(cluster.repair, ledger)
+    cluster.plan_in(SOON_S, generation.interrupt)
+    with pytest.raises(RunInterruptedError):
+        list(generation.results())
+    assert ledger.unfinished
+    cluster.repair.restore(cluster.repair.stop_run({}))
+    cluster.check_all(requests(COUNT))
+    assert [stage.starts for stage in cluster.stages] == [1, 1, 1]
+    assert cluster.events == []

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from actors.processes.health import Heartbeat
-from actors.recovery.faults import HangError
+from actors.processes.health import Heartbeat, RankSigns
+from actors.recovery.faults import HangError, RankLostError, lost_by
 from actors.recovery.liveness import LivenessCheck
 
 HANG_S = 20.0
@@ -27,6 +27,7 @@ class Stage:
     computing_s: float = 0.0
     frozen: bool = False
     is_held: bool = False
+    ranks: RankSigns = field(default_factory=RankSigns)
     asked: list[bool] = field(default_factory=list)
 
     def heartbeat(self, with_tokens: bool) -> Stage:
@@ -46,7 +47,8 @@ class Answers:
         return [stage for stage in stages if not stage.frozen]
 
     def get(self, stage: Stage) -> Heartbeat:
-        return Heartbeat(stage.done, stage.computing_s, is_held=stage.is_held)
+        done, computing_s = stage.done, stage.computing_s
+        return Heartbeat(done, computing_s, is_held=stage.is_held, ranks=stage.ranks)
 
 
 def check_of(stages: list[Stage], clock: Clock) -> LivenessCheck:
@@ -116,3 +118,26 @@ def test_time_in_which_nobody_looked_does_not_count() -> None:
     stages[1].frozen = False
     look_for(check, clock, 100.0, moving=stages[0])
     assert clock.now_s > 11 * HANG_S  # and no look named a stage that hangs
+
+
+def test_a_rank_that_died_is_its_stages_loss_at_once() -> None:
+    clock, stages = Clock(), [Stage(0), Stage(1)]
+    check = check_of(stages, clock)
+    look_for(check, clock, 5.0, moving=stages[0])
+    stages[1].ranks = RankSigns(died=3)
+    with pytest.raises(RankLostError, match="rank 3 of stage 1 died") as error:
+        look_for(check, clock, 2.5)
+    loss = lost_by(error.value)[1]
+    assert (loss.kind, loss.text) == ("died", "lost its rank 3, which died")
+
+
+def test_a_rank_that_gives_no_sign_of_life_hangs_with_its_stage() -> None:
+    """Also while nothing has to progress, as when stages are loaded."""
+    clock, stages = Clock(), [Stage(0), Stage(1)]
+    check = LivenessCheck(stages, Answers(clock), HANG_S)  # type: ignore[arg-type]
+    stages[1].ranks = RankSigns(silent=1, silent_s=HANG_S - 1.0)
+    look_for(check, clock, 5.0)
+    stages[1].ranks = RankSigns(silent=1, silent_s=HANG_S + 1.0)
+    with pytest.raises(HangError, match="rank 1 of stage 1 gave no sign of life") as error:
+        look_for(check, clock, 2.5)
+    assert lost_by(error.value)[1].kind == "hung"

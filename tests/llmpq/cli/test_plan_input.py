@@ -38,7 +38,7 @@ def run(main: Callable[[list[str]], int], *arguments: str) -> int:
 @pytest.mark.parametrize(
     ("cluster", "more", "message"),
     [
-        (BOMB, [], "cluster.yaml:6: with its aliases and merge keys (<<) written out"),
+        (BOMB, [], "cluster.yaml:7: with its aliases and merge keys (<<) written out"),
         (ONE_T4.replace("SIZE", "60"), [], "usable_memory_gib: 60 GiB, but a T4-16GB has 16"),
         (
             ONE_T4.replace("SIZE", "8") + "emulate: {time_scale: 1.0e+9}\n",
@@ -121,7 +121,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (change("stages", 1, "device", to="old/T4-16GB:0"), "stands in stages.0.device already"),
         (change("stages", 0, "custom_resource", to="moon"), "field stages.0.custom_resource: "),
         (change("time_scale", to=1e9), "field time_scale: "),
-        (change("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:6: with"),
+        (change("origin", "cluster", to=BOMB), "field origin: the plan's origin.cluster:7: with"),
     ],
 )
 def test_an_edited_plan_is_not_run(

@@ -15,7 +15,7 @@ from planner.costs.communication import transfer_s
 from planner.costs.group_latency import GroupLatency
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
-from planner.model.tensor_parallel import rank_shape
+from planner.model.tensor_parallel import largest_rank_shape
 from quant.common.errors import SpecError
 
 CLUSTER = ClusterSpec.from_counts(["V100", "T4"], [4, 4])
@@ -57,7 +57,7 @@ def test_single_devices_keep_their_times() -> None:
 @pytest.mark.parametrize("degree", [2, 4])
 def test_layer_is_the_part_of_a_rank_and_two_sums(degree: int) -> None:
     one, ranks = CLUSTER.devices[0], group(degree)
-    part = RooflineLatency(rank_shape(SHAPE, degree))
+    part = RooflineLatency(largest_rank_shape(SHAPE, degree))
     sum_s = Collectives.of(ranks).sum_s(16 * 128 * SHAPE.hidden_size * 2)
     expected = part.layer_prefill_s(one, 8, 16, 128, "float16") + 2 * sum_s
     assert LATENCY.layer_prefill_s(ranks, 8, 16, 128, "float16") == pytest.approx(expected)

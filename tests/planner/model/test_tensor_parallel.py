@@ -1,84 +1,196 @@
-"""What ranks hold: every head, column and row once, and groups of scales kept whole."""
+"""Dividing models among ranks: every part is held, groups stay whole, the impossible is refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import product
 
 import pytest
 
-from planner.model.finding import model_shape
+from planner.model.families.table import FAMILIES
+from planner.model.finding import builtin_names, model_shape
 from planner.model.shape import ModelShape
 from planner.model.tensor_parallel import (
-    cut_groups,
-    possible_degrees,
+    layer_cuts,
+    rank_linears,
     rank_shape,
     rank_share,
-    refusal,
+    spread,
+    vocabulary_cut,
 )
 from quant.checkpoint.gptq_config import GptqConfig
 from quant.common.errors import SpecError
+from quant.cuts import COLUMNS
+from quant.scheme import group_size
 
-LLAMA = model_shape("llama-2-70b")  # 64 heads that read 8 key/value heads
-
-
-def small(**changes: object) -> ModelShape:
-    """A model of 12 heads that read 3 key/value heads of 16 channels."""
-    sizes = {"heads": 12, "kv_heads": 3, "head_dim": 16, "hidden_size": 192}
-    return replace(LLAMA, **{**sizes, "intermediate_size": 512, "vocab_size": 101, **changes})
-
-
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_parts_are_whole_and_beside_each_other(degree: int) -> None:
-    shares = [rank_share(LLAMA, degree, rank) for rank in range(degree)]
-    for name, whole in (("heads", 64), ("kv_heads", 8), ("mlp", 28672), ("vocabulary", 32000)):
-        parts = [getattr(share, name) for share in shares]
-        assert [parts[0].start, parts[-1].stop] == [0, whole]
-        assert all(one.stop == other.start for one, other in pairwise(parts))
-    assert cut_groups(LLAMA, degree) == (128, 128)
-
-
-@pytest.mark.parametrize("degree", [2, 4, 8])
-def test_layer_is_divided(degree: int) -> None:
-    """All that is divided of a layer without biases are its linears."""
-    part = rank_shape(LLAMA, degree)
-    assert part.layer_linear_parameters * degree == LLAMA.layer_linear_parameters
-    assert part.kv_width * degree == LLAMA.kv_width
-    assert part.layer_other_parameters == LLAMA.layer_other_parameters
+DEGREES = (1, 2, 4, 8)
+MODELS = [model_shape(name) for name in builtin_names()]
+SMALL = ModelShape(
+    name="small",
+    model_type="llama",
+    layers=2,
+    hidden_size=48,
+    intermediate_size=80,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    vocab_size=199,
+    max_positions=128,
+    word_embedding_size=48,
+    norm_parameters=48,
+    tied_embeddings=False,
+    gated_mlp=True,
+)
 
 
-def test_key_value_heads_are_shared_where_ranks_are_more() -> None:
-    few = small(kv_heads=2, heads=12)
-    shares = [rank_share(few, 4, rank) for rank in range(4)]
-    assert [list(share.kv_heads) for share in shares] == [[0], [0], [1], [1]]
-    assert [len(share.heads) for share in shares] == [3, 3, 3, 3]
-    for share in shares:  # every head with the key/value head that it reads
-        assert {head // 6 for head in share.heads} == set(share.kv_heads)
+def divisible(degree: int) -> list[ModelShape]:
+    return [shape for shape in MODELS if shape.heads >= degree]
 
 
-def test_first_ranks_hold_more() -> None:
-    uneven = small()
-    shares = [rank_share(uneven, 2, rank) for rank in range(2)]
-    assert [len(share.kv_heads) for share in shares] == [2, 1]
-    assert [len(share.heads) for share in shares] == [8, 4]
-    assert [len(share.vocabulary) for share in shares] == [51, 50]
-    assert rank_shape(uneven, 2).kv_heads == 2
+def indices(parts: list[range]) -> list[int]:
+    return [index for part in parts for index in part]
 
 
-def test_groups_become_finer_where_a_cut_falls_inside() -> None:
-    uneven = small()  # 192 columns in groups of 64, cut after 128; 512 in groups of 128
-    assert cut_groups(uneven, 2) == (64, 128)
-    assert cut_groups(small(kv_heads=12), 4) == (16, 128)  # cut after 48, 96, 144
+@pytest.mark.parametrize("degree", DEGREES)
+def test_every_head_column_and_row_is_on_one_rank(degree: int) -> None:
+    for shape in divisible(degree):
+        shares = [rank_share(shape, degree, rank) for rank in range(degree)]
+        assert indices([each.heads for each in shares]) == list(range(shape.heads)), shape.name
+        assert indices([each.mlp for each in shares]) == list(range(shape.intermediate_size))
+        assert indices([each.vocabulary for each in shares]) == list(range(shape.vocab_size))
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
-    assert possible_degrees(small()) == (1, 2)
-    text = refusal(small(), 4)
-    assert text is not None
-    assert "12 attention heads with 3 key/value heads" in text
-    assert "1, 2" in text
-    with pytest.raises(SpecError, match="cannot be divided over 4 ranks"):
-        rank_share(small(), 4, 0)
-    stored = GptqConfig(4, 128, desc_act=True, zero_offset=1, mixed=False)
-    assert "desc_act" in str(refusal(replace(LLAMA, stored=stored), 2))
-    assert refusal(LLAMA, 8) is None
+@pytest.mark.parametrize("degree", DEGREES)
+def test_every_query_head_finds_its_key_value_head(degree: int) -> None:
+    """Attention on a rank counts on equal numbers of query heads for each key/value head."""
+    for shape in divisible(degree):
+        per_kv_head = shape.heads // shape.kv_heads
+        for rank in range(degree):
+            share = rank_share(shape, degree, rank)
+            own = len(share.heads) // len(share.kv_heads)
+            needed = [head // per_kv_head for head in share.heads]
+            given = [share.kv_heads[head // own] for head in range(len(share.heads))]
+            assert given == needed, (shape.name, rank)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_columns_of_the_mlp_are_cut_between_groups(degree: int) -> None:
+    for shape in divisible(degree):
+        group = group_size(shape.intermediate_size)
+        if shape.intermediate_size // group < degree:
+            continue
+        for rank in range(degree):
+            columns = rank_share(shape, degree, rank).mlp
+            assert columns.start % group == columns.stop % group == 0, shape.name
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "degree", "heads", "kv"),
+    [
+        (6, 2, [3, 3], [3, 3]),
+        (6, 4, [2, 2, 1, 1], [2, 2, 1, 1]),
+        (3, 2, [4, 2], [2, 1]),
+        (3, 4, [1, 1, 2, 2], [1, 1, 1, 1]),  # the first head is held twice
+        (2, 4, [2, 1, 2, 1], [1, 1, 1, 1]),
+        (1, 4, [2, 2, 1, 1], [1, 1, 1, 1]),
+    ],
+)
+def test_uneven_heads(kv_heads: int, degree: int, heads: list[int], kv: list[int]) -> None:
+    shape = replace(SMALL, kv_heads=kv_heads)
+    shares = [rank_share(shape, degree, rank) for rank in range(degree)]
+    assert [len(each.heads) for each in shares] == heads
+    assert [len(each.kv_heads) for each in shares] == kv
+
+
+def test_the_first_ranks_have_the_larger_parts() -> None:
+    assert [len(part) for part in spread(86, 4)] == [22, 22, 21, 21]
+    llama_7b = replace(SMALL, intermediate_size=11008, heads=32, kv_heads=32)
+    assert [len(rank_share(llama_7b, 4, rank).mlp) // 128 for rank in range(4)] == [22, 22, 21, 21]
+
+
+def test_ranks_together_have_the_weights_of_the_model() -> None:
+    for shape, degree in product(MODELS, DEGREES):
+        if shape.kv_heads < degree:  # these are on several ranks
+            continue
+        parts = [rank_shape(shape, degree, rank) for rank in range(degree)]
+        total = sum(part.layer_linear_parameters for part in parts)
+        assert total == shape.layer_linear_parameters, shape.name
+        assert sum(part.kv_width for part in parts) == shape.kv_width
+        assert sum(part.head_parameters for part in parts) == shape.head_parameters
+
+
+def test_linears_of_a_rank_are_those_of_its_shape() -> None:
+    for shape, degree in product(MODELS, DEGREES):
+        if shape.heads < degree:
+            continue
+        architecture = FAMILIES[shape.model_type].architecture
+        for rank in range(degree):
+            share = rank_share(shape, degree, rank)
+            sized = rank_shape(shape, degree, rank).layer_linears()
+            for own, other in zip(rank_linears(shape, share, architecture), sized, strict=True):
+                assert (own.in_features, own.out_features) == (
+                    other.in_features,
+                    other.out_features,
+                )
+                assert other.group % own.group == 0
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_last_linears_are_cut_along_their_columns(model_type: str) -> None:
+    fused = model_type in ("bloom", "gpt_neox")
+    gated = model_type not in ("bloom", "gpt_neox", "opt")
+    kv_heads = 6 if fused else 3
+    shape = replace(SMALL, kv_heads=kv_heads, fused_qkv=fused, gated_mlp=gated)
+    architecture = FAMILIES[model_type].architecture
+    cuts = layer_cuts(shape, rank_share(shape, 2, 1), architecture)
+    assert set(cuts) == {*architecture.attention, *architecture.mlp}
+    by_columns = {name for name, cut in cuts.items() if cut.dimension == COLUMNS}
+    assert by_columns == {architecture.attention[-1], architecture.mlp[-1]}
+    wholes = dict(zip(cuts, shape.layer_linears(), strict=False))
+    sizes = {**dict.fromkeys(architecture.mlp, 80)}
+    assert all(cuts[name].size == size for name, size in sizes.items())
+    first = cuts[architecture.attention[0]]
+    assert first.size == wholes[architecture.attention[0]].out_features
+    assert first.begin == (3 * 3 * 8 if fused else 4 * 8)
+
+
+def test_rows_of_the_vocabulary() -> None:
+    parts = [vocabulary_cut(SMALL, rank_share(SMALL, 4, rank)) for rank in range(4)]
+    assert [(part.begin, part.end) for part in parts] == [
+        (0, 50),
+        (50, 100),
+        (100, 150),
+        (150, 199),
+    ]
+
+
+def stored(desc_act: bool, group: int = 128) -> GptqConfig:
+    return GptqConfig(4, group, desc_act, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "degree", "words"),
+    [
+        (SMALL, 8, "6 attention heads.*8 ranks; choose at most 6"),
+        (replace(SMALL, kv_heads=3), 5, "no error"),
+        (replace(SMALL, heads=9, kv_heads=3, intermediate_size=81), 8, "no error"),
+        (replace(SMALL, heads=8, intermediate_size=7), 8, "7 columns.*8 ranks.*fewer"),
+        (replace(SMALL, heads=8, vocab_size=5), 8, "5 rows of vocabulary.*at most 5"),
+        (replace(SMALL, stored=stored(True)), 2, "desc_act.*quantize it without"),
+        (replace(SMALL, stored=stored(True)), 1, "no error"),
+        (replace(SMALL, stored=stored(False, 16)), 4, "no error"),
+        (replace(SMALL, stored=stored(False, 40)), 4, "no error"),
+    ],
+)
+def test_what_cannot_be_divided_is_said(shape: ModelShape, degree: int, words: str) -> None:
+    if words == "no error":
+        assert all(len(rank_share(shape, degree, rank).mlp) for rank in range(degree))
+        return
+    with pytest.raises(SpecError, match=words):
+        rank_share(shape, degree, 0)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_none_is_refused(rank: int) -> None:
+    with pytest.raises(SpecError, match=f"rank {rank} is none of a stage of 2 ranks; 0 to 1"):
+        rank_share(SMALL, 2, rank)

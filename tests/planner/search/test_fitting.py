@@ -180,7 +180,10 @@ def test_the_cases_are_of_every_sort() -> None:
     assert len(requests) - len(fitting) >= 5
 
 
-@pytest.mark.parametrize("seed", [*SEEDS[::3], *RARE_SEEDS])
+@pytest.mark.parametrize(
+    "seed",
+    [*SEEDS[::6], *(pytest.param(s, marks=pytest.mark.rare) for s in SEEDS[3::6]), *RARE_SEEDS],
+)
 def test_what_fits_is_planned_and_remedies_are_true(seed: int) -> None:
     request = small_request(seed)
     if fits_brutally(request):

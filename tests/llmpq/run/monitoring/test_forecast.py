@@ -126,3 +126,27 @@ def test_one_token_each_is_foretold_by_what_was_read() -> None:
     left = meter.state().time_left
     assert left is not None
     assert left.seconds == pytest.approx(60.0)
+
+
+def test_pipelines_that_share_the_prompts_are_as_fast_as_both_together() -> None:
+    """One gives 80 tokens a second and the other, of two stages, 40; the first begins anew once."""
+    clock = Clock()
+    meter = RunMeter(240, 12000, clock)
+    meter.begin()
+    for turn in range(1, 200):
+        clock.now_s += 0.4
+        fast = turn - 100 if turn > 100 else turn
+        first = decoding(fast * 0.4, 32 * fast, QueueDepth(0, 8, 8, 1))
+        second = decoding(turn * 0.4, 16 * turn, QueueDepth(2, 16, 16, 1))
+        meter.add([first, second, decoding(turn * 0.2, 16 * turn, None)])
+        state = meter.state()
+        assert state.queue == QueueDepth(2, 24, 24, 2)
+        assert state.tokens == pytest.approx(48 * turn, abs=48), "none counts twice"
+        if state.time_left is not None:
+            assert state.time_left.seconds == pytest.approx(100 - turn * 0.4, rel=0.05)
+    assert state.time_left is not None
+
+
+def decoding(seconds: float, tokens: int, queue: QueueDepth | None) -> StageStats:
+    work = PhaseWork(seconds=seconds, sampled=tokens)
+    return StageStats(seconds, 0, 0, 1, 0, 0, decode=work, queue=queue)

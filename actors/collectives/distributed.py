@@ -1,0 +1,177 @@
+"""Ranks in processes of their own, connected by torch.distributed.
+
+Orders go over gloo in host memory. Tensors go over NCCL where ranks compute on CUDA devices, each
+on another one, and else over gloo too, whose sums are taken in float32: so few numbers are added
+that their transfer costs less than what 16 bit would lose. Ranks meet at a store of torch's, and
+each proves to the others that it knows their secret: gloo takes whoever comes first.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+
+from quant.common.errors import DeviceError, StageLostError
+
+_FOR_EVER = timedelta(days=365)
+"""Ranks wait so long for the next order: a stage without requests is no fault. The end of a process
+is noticed all the same, as its connection closes."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one rank: its number, that of all ranks, the device that it computes on, and the
+    address on which it listens to the others. Each call ends within `timeout_s`, but for waiting
+    for the next order. By the `secret` the ranks know each other.
+    """
+
+    rank: int
+    degree: int
+    device: torch.device
+    address: str = "127.0.0.1"
+    timeout_s: float = 600.0
+    secret: bytes = field(default=b"", repr=False)
+
+    def proof(self, source: int, target: int) -> bytes:
+        """The bytes by which rank `source` shows rank `target` that it knows the secret."""
+        return hmac.digest(self.secret, f"rank {source} to {target}".encode(), "sha256")
+
+
+class DistributedGroup:
+    """The group of the rank in `seat`, which meets the others at `store`.
+
+    Raises `DeviceError` when they do not connect in time, or one was not invited.
+    """
+
+    def __init__(self, seat: Seat, store: Any) -> None:
+        self._seat = seat
+        try:
+            self._host = _gloo(seat, store)
+            self._check_others()
+            on_gpu = seat.device.type == "cuda"
+            self._tensors = _nccl(seat, store) if on_gpu else self._host
+            self.all_reduce(torch.zeros(1, device=seat.device))  # NCCL connects at its first call
+        except (RuntimeError, StageLostError, DeviceError) as error:
+            raise DeviceError(
+                f"rank {seat.rank} of {seat.degree} on {seat.address} did not meet the others "
+                f"within {seat.timeout_s:g} s: {error}"
+            ) from error
+
+    def _check_others(self) -> None:
+        """Check that every other rank knows the secret."""
+        seat = self._seat
+        others = [rank for rank in range(seat.degree) if rank != seat.rank]
+        shown = {each: _bytes(seat.proof(seat.rank, each)) for each in others}
+        sending = [self._host.send([proof], each, 0) for each, proof in shown.items()]
+        for other in others:
+            expected = seat.proof(other, seat.rank)
+            found = torch.zeros(len(expected), dtype=torch.uint8)
+            self._wait(self._host.recv([found], other, 0))
+            if not hmac.compare_digest(found.numpy().tobytes(), expected):
+                raise DeviceError(f"who came as rank {other} is not the one that was invited")
+        for work in sending:
+            self._wait(work)
+
+    def close(self) -> None:
+        """Leave the others, whose calls fail from now on; it is not used again."""
+        if self._seat.device.type == "cuda" and self._tensors is not None:
+            self._tensors.abort()  # NCCL's kernels would wait for the others
+        self._host = self._tensors = None
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self._seat.rank
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return self._seat.degree
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, the same on each, in the tensor's type."""
+        own = tensor if self._seat.device.type == "cuda" else tensor.float()
+        total = own.contiguous()
+        self._wait(self._tensors.allreduce([total]))
+        return total.to(tensor.dtype)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The tensor of rank 0."""
+        sent = tensor.contiguous()
+        if sent.numel():
+            self._wait(self._tensors.broadcast([sent], _from_rank_0()))
+        return sent
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """The bytes of rank 0, by way of the host: their number, then they themselves."""
+        length = torch.tensor([0 if data is None else len(data)])
+        self._wait(self._host.broadcast([length], _from_rank_0(_FOR_EVER)), _FOR_EVER)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if data:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        if content.numel():
+            self._wait(self._host.broadcast([content], _from_rank_0()))
+        return content.numpy().tobytes()
+
+    def gather(self, tensor: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """The tensors `[rows, widths[rank]]` of all ranks side by side on rank 0, sent with equal
+        widths.
+        """
+        widest = max(widths)
+        own = F.pad(tensor, (0, widest - tensor.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
+        options = torch.distributed.GatherOptions()
+        options.rootRank = 0
+        self._wait(self._tensors.gather([parts] if parts else [], [own], options))
+        if not parts:
+            return None
+        return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
+
+    def _wait(self, work: Any, limit: timedelta | None = None) -> None:
+        try:
+            work.wait(limit or timedelta(seconds=self._seat.timeout_s))
+        except RuntimeError as error:
+            raise StageLostError(
+                f"rank {self.rank} of {self.degree} lost another one: {error}"
+            ) from error
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _gloo(seat: Seat, store: Any) -> Any:
+    distributed: Any = torch.distributed
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=seat.address)]
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    own = distributed.PrefixStore("gloo", store)
+    return distributed.ProcessGroupGloo(own, seat.rank, seat.degree, options)
+
+
+def _nccl(seat: Seat, store: Any) -> Any:
+    distributed: Any = torch.distributed
+    if not distributed.is_nccl_available():
+        raise DeviceError("this torch has no NCCL; give each stage one GPU")
+    torch.cuda.set_device(seat.device)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    own = distributed.PrefixStore("nccl", store)
+    return distributed.ProcessGroupNCCL(own, seat.rank, seat.degree, options)
+
+
+def _from_rank_0(limit: timedelta | None = None) -> Any:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    if limit is not None:
+        options.timeout = limit
+    return options

@@ -1,0 +1,77 @@
+"""The first stage's part in a run: its scheduler and its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from actors.messages import Chunk, Finished, Progress
+from actors.processes.health import SlotTokens
+from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.live import Inbox, LiveRun
+from actors.schedule.scheduler import QueueSizes, Scheduler
+from actors.schedule.table import make_scheduler
+from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
+
+
+class Leader:
+    """The first stage's scheduler and driver, which stay between two calls of a run."""
+
+    def __init__(
+        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision = NO_SUPERVISION
+    ) -> None:
+        self._sizes = sizes
+        self._pipeline = pipeline
+        self._run: int | None = None
+        self._earlier = earlier  # of the runs before
+        self._scheduler: Scheduler
+        self._driver: PipelineDriver
+        self._failed = False
+
+    @property
+    def queue(self) -> QueueDepth | None:
+        """Requests and micro-batches in the queue; None before the first run."""
+        if self._run is None:
+            return None
+        scheduler, slots = self._scheduler, self._sizes.slots
+        under_way = self._driver.under_way
+        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way, self.supervision)
+
+    @property
+    def supervision(self) -> Supervision:
+        """What was done about requests that outgrew their reservation, in all runs."""
+        own = NO_SUPERVISION if self._run is None else self._scheduler.supervision
+        return own.after(self._earlier)
+
+    def slot_tokens(self) -> SlotTokens:
+        """Requests in slots, and their tokens; for any thread."""
+        run = self._run
+        return SlotTokens(run, {} if run is None else self._driver.slot_tokens())
+
+    def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
+        """Run `StageActor.generate`."""
+        if chunk.run != self._run:
+            self._begin(chunk.run)
+        elif self._failed:
+            return
+        self._failed = True  # until this call has come to its end
+        self._scheduler.add(chunk.requests, chunk.last)
+        for finished in self._driver.run():
+            if finished:
+                yield finished
+        self._failed = False
+
+    def live(self, inbox: Inbox) -> Iterator[tuple[Progress, ...]]:
+        """Run `StageActor.live`."""
+        self._begin(inbox.run)
+        self._failed = True  # until it has come to its end
+        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens).events()
+        self._failed = False
+
+    def _begin(self, run: int) -> None:
+        if self._run is not None and not self._failed:
+            self._driver.drop()
+        earlier = self.supervision
+        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
+        self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
+        self._driver = PipelineDriver(self._scheduler, self._pipeline)
+        self._run = run  # last: `queue` looks at what comes before

@@ -1,0 +1,138 @@
+"""The ranks that follow rank 0 of a stage, as its actor sees them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from actors.collectives.meeting import Meeting
+from actors.processes.health import BatchFailure, RankSigns, RunReport
+from actors.stage.stage import Stage
+from actors.stage_figures import LayersLoaded, StageStats
+from quant.common.errors import DeviceError, StageLostError
+from quant.importance.statistics import LayerImportance
+
+T = TypeVar("T")
+
+LEAVE_S = 15.0
+"""Ranks that rank 0 has left end what they compute within this time, or their stage is lost: the
+driver waits a little longer."""
+
+
+class Followers:
+    """Ranks 1 and up of the stage `index`, whose `actors` are `RankActor`; there may be none."""
+
+    def __init__(self, index: int, actors: Sequence[Any]) -> None:
+        self._index = index
+        self._actors = list(actors)
+        self._signs = SignsOfLife(self._actors)
+        self._meeting: Meeting | None = None
+
+    def wait(self) -> None:
+        """Return when all have devices and processes; `StageLostError` where one dies."""
+        self._get([actor.layers_loaded.remote() for actor in self._actors])
+
+    def load(self, importance: Sequence[LayerImportance] | None) -> list[ObjectRef[StageStats]]:
+        """Have each load its part, at the same time."""
+        kept = ray.put(importance) if self._actors else None
+        return [actor.load.remote(kept) for actor in self._actors]
+
+    def loaded(self, loading: list[ObjectRef[StageStats]]) -> list[StageStats]:
+        """The figures of all that were asked to load; raises what they raise."""
+        return self._get(loading)
+
+    def meet(self, stage: Stage) -> None:
+        """Have `stage` and all others join a group and follow it; `DeviceError` where they do not
+        meet, `StageLostError` where one has died.
+        """
+        self._meeting = meeting = Meeting.on_this_node()
+        joining = [actor.join.remote(meeting) for actor in self._actors]
+        try:
+            stage.join(meeting.join(0, stage.spec.degree, stage.device))
+        except DeviceError:
+            self._get(ray.wait(joining, num_returns=len(joining), timeout=0)[0])
+            raise
+        self._get(joining)
+        if stage.device.type == "cpu":
+            meeting.end()
+        for actor in self._actors:
+            actor.follow.remote()
+
+    def leave(self, stage: Stage | None) -> BatchFailure | None:
+        """End the group of `stage`; what another rank failed at, if one did.
+
+        Raises `StageLostError` where one has died or does not come to rest.
+        """
+        if not self._actors:
+            return None
+        if stage is not None:
+            stage.leave()
+        if self._meeting is not None:
+            self._meeting.end()
+            self._meeting = None
+        reports: list[RunReport] = self._get(
+            [actor.leave_run.remote() for actor in self._actors], LEAVE_S
+        )
+        return next((each.failure for each in reports if each.failure is not None), None)
+
+    def signs(self) -> RankSigns:
+        """What is known of their lives by now, without waiting for them; for one thread."""
+        self._signs.look()
+        return self._signs.ranks
+
+    def layers_loaded(self, own: LayersLoaded) -> LayersLoaded:
+        """How far the rank is that has loaded least, or rank 0 by its `own` figures with what it
+        alone does; for the thread of `signs`.
+        """
+        self._signs.look()
+        if own.what != "weights":
+            return own
+        return replace(own, done=min([own.done, *(each.done for each in self._signs.layers)]))
+
+    def _get(self, references: Sequence[ObjectRef[T]], limit_s: float | None = None) -> list[T]:
+        try:
+            return ray.get(list(references), timeout=limit_s)
+        except RayActorError as error:
+            raise StageLostError(f"a rank of stage {self._index} died: {error}") from error
+        except GetTimeoutError as error:
+            raise StageLostError(
+                f"a rank of stage {self._index} did not come to rest within {limit_s:g} s"
+            ) from error
+
+
+class SignsOfLife:
+    """Asks `actors` for signs of life, and takes what has come; a process that has given none yet
+    may still be starting.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self.layers = [LayersLoaded()] * len(actors)
+        self.ranks = RankSigns()
+        self._actors = actors
+        self._asked: dict[int, tuple[ObjectRef[LayersLoaded], float]] = {}
+        self._met: set[int] = set()
+
+    def look(self) -> None:
+        """Take answers and ask again."""
+        died, silent, longest_s = self.ranks.died, None, 0.0
+        now_s = time.monotonic()
+        for number, actor in enumerate(self._actors):
+            if number in self._asked:
+                reference, asked_s = self._asked[number]
+                if not ray.wait([reference], timeout=0)[0]:
+                    if number in self._met and now_s - asked_s > longest_s:
+                        silent, longest_s = number + 1, now_s - asked_s
+                    continue
+                try:
+                    self.layers[number] = ray.get(reference)
+                except RayActorError:
+                    died = number + 1
+                self._met.add(number)
+            self._asked[number] = actor.layers_loaded.remote(), now_s
+        self.ranks = RankSigns(died, silent, longest_s)

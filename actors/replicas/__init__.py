@@ -1,0 +1,1 @@
+"""Several pipelines of stages that share the rows of one run: who gets them, and who comes back."""

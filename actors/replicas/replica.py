@@ -1,0 +1,196 @@
+"""One replica: a thread that loads its stages, generates, and starts lost ones again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ray.exceptions import RayError
+
+from actors.messages import Request
+from actors.processes.ray_head import check_head
+from actors.recovery.faults import RunInterruptedError
+from actors.recovery.policy import EventReporter
+from actors.replicas.group import Group
+from actors.replicas.restarts import LoadingTurns, Restarts
+from actors.replicas.shared_rows import SharedRows
+from planner.fleet.spec import make_up_text
+from planner.plan.spec import PlanSpec
+from quant.common.errors import DeviceError, DeviceLostError, HeadLostError, StageLostError
+
+Status = Literal["loading", "ready", "away", "gone"]
+"""Loading for the first time, taking rows, lost and to be started again, or given up."""
+
+LOSSES = (StageLostError, DeviceError, RayError)
+"""Errors that a replica is lost by alone; by all others the run ends."""
+
+
+@dataclass(eq=False)
+class Board:
+    """What a pool and the threads of its replicas tell each other; `changed` guards all of it.
+
+    `rows` are those of the present run. `error` ends it, whatever the other replicas do.
+    """
+
+    events: EventReporter
+    restarts: Restarts
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    rows: SharedRows | None = None
+    error: Exception | None = None
+    is_closing: bool = False
+
+    def __post_init__(self) -> None:
+        """Nobody loads yet."""
+        self.turns = LoadingTurns(self.changed)
+
+
+class Replica:
+    """Replica `index` of a pool, whose stages `make` makes; `error` is what it was lost by last."""
+
+    def __init__(self, index: int, plan: PlanSpec, make: Callable[[], Group], board: Board) -> None:
+        self.index, self.plan = index, plan
+        self.name = f"replica {index} ({make_up_text(plan)})"
+        self.status: Status = "loading"
+        self.is_generating = False
+        self.group: Group | None = None
+        self.error: Exception | None = None
+        self.failed_s = 0.0  # of the monotonic clock
+        self._make, self._board = make, board
+        self._rows: SharedRows | None = None
+        self._attempts = 0  # in a row, after which no row finished
+        self._lost_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Load in the background, unless that is going on or done; also after it was given up."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self.status, self._attempts = "loading", 0
+        name = f"llmpq-replica-{self.index}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait_ended(self, limit_s: float) -> bool:
+        """Wait until the thread has ended, which it does when the board is closing."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def release(self) -> None:
+        """Free the stages, whatever the thread does with them."""
+        if self.group is not None:
+            with suppress(RayError):  # with Ray they are gone too
+                self.group.__exit__(None, None, None)
+
+    def _run(self) -> None:
+        try:
+            while self._live_once():
+                pass
+        except Exception as error:
+            with self._board.changed:
+                self._board.error = self._board.error or error
+                self.status = "gone"
+                self._board.changed.notify_all()
+        finally:
+            self.release()
+
+    def _live_once(self) -> bool:
+        """Load, and generate until it is lost; returns whether to do so again."""
+        try:
+            self._load()
+            self._serve()
+        except HeadLostError:
+            raise
+        except LOSSES as error:
+            check_head()
+            return self._lose(error)
+        return False
+
+    def _load(self) -> None:
+        with self._board.turns.on({stage.node for stage in self.plan.stages}):
+            if self._board.is_closing:
+                return
+            self.group = self._make()
+            self.group.__enter__()
+        with self._board.changed:
+            self.status = "ready"
+            self._board.changed.notify_all()
+        if self._lost_s is not None:
+            away_s = time.monotonic() - self._lost_s
+            self._tell(f"{self.name} is back after {away_s:.0f} s and takes rows again")
+            self._lost_s = None
+
+    def _serve(self) -> None:
+        """Generate for one run after the other until the board is closing."""
+        while (rows := self._next_rows()) is not None:
+            assert self.group is not None, "it is loaded"
+            self._rows = rows
+            try:
+                for finished in self.group.generate(rows.requests(self.index), few=True):
+                    if rows.finish(self.index, finished):
+                        self._attempts = 0
+            except RunInterruptedError:
+                if not self._board.is_closing:
+                    self.group.abandon()
+            finally:
+                self._note_idle()
+
+    def _note_idle(self) -> None:
+        with self._board.changed:
+            self.is_generating = False
+            self._board.changed.notify_all()
+
+    def _next_rows(self) -> SharedRows | None:
+        """The rows of a run, once there is something to do for it; None when it is closing."""
+        board = self._board
+        with board.changed:
+            while not board.is_closing:
+                if board.rows is not None and board.rows.has_work():
+                    self.is_generating = True
+                    return board.rows
+                board.changed.wait()
+        return None
+
+    def _lose(self, error: Exception) -> bool:
+        """Give back its rows and wait for the next attempt; False where there is none."""
+        board = self._board
+        unfinished: tuple[Request, ...] = () if self.group is None else self.group.unfinished()
+        self.release()
+        self.group = None
+        if board.is_closing:
+            return False
+        self.error, self.failed_s = error, time.monotonic()
+        self._lost_s = self._lost_s or self.failed_s
+        self._attempts += 1
+        pause_s = board.restarts.pause_before(self._attempts, error)
+        rows = 0
+        with board.changed:
+            self.status = "gone" if pause_s is None else "away"
+            if self._rows is not None:
+                rows = self._rows.give_back(self.index, unfinished)
+            self._rows = None
+            board.changed.notify_all()
+        self._tell(self._loss_text(error, rows, pause_s))
+        if pause_s is None:
+            return False
+        with board.changed:
+            board.changed.wait_for(lambda: board.is_closing, pause_s)
+        return not board.is_closing
+
+    def _loss_text(self, error: Exception, rows: int, pause_s: float | None) -> str:
+        why, *_ = str(error).splitlines() or [type(error).__name__]  # Ray's have many lines
+        text = f"{self.name} is lost: {why}"
+        if isinstance(error, DeviceLostError) and self._board.restarts.on_device_loss == "replan":
+            text += "; the pipelines of a fleet are not planned again"
+        if rows:
+            text += f"; its {rows} rows go to the others"
+        if pause_s is None:
+            return f"{text}; it is given up"
+        return f"{text}; it is started again in {pause_s:.0f} s"
+
+    def _tell(self, text: str) -> None:
+        self._board.events.tell("replica", None, 0.0, text)

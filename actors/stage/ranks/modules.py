@@ -1,0 +1,112 @@
+"""The modules of a stage that one rank holds a part of, and how the parts come together.
+
+Attention has the rank's heads alone and the MLP its columns: each ends in a sum over the ranks.
+The embedding looks up the rank's rows and sums; the LM head gives the rank's part of the logits,
+which rank 0 gathers. Norms, positions and projections are on every rank, so that hidden states are
+the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from actors.collectives.group import ALONE, RankGroup
+from actors.stage.partial_model import architecture_of
+from planner.model.shape import ModelShape
+from planner.model.tensor_parallel import RankShare, layer_cuts, vocabulary_cut
+from quant.cache.layer import put_submodule
+from quant.cuts import Cut
+
+
+class OfGroup(nn.Module):
+    """A module that computes with the other ranks of `group`."""
+
+    group: RankGroup = ALONE
+
+
+class SummedLinear(OfGroup):
+    """A row-parallel linear layer: the sum of the ranks' products, and the bias added once."""
+
+    def __init__(self, linear: nn.Module, bias: nn.Parameter | None) -> None:
+        """Wrap `linear`, which has no bias any more."""
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` `[..., in of the rank]` to `[..., out]`, the same on every rank."""
+        out = self.group.all_reduce(self.linear(x))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabularyPart(OfGroup):
+    """The rows of the token embedding from `begin` on that a rank holds."""
+
+    def __init__(self, rows: int, width: int, begin: int) -> None:
+        super().__init__()
+        self.begin = begin
+        weight = torch.empty(rows, width, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """The embeddings `[..., width]` of ids, of which one rank knows each."""
+        own = token_ids - self.begin
+        is_other = (own < 0) | (own >= len(self.weight))
+        found = F.embedding(own.masked_fill(is_other, 0), self.weight)
+        return self.group.all_reduce(found.masked_fill_(is_other[..., None], 0.0))
+
+
+def divide(model: PreTrainedModel, shape: ModelShape, share: RankShare, layers: range) -> None:
+    """Give the stage's modules, on the meta device, the sizes of the rank's part."""
+    architecture = architecture_of(model.config)
+    decoder = model.get_decoder()
+    stack = getattr(decoder, architecture.layers)
+    cuts = layer_cuts(shape, share, architecture)
+    holder = architecture.attention[0].rpartition(".")[0]
+    for index in layers:
+        for name, cut in cuts.items():
+            put_submodule(stack[index], name, _part(stack[index].get_submodule(name), cut))
+        _keep_heads(stack[index].get_submodule(holder), share)
+    cut = vocabulary_cut(shape, share)
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        part = VocabularyPart(cut.length, embedding.embedding_dim, cut.begin)
+        setattr(decoder, architecture.embedding[0], part)
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        model.set_output_embeddings(_part(head, cut))
+
+
+def sum_over_ranks(model: PreTrainedModel, layer: nn.Module) -> None:
+    """Put the sum over the ranks behind the row-parallel linears of a loaded layer."""
+    architecture = architecture_of(model.config)
+    for name in (architecture.attention[-1], architecture.mlp[-1]):
+        linear: Any = layer.get_submodule(name)
+        bias, linear.bias = linear.bias, None
+        put_submodule(layer, name, SummedLinear(linear, bias))
+
+
+def join(model: PreTrainedModel, group: RankGroup) -> None:
+    """Have the stage's modules compute with `group` from now on."""
+    for module in model.modules():
+        if isinstance(module, OfGroup):
+            module.group = group
+
+
+def _part(linear: nn.Module, cut: Cut) -> nn.Linear:
+    assert isinstance(linear, nn.Linear), "no weight is loaded yet"
+    out, into = linear.weight[cut.index].shape
+    return nn.Linear(into, out, bias=linear.bias is not None, device="meta")
+
+
+def _keep_heads(attention: Any, share: RankShare) -> None:
+    """Tell a family's attention of the heads that it has left, where it counts them itself."""
+    if hasattr(attention, "num_heads"):
+        attention.num_heads = len(share.heads)
+    if hasattr(attention, "alibi_slopes"):
+        attention.alibi_slopes = attention.alibi_slopes[share.heads.start : share.heads.stop]

@@ -1,0 +1,90 @@
+"""A fleet as runs take it: its plans, a plan that stands for all, what it cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from planner.fleet.spec import FleetSpec, joined_plan
+from planner.plan.job_forecast import JobForecast
+from planner.plan.spec import PlanSpec
+from quant.common.errors import SpecError
+from quant.scheme import GPTQ
+
+if TYPE_CHECKING:
+    from llmpq.run.options import RunOptions
+
+Runnable = PlanSpec | FleetSpec
+"""What a run can be made of: one pipeline's plan, or those of several that share its rows."""
+
+
+def named_plans(spec: Runnable, source: str = "the plan") -> dict[str, PlanSpec]:
+    """The plans of all pipelines by where they stand in the file `source`."""
+    if isinstance(spec, PlanSpec):
+        return {source: spec}
+    return {f"{source}: field replicas.{i}": plan for i, plan in enumerate(spec.replicas)}
+
+
+def plans_of(spec: Runnable) -> tuple[PlanSpec, ...]:
+    """The plans of all pipelines."""
+    return tuple(named_plans(spec).values())
+
+
+def shown_plan(spec: Runnable) -> PlanSpec:
+    """The plan, or one with the stages and the forecast of a whole fleet: to be watched and shown.
+
+    What all pipelines have in common, such as the lengths that they have room for, is that of it.
+    """
+    if isinstance(spec, PlanSpec):
+        return spec
+    joined = replace(joined_plan(spec), baselines=())  # they stand beside one pipeline
+    return joined if joined.job is None else replace(joined, job=_job_of(spec, joined.job))
+
+
+def _job_of(fleet: FleetSpec, one: JobForecast) -> JobForecast:
+    """The forecast of the job that all pipelines do together, of which `one` does a part."""
+    tokens = fleet.tokens_per_s * fleet.latency_s
+    prompts = max(1, round(tokens / one.job.lengths.mean_output))
+    return replace(
+        one,
+        job=replace(one.job, prompts=prompts),
+        seconds=fleet.latency_s,
+        tokens_per_s=fleet.tokens_per_s,
+    )
+
+
+def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
+    """Raise `SpecError` for what a fleet cannot be run with; a plan passes."""
+    if isinstance(spec, PlanSpec):
+        return
+    if options.replan == "auto":
+        raise SpecError(
+            f"replan auto has no effect with a fleet ({source}): its pipelines are started again, "
+            "but not planned again; leave it out"
+        )
+    if options.trace is not None:
+        raise SpecError(
+            f"trace has no effect with a fleet ({source}): it is of one pipeline; leave it out"
+        )
+    check_rooms(spec, source)
+    bits = {tuple(b for stage in plan.stages for b in stage.bitwidths) for plan in spec.replicas}
+    if len(bits) > 1 and any(plan.rounding == GPTQ for plan in spec.replicas):
+        raise SpecError(
+            f"{source}: its pipelines have different bits, and rounding {GPTQ} calibrates one "
+            "checkpoint for all; plan with another --rounding"
+        )
+
+
+def check_rooms(fleet: FleetSpec, source: str) -> None:
+    """Raise `SpecError` unless every pipeline has room for the same rows."""
+    rooms = [
+        (each.workload.prompt_length, each.workload.new_tokens, each.workload.total_length)
+        for each in fleet.replicas
+    ]
+    for index, room in enumerate(rooms):
+        if room != rooms[0]:
+            raise SpecError(
+                f"{source}: field replicas.{index}.workload: room for {room[0]} prompt and "
+                f"{room[1]} new tokens, {room[2]} in all, where the first pipeline has "
+                f"{rooms[0][0]}, {rooms[0][1]} and {rooms[0][2]}; plan again"
+            )

@@ -1,0 +1,130 @@
+"""Which make-ups, and how many of each: an integer programme over priced pipelines.
+
+Nodes are packed exactly: a pool of equal devices is cut by one of the ways to divide it into blocks
+of the sizes that occur, and no more blocks are used than are cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.fleet.makeups import MakeUp
+from quant.common.errors import InfeasibleError
+
+MOST_CUTS = 300
+"""Ways to cut a pool; of more only those of one size each, with a rest."""
+
+MASTER_GAP = 1e-3
+
+Cut = tuple[int, ...]
+"""Sizes of the blocks of a pool, descending."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How many pipelines of each column [C], how often each kind of pool is cut in each way, and
+    the most value that any choice has.
+    """
+
+    counts: tuple[int, ...]
+    cuts: Mapping[tuple[int, int], tuple[tuple[Cut, int], ...]]
+    value: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """The most by which the value can be below the best one, relative to it."""
+        return max(0.0, (self.bound - self.value) / self.bound) if self.bound > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """A priced make-up: tokens per second, and the value that is maximised."""
+
+    make_up: MakeUp
+    tokens_per_s: float
+    value: float
+
+
+def divide(
+    columns: Sequence[Column],
+    pools: Mapping[tuple[int, int], int],
+    number: int | None = None,
+    least_tokens_per_s: float = 0.0,
+    time_limit_s: float = 5.0,
+) -> Division:
+    """The counts of `columns` that have the most value together, in `pools` (kind and size, with
+    how many there are), with `number` pipelines in all, or any (None).
+
+    InfeasibleError where there is none.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
+
+    sizes = sorted({(block.kind, block.size) for c in columns for block in c.make_up})
+    ways = {pool: _cuts(pool[1], [s for k, s in sizes if k == pool[0]]) for pool in pools}
+    cuts = [(pool, cut) for pool, every in ways.items() for cut in every]
+    columns_n, n = len(columns), len(columns) + len(cuts)
+    used = np.zeros((len(sizes), n))
+    for j, column in enumerate(columns):
+        for block in column.make_up:
+            used[sizes.index((block.kind, block.size)), j] += 1
+    for j, ((kind, _), cut) in enumerate(cuts):
+        for size, count in Counter(cut).items():
+            used[sizes.index((kind, size)), columns_n + j] -= count
+    taken = np.zeros((len(pools), n))
+    for row, pool in enumerate(pools):
+        taken[row, columns_n:] = [own == pool for own, _ in cuts]
+    total = np.zeros((2, n))
+    total[0, :columns_n], total[1, :columns_n] = 1.0, [c.tokens_per_s for c in columns]
+    most = np.inf if number is None else number
+    value = np.zeros(n)
+    value[:columns_n] = [column.value for column in columns]
+    scale = float(np.abs(value).max()) or 1.0
+    found = milp(
+        -value / scale,
+        integrality=np.ones(n, dtype=int),
+        bounds=Bounds(0, np.inf),
+        constraints=[
+            LinearConstraint(used, -np.inf, 0.0),
+            LinearConstraint(taken, 0.0, np.array(list(pools.values()), dtype=float)),
+            LinearConstraint(total, [number or 1, least_tokens_per_s], [most, np.inf]),
+        ],
+        options={"time_limit": time_limit_s, "mip_rel_gap": MASTER_GAP},
+    )
+    if found.x is None:
+        raise InfeasibleError(f"no choice of pipelines makes {number or 'one'} of these devices")
+    counts = np.round(found.x).astype(int)
+    chosen: dict[tuple[int, int], list[tuple[Cut, int]]] = {}
+    for (pool, cut), count in zip(cuts, counts[columns_n:], strict=True):
+        if count:
+            chosen.setdefault(pool, []).append((cut, int(count)))
+    bound = found.mip_dual_bound if found.mip_dual_bound is not None else found.fun
+    return Division(
+        tuple(int(each) for each in counts[:columns_n]),
+        {pool: tuple(each) for pool, each in chosen.items()},
+        -float(found.fun) * scale,
+        -float(bound) * scale,
+    )
+
+
+def _cuts(size: int, sizes: Sequence[int]) -> list[Cut]:
+    """The ways to divide `size` devices into blocks of `sizes` that no block can be added to."""
+    found = []
+    for cut in _sums(size, sorted(sizes, reverse=True)):
+        found.append(cut)
+        if len(found) > MOST_CUTS:
+            return [(each,) * (size // each) for each in sizes if each <= size]
+    return found
+
+
+def _sums(left: int, sizes: Sequence[int]) -> Iterator[Cut]:
+    if not any(size <= left for size in sizes):
+        yield ()
+        return
+    for number, size in enumerate(sizes):
+        if size <= left:
+            yield from ((size, *rest) for rest in _sums(left - size, sizes[number:]))

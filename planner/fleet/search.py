@@ -1,0 +1,295 @@
+"""Dividing a cluster into pipelines that together finish a job soonest.
+
+By decomposition: make-ups of a pipeline are priced one by one, each by the search for a plan of its
+own; an integer programme chooses how many of each there are and how nodes are cut for them. The
+choice among what was priced is proven up to its gap; what was not priced is bounded by the ceiling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.cluster.spec import ClusterSpec
+from planner.costs.model import CostModel
+from planner.fleet.ceiling import ceiling_tokens_per_s, device_tokens_per_s
+from planner.fleet.makeups import (
+    MOST_DEVICES,
+    MakeUp,
+    Pools,
+    even_shares,
+    grouped_make_ups,
+    mixed_kinds,
+    single_kind,
+)
+from planner.fleet.master import Column, Division, divide
+from planner.fleet.placing import Placed, place
+from planner.fleet.plans import fleet_plans
+from planner.fleet.pricing import Priced, Pricing
+from planner.fleet.simulation import Server, simulate_fleet
+from planner.fleet.spec import FleetRecord, FleetSpec, plan_devices
+from planner.model.shape import ModelShape
+from planner.optimiser.names import BASELINE_METHODS
+from planner.options import AUTO, BOUNDS, PlanOptions, quality_of
+from planner.plan.spec import PLAN_VERSION
+from planner.quality.sensitivity import Omega
+from planner.search.groupings import degrees_of
+from planner.search.memory_fit import misfit
+from planner.search.remedies import PlanningRequest, naming_remedies
+from planner.search.search import REMEDY_PLANNER, costs_of, with_fitting_cache
+from planner.search.tradeoffs.qualities import SLOWER, TIE_BREAK
+from planner.workload import Job, Workload
+from quant.common.errors import SpecError
+
+PRICING_S, PRICING_S_PER_DEVICE = 5.0, 0.03
+"""Seconds in which make-ups are priced for their speed: at least so many, and as many for every
+device, as long as `search_time_limit` allows them."""
+
+MOST_SHARE = 32
+"""Devices of a share of the whole cluster that is priced, beside smaller make-ups."""
+
+FEW = (2, 1, 3, 4)
+"""Numbers of pipelines for which the cluster is divided evenly, the most promising first."""
+
+QUALITY_TIME = 0.4
+"""The share of the time that is left for the quality that is wanted, once speeds are known."""
+
+HIGH_WORTH = 4.0
+"""How much more sensitivity counts for `high` than for `balanced`."""
+
+
+@dataclass(frozen=True, eq=False)
+class FleetRequest:
+    """What is to be planned: pipelines of `shape` (found at `source`) on `cluster` that share
+    `job`, `number` of them, or as many as are best (None).
+    """
+
+    cluster: ClusterSpec
+    shape: ModelShape
+    source: str
+    job: Job
+    options: PlanOptions
+    number: int | None = None
+
+
+def find_fleet(request: FleetRequest, clock: Callable[[], float] = time.perf_counter) -> FleetSpec:
+    """The pipelines that share the request's job.
+
+    Raises `SpecError` for what cannot be planned as asked, `InfeasibleError` when nothing fits.
+    """
+    _check(request)
+    asked = PlanningRequest.of(request.cluster, request.shape, request.job, request.options)
+    with naming_remedies(asked, REMEDY_PLANNER):
+        if request.options.kv_bits != AUTO:
+            return _find(request, *costs_of(asked), clock)
+        return with_fitting_cache(
+            request.options,
+            lambda options: _find(
+                replace(request, options=options), *costs_of(replace(asked, options=options)), clock
+            ),
+        )
+
+
+def number_of(replicas: int | str) -> int | None:
+    """The number of pipelines that is asked for; None for `auto`."""
+    if replicas == AUTO:
+        return None
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise SpecError(f"replicas is {replicas!r}; give auto, or a whole number of at least 1")
+    return replicas
+
+
+def as_job(workload: Workload | Job) -> Job:
+    """A job as it is; of a batch one of so many prompts that are all alike."""
+    if isinstance(workload, Job):
+        return workload
+    return Job.of(workload.global_batch, workload.prompt_length, workload.new_tokens)
+
+
+def _check(request: FleetRequest) -> None:
+    """Refuse options of a single pipeline, and numbers that cannot be."""
+    options, number = request.options, request.number
+    devices = len(request.cluster.devices)
+    if number is not None and not 1 <= number <= devices:
+        raise SpecError(
+            f"replicas is {number}, but cluster {request.cluster.name} has {devices} devices; give "
+            f"auto or 1 to {devices}"
+        )
+    if options.method in BASELINE_METHODS:
+        raise SpecError(f"method {options.method} makes one pipeline; leave replicas out")
+    for name in (*BOUNDS, "in_flight"):
+        if getattr(options, name) not in (None, AUTO):
+            raise SpecError(
+                f"{name} is of one pipeline, and replicas have one each; leave one of them out"
+            )
+
+
+def _find(
+    request: FleetRequest, costs: CostModel, omega: Omega, clock: Callable[[], float]
+) -> FleetSpec:
+    began = clock()
+    pools = Pools.of(request.cluster)
+    pricing = _pricing(request, costs, pools, began, clock)
+    for make_up in _make_ups(request, costs, pools, pricing):
+        pricing.price(make_up)
+    if not pricing.priced:
+        raise misfit(costs)
+    division, chosen = _chosen(request, pricing, pools)
+    placed = place(division, [each.make_up for each in chosen], pools)
+    return _fleet(request, omega.source, pricing, (division, chosen, placed), began)
+
+
+def _pricing(
+    request: FleetRequest,
+    costs: CostModel,
+    pools: Pools,
+    began: float,
+    clock: Callable[[], float],
+) -> Pricing:
+    """The pricing of make-ups, with about the share of the job that each device does."""
+    devices = len(request.cluster.devices)
+    limit_s = max(PRICING_S, PRICING_S_PER_DEVICE * devices)
+    limit_s = min(request.options.search_time_limit / (1 + QUALITY_TIME), limit_s)
+    rates = [device_tokens_per_s(costs, request.job, kind) for kind in pools.kinds]
+    total = sum(rate * pools.devices_of(kind) for kind, rate in enumerate(rates))
+    shares = tuple(rate / total for rate in rates)
+    return Pricing(costs, request.job, pools.kinds, shares, began, limit_s, clock)
+
+
+def _make_ups(
+    request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
+) -> Iterator[MakeUp]:
+    """Yield the make-ups to price, most promising first: of each kind alone, then even shares of
+    the cluster, then mixtures of two kinds.
+    """
+    degrees = degrees_of(costs)
+    devices = len(request.cluster.devices)
+    numbers = [each for each in FEW if devices <= MOST_SHARE * each]
+    if request.number is not None:
+        numbers = [request.number]
+    fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
+    least = {kind: _least(pools, kind, pricing) for kind in range(len(pools.kinds))}
+    alone = {kind: least[kind] for kind in fastest if least[kind] <= MOST_DEVICES}
+    phases = (
+        [single_kind(pools, kind, each, pricing.speed) for kind, each in alone.items()],
+        [even_shares(pools, numbers, fastest)],
+        [mixed_kinds(pools, kind, least) for kind in fastest],
+    )
+    for phase in phases:
+        for make_up in _in_turns(phase):
+            if request.options.tensor_parallel in (1, AUTO):
+                yield make_up
+            yield from grouped_make_ups(make_up, degrees)
+
+
+def _in_turns(sources: Iterable[Iterator[MakeUp]]) -> Iterator[MakeUp]:
+    """Yield one of each source in turn until all have ended."""
+    left = list(sources)
+    while left:
+        for each in list(left):
+            make_up = next(each, None)
+            if make_up is None:
+                left.remove(each)
+            else:
+                yield make_up
+
+
+def _least(pools: Pools, kind: int, pricing: Pricing) -> int:
+    """The fewest devices of a kind that hold the model; more than there may be where none do."""
+    most = pools.devices_of(kind)
+    count = 1
+    while count <= most and not pricing.fits(pools.blocks(kind, count)):
+        count += 1 if count < 8 else max(1, count // 4)
+    return count
+
+
+def _chosen(request: FleetRequest, pricing: Pricing, pools: Pools) -> tuple[Division, list[Priced]]:
+    """The division of the quality that is wanted, and the priced make-ups that it counts."""
+    columns = _columns(pricing.priced, 0.0)
+    fast = divide(columns, pools.counts(), request.number)
+    quality = quality_of(request.options)
+    worth = _worth(request, pricing, fast)
+    if worth <= TIE_BREAK:
+        return fast, pricing.priced
+    speed = _tokens_per_s(pricing.priced, fast)
+    pricing.limit_s *= 1 + QUALITY_TIME
+    taken = [each for each, count in zip(pricing.priced, fast.counts, strict=True) if count]
+    others = sorted(
+        (each for each in pricing.priced if each not in taken),
+        key=lambda each: -each.tokens_per_s / sum(b.size for b in each.make_up),
+    )
+    for each in [*taken, *others]:
+        pricing.price(each.make_up, worth)
+    least = (1 - SLOWER) * speed if quality == "high" else 0.0
+    columns = _columns(pricing.priced, worth / pricing.worst_sensitivity)
+    found = divide(columns, pools.counts(), request.number, least * (1 - 1e-6))
+    return found, pricing.priced
+
+
+def _worth(request: FleetRequest, pricing: Pricing, fast: Division) -> float:
+    """The share of its time that a pipeline's worst sensitivity counts for."""
+    quality, worst = quality_of(request.options), pricing.worst_sensitivity
+    if request.options.theta is not None:
+        seconds = request.job.output_tokens / _tokens_per_s(pricing.priced, fast)
+        return request.options.theta * worst / seconds
+    mean = _sensitivity(pricing.priced, fast)
+    if quality in (None, "fast") or mean <= 0:
+        return 0.0
+    return SLOWER * worst / mean * (HIGH_WORTH if quality == "high" else 1.0)
+
+
+def _columns(priced: Sequence[Priced], worth: float) -> list[Column]:
+    """The priced make-ups as columns: what counts is tokens per second, less what sensitivity is
+    worth of them.
+    """
+    return [
+        Column(p.make_up, p.tokens_per_s, p.tokens_per_s * (1 - worth * p.sensitivity))
+        for p in priced
+    ]
+
+
+def _tokens_per_s(priced: Sequence[Priced], division: Division) -> float:
+    pairs = zip(priced, division.counts, strict=False)
+    return sum(count * each.tokens_per_s for each, count in pairs)
+
+
+def _sensitivity(priced: Sequence[Priced], division: Division) -> float:
+    """The mean sensitivity of a token's pipeline."""
+    pairs = zip(priced, division.counts, strict=False)
+    total = sum(count * each.tokens_per_s * each.sensitivity for each, count in pairs)
+    return total / _tokens_per_s(priced, division)
+
+
+def _fleet(
+    request: FleetRequest,
+    omega_source: str,
+    pricing: Pricing,
+    found: tuple[Division, Sequence[Priced], Sequence[Placed]],
+    began: float,
+) -> FleetSpec:
+    """The fleet's file, with the forecast of all pipelines together by simulation."""
+    division, chosen, placed = found
+    cluster, job = request.cluster, request.job
+    plans = tuple(fleet_plans(cluster, request.source, omega_source, chosen, placed))
+    row_tokens = job.lengths.mean_output
+    servers = [
+        Server(plan.workload.global_batch, plan.predicted.tokens_per_s / row_tokens)
+        for plan in plans
+    ]
+    seconds = simulate_fleet(servers, job)
+    used = {name for plan in plans for name in plan_devices(plan)}
+    return FleetSpec(
+        version=PLAN_VERSION,
+        cluster=cluster.name,
+        replicas=plans,
+        unused_devices=tuple(d.name for d in cluster.devices if d.name not in used),
+        latency_s=seconds,
+        tokens_per_s=job.output_tokens / seconds,
+        record=FleetRecord(
+            seconds=pricing.clock() - began,
+            priced=len(pricing.priced),
+            gap=division.gap,
+            ceiling_tokens_per_s=ceiling_tokens_per_s(pricing.costs, job, cluster.devices),
+        ),
+    )

@@ -1,0 +1,158 @@
+"""The fleet: the plans of pipelines that share the rows of one job, as one file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from planner.plan.field_types import STRICT, Positive, Seconds
+from planner.plan.spec import FLEET_KEY, PLAN_VERSION, PlanSpec
+from quant.common.errors import SpecError
+from quant.common.whole_file import write_whole
+
+
+@dataclass(frozen=True, config=STRICT)
+class FleetRecord:
+    """How the fleet was found.
+
+    `seconds` of the search, in which `priced` make-ups of a pipeline were planned. `gap`: the most
+    that the choice among these can be from the best one, relative to it. `ceiling_tokens_per_s`: no
+    division of the cluster, among those or not, generates more.
+    """
+
+    seconds: Seconds
+    priced: int
+    gap: Seconds
+    ceiling_tokens_per_s: Positive
+
+
+@dataclass(frozen=True, config=STRICT)
+class FleetSpec:
+    """Pipelines that share the rows of one job, each with a plan of its own.
+
+    `latency_s` and `tokens_per_s` are of all together, by simulating rows that are handed out as
+    slots become free. `unused_devices` are in no pipeline.
+    """
+
+    version: int
+    cluster: str
+    replicas: Annotated[tuple[PlanSpec, ...], Field(min_length=1)]
+    unused_devices: tuple[str, ...]
+    latency_s: Positive
+    tokens_per_s: Positive
+    record: FleetRecord
+
+    def to_json(self) -> str:
+        """The fleet as indented JSON."""
+        return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the fleet as JSON; an existing file is replaced whole or not at all."""
+        target = Path(path)
+        if not target.name:
+            raise SpecError(f"cannot write the fleet to {str(path)!r}: no file name; name a file")
+        try:
+            write_whole(target, self.to_json())
+        except (OSError, ValueError) as error:
+            raise SpecError(f"cannot write the fleet to {target}: {error}") from error
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "fleet") -> FleetSpec:
+        """The fleet in `text`; raises `SpecError` naming `source` and the field."""
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SpecError(f"{source}: not a fleet: {error}") from error
+        if not is_fleet(content):
+            raise SpecError(f"{source}: not a fleet; make one with llmpq plan --replicas auto")
+        if content.get("version") != PLAN_VERSION:
+            raise SpecError(
+                f"{source}: fleet version {content.get('version')!r}, this llmpq reads "
+                f"{PLAN_VERSION}; plan again with llmpq plan"
+            )
+        try:
+            fleet = _ADAPTER.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise SpecError(f"{source}: field {where}: {first['msg']}") from error
+        fleet.check(source)
+        return fleet
+
+    def check(self, source: str = "fleet") -> None:
+        """Raise `SpecError` unless all plans are of one model and each device is in one of them."""
+        first = self.replicas[0]
+        for index, plan in enumerate(self.replicas):
+            where = f"{source}: field replicas.{index}"
+            plan.check(where)
+            if plan.model != first.model:
+                raise SpecError(
+                    f"{where}.model: {plan.model.name} where the others have {first.model.name}; "
+                    "plan again"
+                )
+        names = Counter(name for plan in self.replicas for name in plan_devices(plan))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise SpecError(
+                f"{source}: field replicas: {twice[0]} is in {names[twice[0]]} pipelines; plan "
+                "again"
+            )
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that all pipelines together have in flight."""
+        return sum(plan.workload.global_batch for plan in self.replicas)
+
+    def make_ups(self) -> dict[str, list[PlanSpec]]:
+        """The plans by their devices, such as `4 T4-16GB + 1 V100-SXM2-32GB`, in order."""
+        found: dict[str, list[PlanSpec]] = {}
+        for plan in self.replicas:
+            found.setdefault(make_up_text(plan), []).append(plan)
+        return found
+
+
+def is_fleet(content: object) -> bool:
+    """Whether a parsed file is one of a fleet."""
+    return isinstance(content, Mapping) and FLEET_KEY in content
+
+
+def plan_devices(plan: PlanSpec) -> tuple[str, ...]:
+    """Names of all devices that a plan's stages use."""
+    return tuple(name for stage in plan.stages for name in stage.device_names)
+
+
+def make_up_text(plan: PlanSpec) -> str:
+    """The devices of a plan by type, groups marked by their degree: `2x4 T4-16GB + 1 A30`."""
+    kinds = Counter((stage.accelerator, stage.degree) for stage in plan.stages)
+    return " + ".join(
+        f"{count} {name}" if degree == 1 else f"{count}x{degree} {name}"
+        for (name, degree), count in kinds.items()
+    )
+
+
+def joined_plan(fleet: FleetSpec) -> PlanSpec:
+    """One plan whose stages are those of all pipelines, for what shows stages one by one.
+
+    It is not to be run: layers come several times.
+    """
+    stages = [stage for plan in fleet.replicas for stage in plan.stages]
+    numbered = tuple(replace(stage, index=number) for number, stage in enumerate(stages))
+    shares = tuple(share for plan in fleet.replicas for share in plan.predicted.busy_share)
+    first = fleet.replicas[0]
+    predicted = replace(
+        first.predicted,
+        latency_s=fleet.latency_s,
+        tokens_per_s=fleet.tokens_per_s,
+        busy_share=shares,
+    )
+    workload = replace(first.workload, global_batch=fleet.in_flight, n_slots=None)
+    return replace(first, stages=numbered, predicted=predicted, workload=workload, origin=None)
+
+
+_ADAPTER: TypeAdapter[FleetSpec] = TypeAdapter(FleetSpec)

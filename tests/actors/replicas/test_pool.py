@@ -1,0 +1,250 @@
+"""Replicas that share rows: who gets them, what the loss of one means, and how it comes back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from threading import Event
+
+import pytest
+
+from actors.messages import Request
+from actors.replicas.restarts import LoadingTurns, Restarts
+from quant.common.errors import CheckpointError, DeviceError, DeviceLostError, SpecError
+from quant.common.errors import StageLostError as Lost
+from tests.actors.replicas.pretend_groups import WAIT_S, Scene, requests
+
+COUNT = 60
+
+
+def by_replica(scene: Scene) -> Counter[int]:
+    return Counter(index for index, _ in scene.handled)
+
+
+def ids(finished: object) -> list[str]:
+    return sorted((each.custom_id for each in finished), key=int)  # type: ignore[attr-defined]
+
+
+def waiting_for(event: Event) -> Callable[[], None]:
+    def wait() -> None:
+        assert event.wait(WAIT_S)
+
+    return wait
+
+
+ALL = [str(i) for i in range(COUNT)]
+
+
+def test_rows_go_where_slots_are_free_and_no_row_is_read_before() -> None:
+    """One replica finishes nothing until the other has done all but what is in its slots."""
+    scene = Scene(3, 5)
+    scene.may[1] = 0
+    read = 0
+
+    def source() -> Iterator[Request]:
+        nonlocal read
+        for request in requests(COUNT):
+            read += 1
+            yield request
+
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(source())
+        ended = []
+        while len(ended) < COUNT - 5:
+            ended += next(results)
+            assert read <= len(scene.handled) + 3 + 5
+        assert by_replica(scene)[0] == COUNT - 5
+        scene.let(1)
+        ended += [each for finished in results for each in finished]
+    assert ids(ended) == ALL
+    assert by_replica(scene) == {0: COUNT - 5, 1: 5}
+    assert pool.unfinished() == ()
+    assert sorted(scene.released)[0] == 0
+    assert scene.events == []
+
+
+def test_few_rows_are_spread_by_the_slots() -> None:
+    scene = Scene(4, 8)
+    scene.may = [0, 0]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter([*requests(6), None]))
+        assert next(results) == (), "the source pauses"
+        scene.until(lambda: sum(len(g.in_slots) for g in scene.groups.values()) == 6)
+        assert len(scene.groups[1].in_slots) in (3, 4, 5)
+        assert pool.tokens_in_flight().keys() == {str(i) for i in range(6)}
+        scene.let(0), scene.let(1)
+        assert len([each for finished in results for each in finished]) == 6
+
+
+def test_the_rows_of_one_that_is_lost_go_to_the_others_with_their_tokens() -> None:
+    scene = Scene(3, 4)
+    scene.may = [2, 0]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter(requests(COUNT)))
+        ended = [*next(results)]
+        while len(ended) < 2:
+            ended += next(results)
+        may_load = Event()
+        scene.loads[0] = waiting_for(may_load)
+        scene.lose(0, Lost("its node has burnt down"))
+        scene.let(1)
+        while len(ended) < COUNT // 2:
+            ended += next(results)
+        scene.until(lambda: len(scene.events) == 1)
+        assert "replica 0 (1 T4) is lost: its node has burnt down; its 3 rows" in scene.texts()[0]
+        assert by_replica(scene)[0] == 2
+        scene.may[1], scene.may[0] = 0, 10**9
+        may_load.set()
+        scene.until(lambda: len(scene.events) == 2)
+        assert "replica 0 (1 T4) is back after 0 s and takes rows again" in scene.texts()[1]
+        while by_replica(scene)[0] == 2:
+            ended += next(results)
+        scene.let(1)
+        ended += [each for finished in results for each in finished]
+    assert {event.kind for event in scene.events} == {"replica"}
+    assert ids(ended) == ALL
+    replayed = [request for _, request in scene.handled if request.generated == (7, 7)]
+    assert len(replayed) == 3
+
+
+def test_rows_that_come_back_last_wake_those_who_were_done() -> None:
+    scene = Scene(5, 5, restarts=Restarts(attempts=0))
+    scene.may = [10**9, 0]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter(requests(COUNT)))
+        ended = [*next(results)]
+        while len(ended) < COUNT - 5:
+            ended += next(results)
+        scene.until(lambda: len(scene.groups[1].in_slots) == 5)
+        scene.lose(1, DeviceLostError("late", (0,), ("b/T4:0",)))
+        ended += [each for finished in results for each in finished]
+    assert ids(ended) == ALL
+    assert by_replica(scene) == {0: COUNT}
+    assert "late; the pipelines of a fleet are not planned again; its 5 rows" in scene.texts()[0]
+    assert "it is given up" in scene.texts()[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_row_is_lost_or_doubled_however_replicas_come_and_go(seed: int) -> None:
+    draws = random.Random(seed)
+    scene = Scene(2, 3, 4, restarts=Restarts(attempts=100, pause_s=0.0))
+    with scene.pool as pool:
+        ended: list[str] = []
+        for finished in pool.generate(iter(requests(COUNT))):
+            ended += [each.custom_id for each in finished]
+            if draws.random() < 0.5:
+                scene.lose(draws.randrange(3), Lost("again"))
+    assert sorted(ended, key=int) == ALL
+
+
+def test_when_all_are_given_up_the_run_ends_and_says_why() -> None:
+    scene = Scene(2, 2, restarts=Restarts(attempts=1, pause_s=0.0))
+    scene.may = [0, 0]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter(requests(COUNT)))
+
+        def refuse() -> None:
+            raise DeviceError("in use")
+
+        scene.loads = {0: refuse, 1: refuse}
+        scene.lose(0, Lost("first"))
+        scene.lose(1, Lost("second"))
+        with pytest.raises(Lost, match=r"all 2 replicas are lost, at last replica . .*: in use"):
+            list(results)
+        assert len(pool.unfinished()) <= 4
+
+
+def test_one_that_cannot_be_loaded_does_not_keep_the_others() -> None:
+    scene = Scene(2, 2, restarts=Restarts(attempts=2, pause_s=0.0))
+
+    def refuse() -> None:
+        raise DeviceError("in use")
+
+    scene.loads = {0: refuse}
+    with scene.pool:
+        assert ids(scene.run(iter(requests(COUNT)))) == ALL
+        scene.until(lambda: any("given up" in text for text in scene.texts()))
+        del scene.loads[0]
+        assert ids(scene.run(iter(requests(COUNT)))) == ALL, "of the next run it gets a chance"
+        scene.until(lambda: any("is back" in text for text in scene.texts()))
+
+
+def test_where_none_can_be_loaded_it_is_said_as_of_one() -> None:
+    scene = Scene(2, 2)
+
+    def refuse() -> None:
+        raise DeviceError("in use")
+
+    scene.loads = {0: refuse, 1: refuse}
+    with pytest.raises(DeviceError, match="in use"), scene.pool:
+        pass
+
+
+def test_a_mistake_of_the_users_ends_it_at_once() -> None:
+    scene = Scene(2, 2)
+    scene.may = [0, 0]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter([*requests(2), None, *requests(COUNT)[2:]]))
+        assert next(results) == (), "the source pauses"
+        scene.lose(0, CheckpointError("of another model"))
+        with pytest.raises(CheckpointError, match="of another model"):
+            list(results)
+        pool.abandon()
+        scene.let(0), scene.let(1)
+        assert ids(scene.run(iter(requests(COUNT)))) == ALL
+
+
+def test_an_id_that_comes_twice_is_refused_wherever_the_first_is() -> None:
+    scene = Scene(2, 2)
+    scene.may = [0, 0]
+    with scene.pool as pool:
+        with pytest.raises(SpecError, match="'1' is in the run twice"):
+            list(pool.generate(iter([*requests(3), *requests(2)[1:]])))
+        pool.abandon()
+
+
+def test_a_run_that_is_left_leaves_replicas_that_are_ready_for_the_next() -> None:
+    scene = Scene(2, 3)
+    scene.may = [3, 3]
+    with scene.pool as pool:
+        scene.until_all_ready()
+        results = pool.generate(iter(requests(COUNT)))
+        next(results)
+        groups = dict(scene.groups)
+        pool.abandon()
+        scene.let(0), scene.let(1)
+        assert ids(scene.run(iter(requests(COUNT)))) == ALL
+        assert scene.groups == groups
+    assert scene.events == []
+
+
+def test_pauses_double_and_end() -> None:
+    restarts = Restarts(attempts=4, pause_s=10.0)
+    error, gone = Lost("x"), DeviceLostError("y", (0,), ("a",))
+    pauses = [restarts.pause_before(attempt, error) for attempt in range(1, 6)]
+    assert pauses == [10.0, 20.0, 40.0, 80.0, None]
+    assert Restarts(on_device_loss="wait").pause_before(100, gone) == 600.0
+    assert Restarts(on_device_loss="wait").pause_before(100, error) is None
+    assert Restarts(on_device_loss="fail").pause_before(1, gone) is None
+    assert Restarts(on_device_loss="fail").pause_before(1, error) == 10.0
+
+
+def test_on_one_node_they_load_one_after_another() -> None:
+    scene = Scene(1, 1, 1, nodes="aab")
+    may_load = Event()
+    scene.loads[0] = waiting_for(may_load)
+    with scene.pool:
+        changed = scene.pool._board.changed
+        with changed:
+            assert changed.wait_for(lambda: scene.pool.replicas[2].status == "ready", WAIT_S)
+        assert scene.groups.keys() == {0, 2} or scene.groups.keys() == {1, 2}
+        may_load.set()
+        scene.until_all_ready()
+    assert isinstance(scene.pool._board.turns, LoadingTurns)

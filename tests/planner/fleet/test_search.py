@@ -1,0 +1,105 @@
+"""Fleets: whole, below the ceiling, not below one pipeline, refused where they cannot be."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.cluster.spec import ClusterSpec
+from planner.fleet.ceiling import ceiling_tokens_per_s
+from planner.fleet.search import FleetRequest, as_job, find_fleet
+from planner.fleet.spec import FleetSpec, joined_plan, make_up_text, plan_devices
+from planner.model.finding import model_shape
+from planner.options import PlanOptions
+from planner.plan.check import check_plan
+from planner.search.remedies import PlanningRequest
+from planner.search.search import costs_of, find_plan
+from planner.workload import Job, Workload
+from quant.common.errors import InfeasibleError, SpecError
+
+CLUSTER = ClusterSpec.from_dict(
+    {
+        "name": "left over",
+        "nodes": [
+            *({"name": f"t{i}", "accelerators": {"T4": 4}} for i in range(2)),
+            *({"name": f"v{i}", "accelerators": {"V100-32GB": 2}} for i in range(2)),
+        ],
+        "network": {"internode_gbit_per_s": 10},
+    }
+)
+SHAPE = model_shape("opt-13b")
+JOB = Job.of(2000, 256, 64)
+OPTIONS = PlanOptions(search_time_limit=3.0, quality="fast", bits=(4, 8))
+REQUEST = FleetRequest(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> FleetSpec:
+    return find_fleet(REQUEST, time.process_time)
+
+
+def test_each_device_is_in_one_pipeline_or_unused(fleet: FleetSpec, tmp_path: Path) -> None:
+    used = [name for plan in fleet.replicas for name in plan_devices(plan)]
+    assert sorted([*used, *fleet.unused_devices]) == sorted(d.name for d in CLUSTER.devices)
+    for plan in fleet.replicas:
+        check_plan(plan, SHAPE)
+    fleet.save(tmp_path / "fleet.json")
+    again = FleetSpec.from_json((tmp_path / "fleet.json").read_text())
+    assert again == fleet
+    assert sum(len(plans) for plans in fleet.make_ups().values()) == len(fleet.replicas)
+    assert len(joined_plan(fleet).stages) == sum(len(plan.stages) for plan in fleet.replicas)
+
+
+def test_fleet_is_below_the_ceiling_and_not_below_one_pipeline(fleet: FleetSpec) -> None:
+    costs, _ = costs_of(PlanningRequest.of(CLUSTER, SHAPE, JOB, OPTIONS))
+    ceiling = ceiling_tokens_per_s(costs, JOB, CLUSTER.devices)
+    one = find_plan(CLUSTER, SHAPE, "opt-13b", JOB, OPTIONS, time.process_time)
+    assert fleet.record.ceiling_tokens_per_s == pytest.approx(ceiling)
+    assert one.predicted.tokens_per_s < ceiling
+    assert 0.98 * one.predicted.tokens_per_s < fleet.tokens_per_s < ceiling
+    assert len(fleet.replicas) > 1
+
+
+def test_number_is_kept(fleet: FleetSpec) -> None:
+    two = find_fleet(replace(REQUEST, number=2), time.process_time)
+    assert len(two.replicas) == 2
+    assert two.tokens_per_s <= 1.02 * fleet.tokens_per_s
+
+
+def test_device_in_two_pipelines_is_refused(fleet: FleetSpec) -> None:
+    twice = replace(fleet, replicas=(fleet.replicas[0], fleet.replicas[0]))
+    with pytest.raises(SpecError, match="is in 2 pipelines"):
+        FleetSpec.from_json(twice.to_json())
+    assert make_up_text(fleet.replicas[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"number": 13}, "has 12 devices"),
+        ({"options": replace(OPTIONS, in_flight=8)}, "in_flight is of one pipeline"),
+        ({"options": PlanOptions(method="uniform")}, "leave replicas out"),
+        ({"options": PlanOptions(max_omega=1.0)}, "max_omega is of one pipeline"),
+    ],
+)
+def test_what_is_of_one_pipeline_is_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        find_fleet(replace(REQUEST, **changes))
+
+
+def test_model_that_fits_nowhere_says_so() -> None:
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        find_fleet(
+            replace(
+                REQUEST,
+                cluster=ClusterSpec.from_counts(["T4"], [2]),
+                shape=model_shape("bloom-176b"),
+            )
+        )
+
+
+def test_batch_is_a_job_of_like_prompts() -> None:
+    assert as_job(Workload(32, 100, 10)) == Job.of(32, 100, 10)
