@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.plan.spec import Baseline
@@ -12,6 +14,7 @@ from planner.search.baselines.policies import (
     POLICIES,
     BaselineChoice,
     as_published,
+    baseline_orders,
     choose,
     with_one_bitwidth,
 )
@@ -24,18 +27,22 @@ OFFLOADED = {"flexgen": 16, "flexgen-int8": 8}
 def baselines(costs: CostModel) -> tuple[Baseline, ...]:
     """Uniform, PipeEdge, adabits, and the offloading estimates whose bitwidths are allowed."""
     offloaded = [name for name, bits in OFFLOADED.items() if bits in costs.options.bits]
-    return tuple(baseline(costs, name) for name in (*POLICIES, *offloaded))
+    orders = baseline_orders(as_published(costs))
+    return tuple(baseline(costs, name, orders) for name in (*POLICIES, *offloaded))
 
 
-def baseline(costs: CostModel, name: str) -> Baseline:
-    """The baseline of that name; without figures where it does not fit.
+def baseline(
+    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+) -> Baseline:
+    """The baseline of that name, with these `orders` if they are known; without figures where it
+    does not fit.
 
     All but the offloading estimates are simulated like the plan; the LM head is on the last stage.
     """
     try:
         if name in OFFLOADED:
             return _estimated(costs, name)
-        return _simulated(name, choose(as_published(costs), name))
+        return _simulated(name, choose(as_published(costs), name, orders))
     except InfeasibleError:
         return Baseline(name, None, None, None, None)
 

@@ -95,9 +95,14 @@ class Policy:
             yield with_one_bitwidth(costs, bits)
 
 
-def choose(costs: CostModel, name: str) -> BaselineChoice:
-    """The baseline's choice; DoesNotFitError where nothing fits."""
-    policy, orders = POLICIES[name], baseline_orders(costs)
+def choose(
+    costs: CostModel, name: str, orders: Sequence[tuple[Device, ...]] | None = None
+) -> BaselineChoice:
+    """The baseline's choice; DoesNotFitError where nothing fits. `orders` are those of
+    `baseline_orders` where they are known.
+    """
+    policy = POLICIES[name]
+    orders = orders or baseline_orders(costs)
     for sized in policy.sized:
         for each in policy.allowed(costs):
             found = list(_solved(each, policy, sized(each, orders, policy.fits)))
