@@ -8,6 +8,7 @@ planner. All plans have the quality `balanced`; sensitivities are those of the l
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from quant.common.errors import InfeasibleError
 
 MODELS = ("opt-30b", "opt-66b")
 PROMPTS, PROMPT, OUTPUT = 5000, 512, 100
+SEARCH_S = 12.0  # of CPU time, so that what else a machine does changes no plan
 WAYS = ("one pipeline", "one, groups", "replicas", "replicas, groups")
 
 
@@ -66,8 +68,14 @@ def run(options: argparse.Namespace) -> None:
 
 def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
     """Plan all ways of using a cluster for a model."""
-    plans = [_one(cluster, model, PlanOptions(tensor_parallel=degree)) for degree in (1, "auto")]
-    fleets = [_many(cluster, model, PlanOptions(tensor_parallel=degree)) for degree in (1, "auto")]
+    plans = [
+        _one(cluster, model, PlanOptions(tensor_parallel=degree, search_time_limit=SEARCH_S))
+        for degree in (1, "auto")
+    ]
+    fleets = [
+        _many(cluster, model, PlanOptions(tensor_parallel=degree, search_time_limit=SEARCH_S))
+        for degree in (1, "auto")
+    ]
     best = max(fleets, key=lambda fleet: fleet.tokens_per_s)
     make_up = ", ".join(f"{len(own)} of {name}" for name, own in best.make_ups().items())
     speeds = [plan.predicted.tokens_per_s if plan else 0.0 for plan in plans]
@@ -83,13 +91,15 @@ def compared(label: str, cluster: ClusterSpec, model: str) -> Compared:
 
 def _one(cluster: ClusterSpec, model: str, options: PlanOptions) -> PlanSpec | None:
     try:
-        return find_plan(cluster, model_shape(model), model, _job(), options)
+        return find_plan(cluster, model_shape(model), model, _job(), options, time.process_time)
     except InfeasibleError:
         return None
 
 
 def _many(cluster: ClusterSpec, model: str, options: PlanOptions) -> FleetSpec:
-    return find_fleet(FleetRequest(cluster, model_shape(model), model, _job(), options))
+    return find_fleet(
+        FleetRequest(cluster, model_shape(model), model, _job(), options), time.process_time
+    )
 
 
 def _job() -> Job:
