@@ -7,18 +7,84 @@ from typing import Literal
 
 from quant.common.errors import SpecError
 
-PolicyName = Literal["static", "orca", "s3"]
+PolicyName = Literal["static", "orca", "s3", "exegpt"]
 """`static`: the plan's micro-batches of either phase; `orca`: whoever came first, for every
 iteration anew, both phases in one micro-batch; `s3`: as `orca`, but each request reserves room for
-the answer that is expected of it, and the longest that fits joins first. `actors.schedule.table`
-has a scheduler for each."""
+the answer that is expected of it, and the longest that fits joins first; `exegpt`: the plan's
+schedule for a bound on latency, prompts and decode steps apart. `actors.schedule.table` has a
+scheduler for each."""
 
-POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3")
+POLICY_NAMES: tuple[PolicyName, ...] = ("static", "orca", "s3", "exegpt")
 STATIC: PolicyName = "static"
 TOKEN_POLICIES: frozenset[PolicyName] = frozenset({"orca", "s3"})
-"""Those that count KV memory in tokens and mix both phases in a micro-batch."""
+"""Those that mix both phases in a micro-batch; they count KV memory in tokens."""
 PREDICTING: PolicyName = "s3"
 """The one whose requests reserve by predicted lengths."""
+
+BOUNDED: PolicyName = "exegpt"
+"""The one that follows a schedule chosen for a bound on latency."""
+
+KV_TOKEN_POLICIES: frozenset[PolicyName] = TOKEN_POLICIES | {BOUNDED}
+"""Those whose requests reserve the token slots that they need, rather than those of the longest."""
+
+ScheduleKind = Literal["rra", "waa-c", "waa-m"]
+"""Schedules of ExeGPT, section 4.1. `rra`: every stage has both phases in turns; `waa-c`, `waa-m`:
+some stages prefill and others decode, divided by computing or by memory."""
+
+SCHEDULE_KINDS: tuple[ScheduleKind, ...] = ("rra", "waa-c", "waa-m")
+SCHEDULE_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class RequestSchedule:
+    """The controls of a schedule (ExeGPT section 4.2): `prefill_requests` (B_E) newcomers are
+    prefilled in every turn, in micro-batches of at most `prefill_micro_batch`; then
+    `decode_requests` (B_D) requests in the mean, in `decode_micro_batches` (B_m) groups, make
+    `decode_steps` (N_D) steps each before the next turn. Those of `waa-c` and `waa-m` make one.
+
+    Turns are kept even (section 5.2): the prompts of a turn have `mean_prompt_tokens` each in the
+    mean within a share `tolerance`, and so has a group its requests. SpecError for an unknown kind
+    and for numbers out of range.
+    """
+
+    kind: ScheduleKind
+    prefill_requests: int
+    decode_requests: int
+    decode_steps: int
+    decode_micro_batches: int
+    prefill_micro_batch: int
+    mean_prompt_tokens: float
+    tolerance: float = SCHEDULE_TOLERANCE
+
+    def __post_init__(self) -> None:
+        """Check the kind and the numbers."""
+        if self.kind not in SCHEDULE_KINDS:
+            raise SpecError(
+                f"schedule kind is {self.kind!r}; it must be one of {', '.join(SCHEDULE_KINDS)}"
+            )
+        for name in (
+            "prefill_requests",
+            "decode_requests",
+            "decode_steps",
+            "decode_micro_batches",
+            "prefill_micro_batch",
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise SpecError(f"{name} is {value!r}; it must be a whole number from 1")
+        if self.divides and self.decode_steps != 1:
+            raise SpecError(f"decode_steps is {self.decode_steps}; with {self.kind} it must be 1")
+        if not self.mean_prompt_tokens >= 1 or not 0 < self.tolerance < 1:
+            raise SpecError(
+                f"mean_prompt_tokens is {self.mean_prompt_tokens} and tolerance {self.tolerance}; "
+                "give at least 1, and a share between 0 and 1"
+            )
+
+    @property
+    def divides(self) -> bool:
+        """Whether some stages prefill and others decode."""
+        return self.kind != "rra"
+
 
 PREFILL_CHUNK_TOKENS = 64
 """Tokens of a part of a prompt that `orca` gives where nobody says otherwise.
@@ -39,7 +105,8 @@ as computing some 70 tokens."""
 class PolicyOptions:
     """The policy by its `name`, and for one of `TOKEN_POLICIES` the most requests in a micro-batch
     (None: as many as the plan's decode micro-batch has) and the tokens of a prompt that one
-    micro-batch takes at most (0: a prompt is never parted).
+    micro-batch takes at most (0: a prompt is never parted). `schedule` is that of `exegpt`, which a
+    plan states.
 
     Raises `SpecError` for a policy that does not exist, a number out of range, and for options that
     the policy does not have.
@@ -48,6 +115,7 @@ class PolicyOptions:
     name: PolicyName = "static"
     max_batch_size: int | None = None
     prefill_chunk_tokens: int = 0
+    schedule: RequestSchedule | None = None
 
     @property
     def mixed_requests(self) -> int:
@@ -71,6 +139,8 @@ class PolicyOptions:
                     f"{option} has no effect with policy {self.name}; leave it out, or choose "
                     "policy orca or s3"
                 )
+        if self.schedule is not None and self.name != BOUNDED:
+            raise SpecError(f"schedule has no effect with policy {self.name}; leave it out")
 
 
 def policy_options(

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -35,16 +35,19 @@ from planner.plan.field_types import (
 )
 from planner.plan.importance import PlannedImportance
 from planner.plan.job_forecast import JobForecast
+from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.modelled_times import ModelledTimes
 from planner.plan.origin import PlanOrigin
 from planner.plan.plans_beside import PlansBeside
-from planner.scheduling import TOKEN_POLICIES, PolicyOptions
+from planner.scheduling import BOUNDED, KV_TOKEN_POLICIES, TOKEN_POLICIES, PolicyOptions
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from quant.common.whole_file import write_whole
 from quant.scheme import FULL_BITS, ROUNDINGS, WEIGHTED
 
 PLAN_VERSION = 1
+
+Role = Literal["both", "prefill", "decode"]
 
 FLEET_KEY = "replicas"
 """The key that tells a file of a fleet (`planner.fleet.spec`) from that of a plan."""
@@ -72,6 +75,7 @@ class StagePlan:
     an emulated device is held. `described` are the figures of an accelerator that the registry does
     not have, as the cluster file stated them. `devices` are those of a tensor-parallel group, the
     first of which is `device`; memory is then that of one rank. Empty for a single device.
+    `role`: the phase that the stage computes where others compute the other one.
     """
 
     index: int
@@ -97,6 +101,7 @@ class StagePlan:
     memory_margin_bytes: Bytes = 0
     described: AcceleratorEntry | None = None
     devices: tuple[str, ...] = ()
+    role: Role = "both"
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -220,7 +225,9 @@ class PlanSpec:
     figures of other plans. `policy` schedules the requests: with `orca` and `s3` in micro-batches
     of at most `policy.max_batch_size`, over the token slots of `workload.kv_tokens`. What was
     assumed of the predictor of `s3` is `job.job.predictor`. `importance`: what weights are rounded
-    by; None: what stages measure on random ids when they load.
+    by; None: what stages measure on random ids when they load. `latency`: the forecast of a
+    schedule under a bound on latency, with `exegpt`. `prefill_plan`: the plan of stages that
+    prefill for these, which then only decode; each of both plans has all layers.
     """
 
     version: int
@@ -247,6 +254,8 @@ class PlanSpec:
     long_rows: PlanSpec | None = None
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     importance: PlannedImportance | None = None
+    latency: LatencyForecast | None = None
+    prefill_plan: PlanSpec | None = None
 
     def needs_importance(self, stored: bool) -> bool:
         """Whether anything is rounded by importance: weights, or keys at 8 bit.
@@ -346,8 +355,8 @@ class PlanSpec:
                 f"batch of {batch}; give 1 to {batch}"
             )
         policy, n_slots = self.policy, self.workload.n_slots
-        counts_tokens = policy.name in TOKEN_POLICIES
-        if counts_tokens and policy.max_batch_size is None:
+        counts_tokens = policy.name in KV_TOKEN_POLICIES
+        if policy.name in TOKEN_POLICIES and policy.max_batch_size is None:
             raise SpecError(
                 f"{source}: field policy.max_batch_size: null; {policy.name} needs a number"
             )
@@ -356,6 +365,7 @@ class PlanSpec:
                 f"{source}: field workload.n_slots: {n_slots}, but policy {policy.name} gives all "
                 "requests slots of one length; it must be null"
             )
+        self._check_schedule(source)
         predicted, count = self.predicted, len(self.stages)
         slowest = (predicted.prefill_bottleneck, predicted.decode_bottleneck)
         if len(predicted.busy_share) != count or not all(0 <= each < count for each in slowest):
@@ -379,14 +389,44 @@ class PlanSpec:
                 f"{source}: stages hold {expected} of {self.model.layers} layers; plan again"
             )
 
+    def _check_schedule(self, source: str) -> None:
+        """Raise `SpecError` where policy, schedule and the stages that prefill contradict."""
+        schedule, prefills = self.policy.schedule, self.prefill_plan
+        if (self.policy.name == BOUNDED) != (schedule is not None):
+            raise SpecError(
+                f"{source}: field policy.schedule: {BOUNDED} needs one, and no other policy has "
+                "one; plan with --max_request_latency_s"
+            )
+        divides = schedule is not None and schedule.divides
+        if divides != (prefills is not None):
+            raise SpecError(
+                f"{source}: field prefill_plan: waa-c and waa-m need one, and no other schedule "
+                "has one; plan again"
+            )
+        if prefills is None:
+            return
+        if prefills.prefill_plan is not None or prefills.model != self.model:
+            raise SpecError(
+                f"{source}: field prefill_plan: not one of {self.model.name}; plan again"
+            )
+        for plan, role in ((self, "decode"), (prefills, "prefill")):
+            if any(stage.role != role for stage in plan.stages):
+                raise SpecError(f"{source}: a stage that should only {role} has another role")
+
     def _check_devices(self, source: str) -> None:
         """Raise `SpecError` where a device is named twice."""
         met: dict[str, str] = {}
-        used = (
+        used = [
             (f"stages.{stage.index}.device{'s' * bool(stage.devices)}", name)
             for stage in self.stages
             for name in stage.device_names
-        )
+        ]
+        if self.prefill_plan is not None:
+            used += [
+                (f"prefill_plan.stages.{stage.index}.device", name)
+                for stage in self.prefill_plan.stages
+                for name in stage.device_names
+            ]
         unused = ((f"unused_devices.{i}", name) for i, name in enumerate(self.unused_devices))
         for where, device in (*used, *unused):
             if device in met:

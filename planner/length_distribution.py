@@ -1,0 +1,107 @@
+"""Distributions of lengths in tokens: of a sample, or truncated normal (ExeGPT section 7.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import norm
+
+from planner.lengths import IntArray
+from quant.common.errors import SpecError
+
+FloatArray = npt.NDArray[np.float64]
+
+SUM_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """Probabilities of `lengths` [n] in tokens, ascending and at least 1.
+
+    SpecError unless both have as many entries, and probabilities are above 0 and sum to 1.
+    """
+
+    lengths: tuple[int, ...]
+    probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Check lengths and probabilities."""
+        if not self.lengths or len(self.lengths) != len(self.probabilities):
+            raise SpecError(
+                f"a distribution of {len(self.lengths)} lengths has {len(self.probabilities)} "
+                "probabilities; give one for each of at least one length"
+            )
+        if any(a >= b for a, b in zip((0, *self.lengths), self.lengths, strict=False)):
+            raise SpecError("lengths of a distribution must ascend from at least 1, each once")
+        total = sum(self.probabilities)
+        if not (isfinite(total) and abs(total - 1) < SUM_TOLERANCE and min(self.probabilities) > 0):
+            raise SpecError(
+                f"probabilities of lengths sum to {total:g}; give ones above 0, in all 1"
+            )
+
+    @classmethod
+    def of_sample(cls, tokens: Sequence[int] | IntArray) -> LengthDistribution:
+        """The distribution of lengths that were seen."""
+        lengths, counts = np.unique(np.asarray(tokens, dtype=np.int64), return_counts=True)
+        return cls(tuple(lengths.tolist()), tuple((counts / counts.sum()).tolist()))
+
+    @classmethod
+    def truncated_normal(cls, mean: float, deviation: float, longest: int) -> LengthDistribution:
+        """A normal distribution of this mean and standard deviation before it is cut to 1 to
+        `longest` tokens and rounded (ExeGPT section 7.1).
+        """
+        if not (deviation > 0 and longest >= 1 and isfinite(mean)):
+            raise SpecError(
+                f"a truncated normal of mean {mean:g}, deviation {deviation:g} and longest "
+                f"{longest}; give a deviation above 0 and a longest of at least 1"
+            )
+        edges = (np.arange(longest + 1) + 0.5 - mean) / deviation
+        chances = np.diff(norm.cdf(edges))
+        kept = np.flatnonzero(chances > 0)
+        if not len(kept):
+            raise SpecError(f"no length of 1 to {longest} is likely at mean {mean:g}")
+        chances = chances[kept] / chances[kept].sum()
+        return cls(tuple((kept + 1).tolist()), tuple(chances.tolist()))
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean length."""
+        return float(np.dot(self.lengths, self.probabilities))
+
+    @cached_property
+    def variance(self) -> float:
+        """Variance of the lengths."""
+        squares = np.square(np.array(self.lengths, dtype=np.float64))
+        return float(np.dot(squares, self.probabilities)) - self.mean**2
+
+    @property
+    def longest(self) -> int:
+        """The longest length there is."""
+        return self.lengths[-1]
+
+    def quantile(self, share: float) -> int:
+        """The least length that at least this `share` of all does not exceed."""
+        reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
+        return self.lengths[min(int(reached), len(self.lengths) - 1)]
+
+    def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
+        """So many random lengths [count]."""
+        chosen = generator.choice(self.lengths, size=count, p=np.array(self.probabilities))
+        return np.asarray(chosen, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class RequestLengths:
+    """Lengths of prompts and of answers, independent of each other.
+
+    Where they are not in truth, requests are to come in random order, so that those in flight at a
+    time are alike (ExeGPT section 6).
+    """
+
+    prompts: LengthDistribution
+    outputs: LengthDistribution

@@ -1,0 +1,32 @@
+"""The part of a plan about a bound on latency: the lengths it is for, and what it should reach."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from planner.length_distribution import RequestLengths
+from planner.plan.field_types import STRICT, Positive, Seconds
+
+
+@dataclass(frozen=True, config=STRICT)
+class LatencyForecast:
+    """The forecast of requests of these `lengths` under a plan's schedule, by simulation.
+
+    A request's latency is from when its prefill begins to its last token: a share `quantile` of
+    all has at most `latency_s`. `bound_s` is what was asked for (None: nothing).
+    `admission_wait_s`: the longest that a request waits for the next turn, which is not counted,
+    where fewer come than `requests_per_s`.
+    """
+
+    lengths: RequestLengths
+    quantile: Annotated[float, Field(gt=0, lt=1)]
+    bound_s: Positive | None
+    requests_per_s: Positive
+    tokens_per_s: Positive
+    latency_s: Positive
+    mean_latency_s: Positive
+    admission_wait_s: Seconds
+    evaluations: Annotated[int, Field(ge=0)]
