@@ -6,7 +6,8 @@ import numpy as np
 
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.schedule.orca import MixedPass, policy_sizes
+from planner.schedule.orca import MixedPass
+from planner.schedule.policy_sizes import policy_sizes
 from planner.schedule.static import JobRows, Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
 from planner.workload import Job
