@@ -55,6 +55,7 @@ class RraScheduler:
     few micro-batches as possible; when all are back, its requests make `decode_steps` steps, each
     as soon as the one before is back. Who ends leaves at once. Micro-batches are submitted in the
     order in which their group got ready, so that prefills of one group and steps of others overlap.
+    Groups that come to their turns at nearly the same time take them one after the other.
 
     Nobody waits for a turn to fill: a group without requests takes its turn as soon as one waits,
     of those it shares few with the other groups, and a turn that found nobody waiting is made up
@@ -141,7 +142,7 @@ class RraScheduler:
         while self._due:
             group = self._due[0]
             moves: tuple[Move, ...] = ()
-            if group.is_at_turn:
+            if group.is_at_turn and not self._waits(group):
                 moves = self._begin_turn(group)
             if group.parts:
                 return self._prefill(group, moves)
@@ -158,6 +159,11 @@ class RraScheduler:
                     self._come_due(group)
                 else:
                     group.ended = 0
+
+    def _waits(self, group: _Group) -> bool:
+        """Whether another group comes to its turn soon, and this one goes on until then."""
+        near = self._turns.near_steps
+        return bool(group.slots) and any(0 < each.steps_left <= near for each in self._groups)
 
     def _begin_turn(self, group: _Group) -> tuple[Move, ...]:
         """Let newcomers join, where some wait; returns the moves that their reservations take."""

@@ -139,7 +139,7 @@ class RraSchedule:
         self._wake()
         while self._due:
             group = self._due[0]
-            if not group.parts and not group.steps_left:
+            if not (group.parts or group.steps_left or self._waits(group)):
                 self._begin_turn(group)
             if group.parts:
                 return self._prefill(group)
@@ -160,6 +160,11 @@ class RraSchedule:
     @property
     def _waiting(self) -> int:
         return len(self._prompts) - self._next_request
+
+    def _waits(self, group: _Group) -> bool:
+        """Whether another group comes to its turn soon, and this one goes on until then."""
+        near = self._turns.near_steps
+        return not group.is_empty and any(0 < each.steps_left <= near for each in self._groups)
 
     def _begin_turn(self, group: _Group) -> None:
         """Let newcomers join, where some wait; those of one prefill follow each other."""
