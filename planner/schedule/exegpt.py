@@ -58,11 +58,14 @@ class _Submitted:
 class RraSchedule:
     """The decisions of `actors.schedule.exegpt` and `actors.schedule.driver` for a queue of `rows`.
 
-    Every request runs all of its output tokens. Raises SpecError for sizes below 1, and for a
-    request that needs more token slots than there are.
+    Every request runs all of its output tokens. Raises SpecError for sizes below 1, for a request
+    that needs more token slots than there are, and for a schedule of stages that only prefill or
+    decode.
     """
 
     def __init__(self, rows: JobRows, sizes: TurnSizes, stages: int) -> None:
+        if sizes.schedule.divides:
+            raise SpecError(f"a schedule {sizes.schedule.kind} has no turns that can be simulated")
         if min(sizes.slots, sizes.prefill_micro_batch, sizes.decode_micro_batch, stages) < 1:
             raise SpecError(
                 f"{sizes.slots} slots, prefills of {sizes.prefill_micro_batch} and groups of "
