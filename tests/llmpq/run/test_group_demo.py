@@ -15,7 +15,7 @@ from tests.paths import EXAMPLES, ROOT
 
 MODEL = str(EXAMPLES / "demo_model")
 PROMPTS = EXAMPLES / "demo_prompts.jsonl"
-COUNT = 6
+COUNT, LONGEST = 6, 120
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -26,7 +26,7 @@ def test_the_demo_runs_with_a_group_of_two(tmp_path: Path) -> None:
     lines = PROMPTS.read_text().splitlines()[:COUNT]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     made, out = str(tmp_path / "plan.json"), tmp_path / "out.jsonl"
-    size = ["--prompts", str(COUNT), "--s", "64", "--n", "8", "--bits", "16"]
+    size = ["--prompts", str(COUNT), "--s", str(LONGEST), "--n", "8", "--bits", "16"]
     words = ["--model", MODEL, "--cluster", str(cluster), *size]
     assert plan([*words, "--tensor_parallel", "2", "-o", made]) == 0
     (stage,) = Plan.load(made).stages
@@ -34,7 +34,7 @@ def test_the_demo_runs_with_a_group_of_two(tmp_path: Path) -> None:
     one = tmp_path / "one.yaml"
     one.write_text(cluster.read_text().replace("{CPU: 2}", "{CPU: 1}"))
     with pytest.raises(InfeasibleError):
-        Cluster.from_yaml(one).plan(MODEL, Job.of(COUNT, 64, 8), bits=[16])
+        Cluster.from_yaml(one).plan(MODEL, Job.of(COUNT, LONGEST, 8), bits=[16])
     assert run(["--plan", made, "--input", str(tmp_path / "in.jsonl"), "--output", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == COUNT
