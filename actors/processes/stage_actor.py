@@ -21,6 +21,7 @@ from actors.processes.loading import ShardLoader
 from actors.processes.ranks.followers import Followers
 from actors.processes.ranks.rank_actor import RankActor
 from actors.schedule.driver import Pipeline
+from actors.schedule.latencies import LatencyRecord
 from actors.schedule.live import Inbox
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec
@@ -83,6 +84,7 @@ class StageActor(BoardKeeper):
         self._codec = self._make_codec()
         self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
+        self._latencies = LatencyRecord()
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
@@ -134,7 +136,9 @@ class StageActor(BoardKeeper):
             "device": self._spec.device_name,
             "job": self._meter.options.job,
         }
-        MetricsPublisher(self._meter, self._figures, tags, self._spec.has_head).start()
+        new_latencies = self._latencies.new_seconds
+        samples = self._spec.has_head
+        MetricsPublisher(self._meter, self._figures, tags, samples, new_latencies).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
         """Run `Stage.step`, counted and timed."""
@@ -210,7 +214,7 @@ class StageActor(BoardKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        self._leader = Leader(sizes, pipeline, self._supervised)
+        self._leader = Leader(sizes, pipeline, self._supervised, self._latencies)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run until the queue wants more requests than `chunk` has; yields those that ended.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from actors.schedule.exegpt import RraScheduler, exegpt_sizes
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
@@ -26,6 +27,7 @@ POLICIES: Mapping[PolicyName, Policy] = {
     "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
     "orca": Policy(OrcaScheduler, orca_sizes),
     "s3": Policy(S3Scheduler, s3_sizes),
+    "exegpt": Policy(RraScheduler, exegpt_sizes),
 }
 
 
