@@ -62,7 +62,7 @@ def test_every_token_is_told_once_and_all_memory_comes_back(seed: int) -> None:
     requests, pipeline, driver = make_case(seed)
     inbox = RandomInbox(Random(seed), requests)
     tokens: dict[str, list[int]] = defaultdict(list)
-    for told in LiveRun(driver, inbox, KV_TOKENS).events():
+    for told in LiveRun(driver, inbox, KV_TOKENS, told_every=1 + seed % 4).events():
         for each in told:
             assert each.custom_id not in inbox.ended | inbox.cancelled
             tokens[each.custom_id] += each.token_ids
