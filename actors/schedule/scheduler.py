@@ -10,7 +10,7 @@ from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.stage_figures import Supervision
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyName
+from planner.scheduling import PolicyName, RequestSchedule
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class QueueSizes:
     prefill_chunk_tokens: int = 0
     park_tokens_from: int = 0
     parked_tokens: int = 0
+    schedule: RequestSchedule | None = None
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:

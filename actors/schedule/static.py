@@ -24,6 +24,8 @@ from actors.messages import (
 )
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
+from planner.plan.parking import host_tokens
+from planner.plan.spec import PlanSpec
 from planner.schedule.static import UNDER_WAY_PER_STAGE, refill_from
 
 
@@ -264,3 +266,13 @@ class StaticScheduler:
 
     def _group_of(self, slot: int) -> _Group:
         return self._groups[slot // self._decode_micro_batch]
+
+
+def static_sizes(plan: PlanSpec) -> QueueSizes:
+    """The sizes that `plan` asks for. Where its stages prefill for others, keys and values lie in
+    host memory until those have them.
+    """
+    sizes = QueueSizes.of(plan)
+    if plan.stages[0].role != "prefill":
+        return sizes
+    return replace(sizes, parked_tokens=host_tokens(plan))

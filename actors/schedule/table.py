@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from actors.schedule.exegpt_decode import DecodeScheduler, decode_sizes
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
-from actors.schedule.static import StaticScheduler
+from actors.schedule.static import StaticScheduler, static_sizes
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyName, PolicyOptions
 
@@ -23,9 +24,10 @@ class Policy(NamedTuple):
 
 
 POLICIES: Mapping[PolicyName, Policy] = {
-    "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
+    "static": Policy(StaticScheduler, lambda plan, _: static_sizes(plan)),
     "orca": Policy(OrcaScheduler, orca_sizes),
     "s3": Policy(S3Scheduler, s3_sizes),
+    "exegpt": Policy(DecodeScheduler, decode_sizes),
 }
 
 
