@@ -93,6 +93,7 @@ def encode_kv(part: KvPart, requests: Mapping[int, Sequence[Tensor]]) -> Tensor:
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         message[end : end + len(flat)] = flat
         end += len(flat)
+    assert end == len(message), "tensors are those of the part"
     return message
 
 
