@@ -58,7 +58,8 @@ class DividedLedger:
     says how many. `numbers` are those of keys, each of which is used once.
 
     Requests that have tokens already, as after a switch from other stages, and those that are too
-    long for the stages which prefill, go to those that decode at once.
+    long for the stages which prefill, go to those that decode at once; so do all that cannot be
+    run, of which these tell why.
     """
 
     def __init__(self, pace: PrefillPace, numbers: Iterator[int]) -> None:
@@ -138,8 +139,10 @@ class DividedLedger:
         return self._pace.turn(waiting, self.load()) if waiting else 0
 
     def _goes_to_decode(self, request: Request) -> bool:
-        longest = self._pace.prefill_tokens
-        return bool(request.generated) or len(request.prompt_ids) + 1 > longest
+        prompt, new = len(request.prompt_ids), request.max_new_tokens
+        pace = self._pace
+        has_room = prompt + 1 <= pace.prefill_tokens and prompt + new <= pace.decode_tokens
+        return bool(request.generated) or not has_room or new < 1
 
     def prefilled(self, progress: Sequence[Progress]) -> Prefilled:
         """Take in the first tokens of requests."""

@@ -63,9 +63,10 @@ class DividedLive:
             self._go_on()
 
     def cancel(self, custom_id: str) -> None:
-        """Give up a request, as `LiveGeneration.cancel`."""
+        """Give up a request, as `LiveGeneration.cancel`: no more is told of it."""
         with self._changed:
             place = self._ledger.cancel(custom_id)
+            self._told = [each for each in self._told if each.custom_id != custom_id]
             if place == "prefilling":
                 self._prefill.cancel(custom_id)
             elif place == "decoding":

@@ -44,6 +44,8 @@ class PrefillPace:
     Prompts are taken in their order until they have as many tokens together as so many of the mean.
     The stages that prefill have one turn more than their slots, so that they never wait; nothing
     begins for which there is no room in host memory, or in the token slots of those that decode.
+
+    `prefill_tokens`, `decode_tokens`: the most tokens of a request on either kind of stages.
     """
 
     def __init__(self, schedule: RequestSchedule, prefill: QueueSizes, decode: QueueSizes) -> None:
@@ -52,8 +54,7 @@ class PrefillPace:
         self._most_prefilling = prefill.slots + schedule.prefill_requests
         self._host_tokens = min(prefill.parked_tokens, decode.parked_tokens)
         self._kv_tokens = decode.n_slots or decode.kv_tokens
-        self.prefill_tokens = prefill.slot_tokens
-        """The most tokens of a request on stages that prefill."""
+        self.prefill_tokens, self.decode_tokens = prefill.slot_tokens, decode.slot_tokens
 
     @property
     def ahead(self) -> int:
