@@ -71,5 +71,8 @@ def divided_plan(
     ):
         cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": own}))
         workload = Workload(requests, PROMPT_LENGTH, new_tokens)
-        plans.append(cluster.plan(folder, workload, **given).spec)
+        plan = cluster.plan(folder, workload, **given).spec
+        assert plan.origin is not None
+        text = yaml.safe_dump({**shared, "nodes": nodes})
+        plans.append(replace(plan, origin=replace(plan.origin, cluster=text)))
     return divided(*plans, schedule)

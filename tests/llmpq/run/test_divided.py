@@ -1,4 +1,4 @@
-"""Stages that prefill and stages that decode on Ray: the tokens of `generate`, also when some die."""
+"""Stages that prefill and stages that decode on Ray: the tokens of `generate`, though some die."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from actors.processes.stage_actor import StageActor
 from actors.recovery.faults import RunInterruptedError
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
-from quant.common.errors import DeviceError, SpecError
-from tests.actors.models import CONFIGS, random_prompts, reference, save_tiny
+from quant.common.errors import SpecError
+from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
-from tests.llmpq.divided_plans import SCHEDULE, divided_plan
+from tests.llmpq.divided_plans import divided_plan
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -153,7 +153,9 @@ def test_stages_of_either_kind_that_die_cost_no_request_and_no_token(
     assert tokens_of(finished) == right(COUNT, greedy)
     died = [event for event in events if event.kind != "handover"]
     assert sorted((event.kind, event.stage) for event in died) == [("died", i) for i in dying]
-    roles = ["prefill" if event.stage < 2 else "decode" for event in died if event.stage is not None]
+    roles = [
+        "prefill" if event.stage < 2 else "decode" for event in died if event.stage is not None
+    ]
     assert [event.text.split(":")[0] for event in died] == roles
     assert group.parked() == [0] * 4
 
