@@ -11,10 +11,10 @@ import numpy as np
 
 from actors.messages import Finished, MicroBatch, Move, Request, Sampled, TokenIds
 from actors.schedule.request_slots import RequestSlots
-from actors.schedule.scheduler import QueueSizes
+from actors.schedule.scheduler import QueueSizes, check_reservable
 from actors.stage_figures import NO_SUPERVISION, Supervision
 from planner.plan.spec import PlanSpec
-from planner.schedule.orca import OrcaSizes, policy_sizes
+from planner.schedule.policy_sizes import OrcaSizes, policy_sizes
 from planner.scheduling import PolicyName, PolicyOptions
 from quant.common.errors import SpecError
 
@@ -160,11 +160,7 @@ def _check(sizes: QueueSizes, stages: int) -> None:
         value = getattr(sizes, name)
         if value < least:
             raise SpecError(f"{name} is {value}; the policy {sizes.policy} needs at least {least}")
-    if not 0 <= sizes.n_slots <= sizes.kv_tokens:
-        raise SpecError(
-            f"n_slots is {sizes.n_slots}; requests may reserve up to {sizes.kv_tokens} token slots "
-            "of the KV cache (kv_tokens), and 0 stands for all of them"
-        )
+    check_reservable(sizes)
     needed = stages * sizes.max_batch_size
     if sizes.slots < needed:
         raise SpecError(
