@@ -11,6 +11,7 @@ from actors.messages import Request
 from actors.schedule.exegpt_decode import most_requests
 from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
+from planner.schedule.turns import evened
 from planner.scheduling import RequestSchedule
 
 
@@ -41,7 +42,7 @@ class PrefillPace:
 
     A turn has `prefill_requests`. It begins when at most `decode_requests` are decoding, those
     counted that will by then, and is smaller where there would be more than the tolerance allows.
-    Prompts are taken in their order until they have as many tokens together as so many of the mean.
+    Prompts are taken in their order, so many that they have the tokens of as many of the mean.
     The stages that prefill have one turn more than their slots, so that they never wait; nothing
     begins for which there is no room in host memory, or in the token slots of those that decode.
 
@@ -68,18 +69,14 @@ class PrefillPace:
             return 0
         room = min(self._most - present, self._most_prefilling - load.prefilling)
         wanted = min(self._schedule.prefill_requests, room)
-        tokens = wanted * self._schedule.mean_prompt_tokens
-        taken = total = 0
-        left = self._room_of(load)
-        for request in waiting:
-            prompt = len(request.prompt_ids)
+        texts = [len(request.prompt_ids) for request in waiting]
+        even = evened(self._schedule, wanted, room, texts)
+        left, taken = self._room_of(load), 0
+        for request in waiting[:even]:
             left = left.less(request)
-            too_many = total + prompt > (1 + self._schedule.tolerance) * tokens
-            if taken >= room or total >= tokens or (taken and too_many):
+            is_alone = not (taken or load.prefilling or load.decoding)
+            if not (left.is_enough or is_alone):
                 break
-            if not left.is_enough and (taken or load.prefilling or load.decoding):
-                break
-            total += prompt
             taken += 1
         return taken
 
