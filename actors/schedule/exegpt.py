@@ -256,12 +256,7 @@ def _checked(sizes: QueueSizes) -> RequestSchedule:
 
 def exegpt_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for the KV cache of `plan` under its schedule; SpecError where it has none."""
-    if options.schedule is None:
-        raise SpecError(
-            "policy exegpt needs a plan with a schedule; make one with llmpq plan "
-            "--max_request_latency_s"
-        )
-    sizes = TurnSizes.of(options.schedule, plan.workload.reservable_tokens)
+    sizes = TurnSizes.of(options.followed_schedule, plan.workload.reservable_tokens)
     return QueueSizes(
         slots=sizes.slots,
         prefill_micro_batch=sizes.prefill_micro_batch,
@@ -270,5 +265,5 @@ def exegpt_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
         policy="exegpt",
         kv_tokens=plan.workload.kv_tokens,
         n_slots=sizes.n_slots,
-        schedule=options.schedule,
+        schedule=sizes.schedule,
     )

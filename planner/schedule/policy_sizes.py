@@ -9,7 +9,6 @@ from planner.micro_batches import MicroBatches
 from planner.schedule.turns import Turns
 from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions, RequestSchedule
 from planner.workload import Workload
-from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,4 @@ def policy_sizes(policy: PolicyOptions, workload: Workload, sizes: MicroBatches)
         return OrcaSizes(most, slots, tokens, policy.prefill_chunk_tokens, policy.name)
     if policy.name == "static":
         return sizes
-    if policy.schedule is None:
-        raise SpecError(
-            f"policy {policy.name} needs a schedule; plan with llmpq plan --max_request_latency_s"
-        )
-    return TurnSizes.of(policy.schedule, slots)
+    return TurnSizes.of(policy.followed_schedule, slots)

@@ -25,5 +25,7 @@ FORECAST = LatencyForecast(
 def bounded(plan: PlanSpec, schedule: RequestSchedule, n_slots: int | None = None) -> PlanSpec:
     """`plan` under this schedule, with so many token slots in its KV cache where they are given."""
     workload = plan.workload if n_slots is None else replace(plan.workload, n_slots=n_slots)
-    policy = PolicyOptions("exegpt", schedule=schedule)
-    return replace(plan, policy=policy, workload=workload, latency=FORECAST)
+    policy, origin = PolicyOptions("exegpt", schedule=schedule), plan.origin
+    if origin is not None:
+        origin = replace(origin, options=replace(origin.options, policy="exegpt"))
+    return replace(plan, policy=policy, workload=workload, latency=FORECAST, origin=origin)
