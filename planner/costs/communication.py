@@ -35,6 +35,17 @@ def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tu
     return latency_s, per_byte_s + 1 / cluster.link_bytes_per_s(sender, receiver)
 
 
+def handover_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
+    """Seconds of a message without bytes, and those of a byte, from the memory of one device's host
+    to that of the other's: within a node that is the same.
+
+    The copies from and to the devices are not counted: they are of `planner.costs.preemption`.
+    """
+    if sender.node == receiver.node:
+        return 0.0, 0.0
+    return cluster.link_latency_s(sender, receiver), 1 / cluster.link_bytes_per_s(sender, receiver)
+
+
 @dataclass(frozen=True)
 class Transfers:
     """The hops between stages for micro-batches of so many `requests` (prefill, decode) with
