@@ -75,11 +75,11 @@ class Leader:
                 yield finished
         self._failed = False
 
-    def live(self, inbox: Inbox) -> Iterator[tuple[Progress, ...]]:
+    def live(self, inbox: Inbox, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
         """Run `StageActor.live`."""
         self._begin(inbox.run)
         self._failed = True  # until it has come to its end
-        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens).events()
+        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens, told_every).events()
         self._failed = False
 
     def _begin(self, run: int) -> None:

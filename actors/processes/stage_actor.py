@@ -15,6 +15,7 @@ from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
 from actors.messages import BATCH_KINDS, Chunk, Finished, MicroBatch, Progress, Request, Sampled
+from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.leader import Leader
 from actors.processes.loading import ShardLoader
@@ -59,7 +60,7 @@ class ProcessOptions:
     telemetry: TelemetryOptions
 
 
-class StageActor(BoardKeeper):
+class StageActor(BoardKeeper, KeysValuesKeeper):
     """One pipeline stage in its own process, made at little cost: `load` does the work.
 
     It is rank 0 of a stage that is divided, and the only one that others know; `followers` are the
@@ -73,6 +74,7 @@ class StageActor(BoardKeeper):
         options: ProcessOptions,
         followers: Sequence[ActorHandle[RankActor]] = (),
     ) -> None:
+        super().__init__()
         torch.set_num_threads(options.threads)
         self._spec = spec
         self._emulated = None if options.emulated is None else EmulatedDevice(options.emulated)
@@ -183,6 +185,7 @@ class StageActor(BoardKeeper):
 
         Raises `StageLostError` where the stage has lost a rank.
         """
+        self.close_handover()
         failed = self._followers.leave(self._plain())
         if self._stage is not None:
             self._stage.forget_parked()
@@ -200,8 +203,9 @@ class StageActor(BoardKeeper):
         """
         stage = self._plain()
         if stage is not None and stage.spec.degree > 1:
-            self._followers.meet(stage)
+            self._followers.meet(stage, epoch)
         self._epoch = epoch
+        self.open_handover(self._loaded().keys_values, epoch)
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
@@ -225,15 +229,15 @@ class StageActor(BoardKeeper):
         """
         yield from self._leading().generate(chunk)
 
-    def live(self, run: int) -> Iterator[tuple[Progress, ...]]:
+    def live(self, run: int, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
         """Run what comes by `submit` for the live run of this number until it is closed; yields
-        the tokens of each micro-batch.
+        the tokens of each micro-batch, or of `told_every` of them together.
 
         For the first stage only, to which `submit` has to be called first.
         """
         inbox = self._inbox_of(run)
         if inbox is not None:
-            yield from self._leading().live(inbox)
+            yield from self._leading().live(inbox, told_every)
 
     @ray.method(concurrency_group=CONTROL)
     def submit(self, run: int, requests: Sequence[Request]) -> None:

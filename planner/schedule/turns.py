@@ -99,26 +99,30 @@ class Turns:
         room = min(self.most - turn.requests, turn.share)
         wanted = min(wanted, room)
         fewest = missing if wanted >= missing else min(wanted, turn.replayed)
-        return self._evened(wanted, fewest, min(room, len(texts)), texts)
+        return evened(self.schedule, wanted, room, texts, fewest)
 
-    def _evened(self, wanted: int, fewest: int, room: int, texts: Sequence[int]) -> int:
-        """About `wanted`, at least `fewest` and at most `room`: so many that the sum of their
-        tokens is within the tolerance of that of `wanted` prompts, where this is possible.
-        """
-        tokens = wanted * self.schedule.mean_prompt_tokens
-        tolerance = self.schedule.tolerance
-        low, high = (1 - tolerance) * tokens - _ROUNDING, (1 + tolerance) * tokens + _ROUNDING
-        count = min(wanted, room)
-        if count < 1:
-            return 0
-        total = sum(texts[:count])
-        while total > high and count > max(1, fewest):
-            count -= 1
-            total -= texts[count]
-        while total < low and count < room and total + texts[count] <= high:
-            total += texts[count]
-            count += 1
-        return count
+
+def evened(
+    schedule: RequestSchedule, wanted: int, room: int, texts: Sequence[int], fewest: int = 0
+) -> int:
+    """About `wanted`, at least `fewest` and at most `room`: so many prompts of `texts` tokens, in
+    this order, that the sum of their tokens is within the tolerance of that of `wanted` prompts of
+    the mean, where this is possible (ExeGPT section 5.2).
+    """
+    tokens, tolerance = wanted * schedule.mean_prompt_tokens, schedule.tolerance
+    low, high = (1 - tolerance) * tokens - _ROUNDING, (1 + tolerance) * tokens + _ROUNDING
+    room = min(room, len(texts))
+    count = min(wanted, room)
+    if count < 1:
+        return 0
+    total = sum(texts[:count])
+    while total > high and count > max(1, fewest):
+        count -= 1
+        total -= texts[count]
+    while total < low and count < room and total + texts[count] <= high:
+        total += texts[count]
+        count += 1
+    return count
 
 
 def even_parts(requests: int, most: int) -> list[int]:
