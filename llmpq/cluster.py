@@ -19,8 +19,9 @@ from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.search import FleetRequest, as_job, find_fleet, number_of
 from planner.option_rules import refuse_ignored
-from planner.options import AUTO, FRONT_RULES, PlanOptions
+from planner.options import AUTO, PlanOptions
 from planner.plan.spec import PlanSpec
+from planner.planning_rules import FRONT_RULES
 from planner.search.search import find_priced_plan
 from planner.search.tradeoffs.front import FrontPoint, trace_front
 from planner.workload import Job, Workload

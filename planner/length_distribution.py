@@ -89,6 +89,13 @@ class LengthDistribution:
         reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
 
+    def at_most(self, longest: int) -> LengthDistribution:
+        """The distribution of these lengths, where longer ones are cut to `longest`."""
+        cut = np.minimum(self.lengths, longest)
+        lengths, where = np.unique(cut, return_inverse=True)
+        chances = np.bincount(where, self.probabilities)
+        return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
+
     def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
         """So many random lengths [count]."""
         chosen = generator.choice(self.lengths, size=count, p=np.array(self.probabilities))

@@ -31,7 +31,7 @@ from planner.fleet.simulation import Server, simulate_fleet
 from planner.fleet.spec import FleetRecord, FleetSpec, plan_devices
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
-from planner.options import AUTO, BOUNDS, PlanOptions, quality_of
+from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.spec import PLAN_VERSION
 from planner.quality.sensitivity import Omega
 from planner.search.groupings import degrees_of

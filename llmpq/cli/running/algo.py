@@ -37,7 +37,8 @@ from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
 from llmpq.workload.long_rows import LongRowRule
 from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
-from planner.options import BOUNDS, PlanOptions
+from planner.options import PlanOptions
+from planner.planning_rules import BOUNDS
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError

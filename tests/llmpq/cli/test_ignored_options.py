@@ -13,7 +13,8 @@ from llmpq.cli.options.dist import dist_parser, submit_parser
 from llmpq.cli.running import algo, dist
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
-from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
+from planner.options import PlanOptions
+from planner.planning_rules import FRONT_RULES, PLAN_RULES
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.llmpq.commands import exit_code
