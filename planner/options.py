@@ -147,9 +147,8 @@ class PlanOptions:
         """
         bits = tuple(sorted({int(b) for b in self.bits}))
         object.__setattr__(self, "bits", bits)
-        bound_s = self.max_request_latency_s
-        if isinstance(bound_s, int | float):
-            stored = UNBOUNDED if bound_s == math.inf else float(bound_s)
+        if self.max_request_latency_s is not None:
+            stored = _stored_bound(self.max_request_latency_s)
             object.__setattr__(self, "max_request_latency_s", stored)
         sizes = (self.prefill_micro_batch, self.decode_micro_batch)
         rules: dict[str, tuple[bool, str]] = {
@@ -174,10 +173,7 @@ class PlanOptions:
                 self.max_ppl_delta is None or 0 < self.max_ppl_delta < float("inf"),
                 "a finite number above 0",
             ),
-            "max_request_latency_s": (
-                bound_s in (None, UNBOUNDED) or (not isinstance(bound_s, str) and bound_s > 0),
-                "more than 0 seconds, or inf",
-            ),
+            "max_request_latency_s": (self.request_bound_s > 0, "more than 0 seconds, or inf"),
             "quantile": (0 < self.quantile < 1, "a share between 0 and 1, such as 0.99"),
             "schedule": (self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}"),
             "tensor_parallel": (
@@ -247,6 +243,15 @@ class PlanOptions:
         refuse_unknown(options, known, "planning option")
         refuse_ignored(options, PLAN_RULES)
         return cls(**options)
+
+
+def _stored_bound(value: float | str) -> float | Literal["inf"]:
+    """The bound on the latency of requests as files hold it; JSON knows no infinite number."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise SpecError(f"max_request_latency_s is {value!r}; give seconds, or inf") from None
+    return UNBOUNDED if seconds == math.inf else seconds
 
 
 def kv_bits_of(options: PlanOptions) -> int:

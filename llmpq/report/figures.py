@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import groupby
 
 from llmpq.report.formatting import duration, gap, number, per_second, plural, seconds, times
+from llmpq.report.latency import latencies, rates
 from llmpq.report.sentences import search_outcome
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
@@ -15,6 +16,8 @@ MOST_RUNS = 6  # of equal bits that are told in the order of the layers
 
 def whole(plan: PlanSpec) -> str:
     """What the seconds of a plan are of."""
+    if plan.latency is not None:
+        return "request"
     return "batch" if plan.job is None else "job"
 
 
@@ -38,8 +41,12 @@ def bits_of(stage: StagePlan) -> list[str]:
 
 
 def predicted(plan: PlanSpec) -> str:
-    """Seconds and tokens per second; of the two phases where they follow one another."""
+    """Seconds and tokens per second; of the two phases where they follow one another. Under a bound
+    on latency requests per second, and the latency.
+    """
     p = plan.predicted
+    if plan.latency is not None:
+        return f"{rates(plan.latency)}; {latencies(plan.latency)}"
     text = f"{duration(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
     if plan.job is not None:
         return text
@@ -49,6 +56,9 @@ def predicted(plan: PlanSpec) -> str:
 def searched(plan: PlanSpec) -> str:
     """How the plan was found, and how far from the best it can be."""
     s = plan.solver
+    if plan.latency is not None:
+        schedules = plural(plan.latency.evaluations, "schedule")
+        return f"{schedules} evaluated by branch and bound, {seconds(s.seconds)}"
     return (
         f"{s.method} with {s.solver}, {search_outcome(plan)}, gap {gap(s.gap)}, "
         f"{seconds(s.seconds)} for {plural(s.candidates, 'candidate')} of order and micro-batches "

@@ -69,8 +69,7 @@ _BOUND_RULES = (
     ),
     Rule(
         ("prompt_lengths", "output_lengths"),
-        "it is about a bound on the latency of requests; give --max_request_latency_s SECONDS (inf: "
-        "any)",
+        "it is about a bound on the latency of requests; give one (inf: any)",
         without=("max_request_latency_s",),
     ),
     Rule(
