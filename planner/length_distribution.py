@@ -96,6 +96,17 @@ class LengthDistribution:
         chances = np.bincount(where, self.probabilities)
         return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
 
+    def classes(self, count: int) -> tuple[tuple[float, float], ...]:
+        """At most `count` mean lengths with their shares, which are nearly equal: they stand for
+        all lengths in a mean over them.
+        """
+        above = np.cumsum(self.probabilities) - np.array(self.probabilities) / 2
+        which = np.minimum((above * count).astype(np.int64), count - 1)
+        shares = np.bincount(which, self.probabilities, count)
+        sums = np.bincount(which, np.multiply(self.lengths, self.probabilities), count)
+        kept = np.flatnonzero(shares)
+        return tuple(zip((sums[kept] / shares[kept]).tolist(), shares[kept].tolist(), strict=True))
+
     def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
         """So many random lengths [count]."""
         chosen = generator.choice(self.lengths, size=count, p=np.array(self.probabilities))

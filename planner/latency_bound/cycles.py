@@ -29,14 +29,12 @@ MOST_TURNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Cycles:
-    """The `simulated` schedule of all stages, `labels` [N] in their order, of which `start_s` to
-    `end_s` are to be shown.
+    """What all stages do in `simulated`, which begins in the middle of a run; `labels` [N]: the
+    stages in their order.
     """
 
     simulated: Simulated
     labels: tuple[str, ...]
-    start_s: float
-    end_s: float
 
 
 def simulated_cycles(plan: PlanSpec) -> Cycles:
@@ -61,7 +59,8 @@ def _in_turns(plan: PlanSpec, schedule: RequestSchedule) -> Cycles:
     first = [row for row, each in enumerate(passes) if each.phase == "prefill"]
     turn = len(first) // (SETTLING + SHOWN + 1)
     start_s, end_s = (float(begins_s[first[turn * count]]) for count in (SETTLING, -1))
-    return Cycles(simulated, tuple(stage.label for stage in plan.stages), start_s, end_s)
+    labels = tuple(stage.label for stage in plan.stages)
+    return Cycles(_part(simulated, start_s, end_s), labels)
 
 
 def _turns_and_steps(schedule: RequestSchedule, cycles: int) -> Iterator[Pass]:
@@ -131,7 +130,27 @@ def _apart(
     )
     roles = (("prefill", prefills), ("decode", plan))
     labels = tuple(f"{role}, {stage.label}" for role, part in roles for stage in part.stages)
-    return Cycles(simulated, labels, start_s, end_s)
+    return Cycles(_part(simulated, start_s, end_s), labels)
+
+
+def _part(simulated: Simulated, start_s: float, end_s: float) -> Simulated:
+    """What happens from `start_s` to `end_s`, which become 0 and the end."""
+    ends = simulated.link_end_s.max(axis=1) > start_s
+    begins = np.where(simulated.stage_end_s > 0, simulated.stage_start_s, np.inf).min(axis=1)
+    rows = np.flatnonzero(ends & (begins < end_s))
+    rows = np.append(rows, rows[-1] + 1)  # a pass after the end, so that the part ends there
+
+    def cut(times_s: FloatArray) -> FloatArray:
+        return np.asarray(np.clip(times_s[rows] - start_s, 0.0, end_s - start_s))
+
+    return Simulated(
+        simulated.workload,
+        tuple(simulated.passes[row] for row in rows),
+        cut(simulated.stage_start_s),
+        cut(simulated.stage_end_s),
+        cut(simulated.link_start_s),
+        cut(simulated.link_end_s),
+    )
 
 
 def _rounds(plan: PlanSpec, schedule: RequestSchedule, until_s: float) -> Simulated:
