@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from llmpq.report.formatting import duration, gap, number, per_second, plural, seconds, times
-from llmpq.report.latency import latencies, rates
+from llmpq.report.job_answers import what_is_planned
+from llmpq.report.latency import latencies, lengths, rates
 from llmpq.report.sentences import search_outcome
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
 
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Lines that the terminal has too, by what they are about."""
+
+    headline: str
+    predicted: str
+    searched: str
+    priced: str
+    baselines: Sequence[str]
+    lengths: str = ""
+
+
+def facts_of(plan: PlanSpec) -> Facts:
+    """The lines on a plan."""
+    return Facts(
+        headline=f"{what_is_planned(plan)}; micro-batches {micro_batches(plan)}",
+        predicted=predicted(plan),
+        searched=searched(plan),
+        priced=priced(plan),
+        baselines=[beside(plan, b) for b in plan.baselines if b.name == "uniform"],
+        lengths="" if plan.latency is None else lengths(plan.latency),
+    )
 
 
 def whole(plan: PlanSpec) -> str:
@@ -103,11 +130,21 @@ def beside(plan: PlanSpec, baseline: Baseline) -> str:
 def times_from(plan: PlanSpec) -> list[str]:
     """Lines that say where the stages' times come from; stages of one source share a line."""
     stages: dict[str, list[str]] = {}
-    for stage in plan.stages:
-        stages.setdefault(stage.provenance, []).append(str(stage.index))
+    prefills = () if plan.prefill_plan is None else plan.prefill_plan.stages
+    for stage in (*prefills, *plan.stages):
+        phase = "" if stage.role == "both" else f"{stage.role} "
+        stages.setdefault(stage.provenance, []).append(f"{phase}stage {stage.index}")
     if len(stages) == 1:
         return [f"times: {source}" for source in stages]
-    return [f"times of stage {', '.join(of)}: {source}" for source, of in stages.items()]
+    return [f"times of {_together(of)}: {source}" for source, of in stages.items()]
+
+
+def _together(stages: list[str]) -> str:
+    """Numbers of stages behind what they are: "stage 0, 2"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, _, index in (stage.rpartition(" ") for stage in stages):
+        kinds.setdefault(kind, []).append(index)
+    return ", ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in kinds.items())
 
 
 def _of_what(plan: PlanSpec) -> str:

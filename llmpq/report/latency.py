@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmpq.report.answers.answer import Answer
 from llmpq.report.formatting import SPACE, count, duration, per_second, plural, seconds
+from planner.latency_bound.request import BoundRequest
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec
 from planner.scheduling import ScheduleKind
@@ -45,11 +46,14 @@ def _all(forecast: LatencyForecast) -> str:
     return f"{plural(forecast.prompts, 'request')}: {took} at this rate (without loading)"
 
 
-def what_is_bounded(forecast: LatencyForecast) -> str:
+def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
     """The bound that was asked for."""
-    if forecast.bound_s is None:
-        return f"requests of any latency ({share(forecast.quantile)} told)"
-    return f"{share(forecast.quantile)} of requests within {seconds(forecast.bound_s)}"
+    return f"{share(asked.quantile)} of requests within {bound(asked.bound_s)}"
+
+
+def bound(bound_s: float | None) -> str:
+    """A bound as it was asked for."""
+    return "any time" if bound_s is None else f"{bound_s:.6g}{SPACE}s"
 
 
 def rates(forecast: LatencyForecast) -> str:
@@ -60,10 +64,9 @@ def rates(forecast: LatencyForecast) -> str:
 
 def latencies(forecast: LatencyForecast) -> str:
     """The latency at the quantile against the bound, and the mean."""
-    allowed = "any" if forecast.bound_s is None else seconds(forecast.bound_s)
     return (
         f"{share(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
-        f"({allowed} allowed), {seconds(forecast.mean_latency_s)} in the mean"
+        f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
     )
 
 
@@ -75,13 +78,13 @@ def waiting(forecast: LatencyForecast) -> str:
     )
 
 
-def lengths(forecast: LatencyForecast) -> str:
+def lengths(asked: LatencyForecast | BoundRequest) -> str:
     """The lengths on which every figure rests."""
-    prompts, outputs = forecast.lengths.prompts, forecast.lengths.outputs
-    at = outputs.quantile(forecast.quantile)
+    prompts, outputs = asked.lengths.prompts, asked.lengths.outputs
+    at = outputs.quantile(asked.quantile)
     return (
         f"prompts of {prompts.mean:,.0f} tokens in the mean, {count(prompts.longest)} at most; "
-        f"answers of {outputs.mean:,.0f} in the mean, {share(forecast.quantile)} of at most "
+        f"answers of {outputs.mean:,.0f} in the mean, {share(asked.quantile)} of at most "
         f"{count(at)}, {count(outputs.longest)} at most"
     )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.workload.input_job import InputJob
 from llmpq.workload.measured_lengths import COLUMNS, read_measured
+from planner.latency_bound.request import BoundRequest
 from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.options import PlanOptions
 from planner.workload import MAX_TOKENS, Job, Workload
 from quant.common.errors import SpecError
 
@@ -50,7 +53,7 @@ def normal_lengths(name: str, given: Sequence[float]) -> LengthDistribution:
     the longest; `name` is that of the option in messages.
     """
     mean, deviation, longest = given
-    if not (longest == int(longest) and 1 <= longest <= MAX_TOKENS):
+    if not (1 <= longest <= MAX_TOKENS and longest == int(longest)):
         raise SpecError(
             f"{name}: the longest is {longest:g}; give a whole number of 1 to {MAX_TOKENS} tokens"
         )
@@ -63,6 +66,18 @@ def normal_lengths(name: str, given: Sequence[float]) -> LengthDistribution:
 def same_lengths(tokens: int) -> LengthDistribution:
     """The distribution of lengths that are all alike."""
     return LengthDistribution((tokens,), (1.0,))
+
+
+def bound_request(requests: Requests, options: PlanOptions) -> BoundRequest:
+    """What is asked of a schedule for these requests."""
+    bound_s = options.request_bound_s
+    return BoundRequest(
+        requests.lengths,
+        None if bound_s == math.inf else bound_s,
+        options.quantile,
+        options.schedule_kinds,
+        requests.prompts,
+    )
 
 
 def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths) -> Requests:

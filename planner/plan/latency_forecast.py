@@ -35,5 +35,5 @@ class LatencyForecast:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that all requests take at the steady rate; None where their number is not known."""
+        """Seconds that all requests take at the steady rate, where their number is known."""
         return None if self.prompts is None else self.prompts / self.requests_per_s

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import cache
 
 from llmpq import Cluster, Workload
+from planner.latency_bound.front import LatencyPoint
+from planner.latency_bound.kind_fronts import KindFronts, LeftOut
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MicroBatches
 from planner.plan.latency_forecast import LatencyForecast
@@ -46,6 +48,27 @@ def _plain(devices: tuple[str, ...], counts: tuple[int, ...]) -> PlanSpec:
 def schedule(kind: ScheduleKind, prefill_requests: int, decode_steps: int) -> RequestSchedule:
     """A schedule of 40 requests that decode in two groups, with newcomers two at a time."""
     return RequestSchedule(kind, prefill_requests, 40, decode_steps, 2, 2, LENGTHS.prompts.mean)
+
+
+def point(bound_s: float, kind: ScheduleKind, requests_per_s: float, of: int) -> LatencyPoint:
+    """A schedule of `of` requests that decode, which takes nine tenths of its bound."""
+    prefilled, steps = (6, 4) if kind == "rra" else (4, 1)
+    own = replace(schedule(kind, prefilled, steps), decode_requests=of)
+    return LatencyPoint(bound_s, own, requests_per_s, 30 * requests_per_s, 0.9 * bound_s)
+
+
+FRONTS = KindFronts(
+    (
+        point(4.0, "rra", 2.2, 20),
+        point(20.0, "rra", 6.2, 60),
+        point(60.0, "rra", 9.1, 90),
+        point(2.0, "waa-c", 1.5, 12),
+        point(5.0, "waa-c", 2.6, 16),
+        point(23.0, "waa-c", 4.2, 30),
+    ),
+    (LeftOut("waa-m", "two copies need 3.1 GiB more"),),
+)
+"""Two kinds of schedule, of which one is best up to 20 s, and one that cannot be had."""
 
 
 def rra_plan(bound_s: float | None = 20.0) -> PlanSpec:
