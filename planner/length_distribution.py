@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm
 
 from planner.lengths import IntArray
 from quant.common.errors import SpecError
@@ -60,8 +60,8 @@ class LengthDistribution:
                 f"a truncated normal of mean {mean:g}, deviation {deviation:g} and longest "
                 f"{longest}; give a deviation above 0 and a longest of at least 1"
             )
-        edges = (np.arange(longest + 1) + 0.5 - mean) / deviation
-        chances = np.diff(norm.cdf(edges))
+        normal = NormalDist(mean, deviation)
+        chances = np.diff([normal.cdf(length + 0.5) for length in range(longest + 1)])
         kept = np.flatnonzero(chances > 0)
         if not len(kept):
             raise SpecError(f"no length of 1 to {longest} is likely at mean {mean:g}")
