@@ -1,0 +1,78 @@
+"""Plans whose stages only decode, as others prefill: made of two ordinary plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from llmpq import Cluster, Workload
+from planner.cluster.spec import ClusterSpec
+from planner.micro_batches import MicroBatches
+from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyOptions, RequestSchedule
+from tests.llmpq.conftest import EMULATED, NEW_TOKENS, PROMPT_LENGTH
+
+GIB = 0.01  # of every device: more than the model
+SCHEDULE = RequestSchedule(
+    "waa-c",
+    prefill_requests=3,
+    decode_requests=8,
+    decode_steps=1,
+    decode_micro_batches=2,
+    prefill_micro_batch=2,
+    mean_prompt_tokens=PROMPT_LENGTH / 2,
+    tolerance=0.25,
+)
+
+
+def divided(prefill: PlanSpec, decode: PlanSpec, schedule: RequestSchedule = SCHEDULE) -> PlanSpec:
+    """`decode` with the stages of `prefill` before it, in prefills of the schedule's size."""
+    prefill = replace(prefill, micro_batches=MicroBatches(schedule.prefill_micro_batch, 1))
+    return replace(
+        _only(decode, "decode"),
+        policy=PolicyOptions("exegpt", schedule=schedule),
+        prefill_plan=_only(prefill, "prefill"),
+    )
+
+
+def _only(plan: PlanSpec, role: Literal["prefill", "decode"]) -> PlanSpec:
+    stages = tuple(replace(stage, role=role) for stage in plan.stages)
+    return replace(plan, stages=stages, unused_devices=())
+
+
+def divided_plan(
+    folder: Path,
+    prefill: Sequence[float] = (GIB,),
+    decode: Sequence[float] = (GIB, GIB),
+    schedule: RequestSchedule = SCHEDULE,
+    network: float | None = None,
+    **options: Any,
+) -> PlanSpec:
+    """A plan on emulated T4s that prefill and A100s that decode, with so much memory in GiB; all
+    are nodes of one cluster, whose `network` may be slow.
+    """
+    nodes = [
+        {"name": f"{name}{i}", "accelerators": {kind: 1}, "usable_memory_gib": gib}
+        for name, kind, sizes in (("p", "T4", prefill), ("d", "A100-SXM4-40GB", decode))
+        for i, gib in enumerate(sizes)
+    ]
+    shared = {key: value for key, value in yaml.safe_load(EMULATED).items() if key != "nodes"}
+    if network is not None:
+        shared["network"] = {"internode_gbit_per_s": network}
+    given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
+    plans = []
+    for own, requests, new_tokens in (
+        (nodes[: len(prefill)], 2 * schedule.prefill_requests, 1),
+        (nodes[len(prefill) :], 2 * schedule.decode_requests, NEW_TOKENS),
+    ):
+        cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": own}))
+        workload = Workload(requests, PROMPT_LENGTH, new_tokens)
+        plan = cluster.plan(folder, workload, **given).spec
+        assert plan.origin is not None
+        text = yaml.safe_dump({**shared, "nodes": nodes})
+        plans.append(replace(plan, origin=replace(plan.origin, cluster=text)))
+    return divided(*plans, schedule)
