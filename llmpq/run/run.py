@@ -8,13 +8,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from actors.latency_counts import LatencyCounts
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
+from llmpq.report.measured_latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import JobSampling
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
+from llmpq.run.drift.rate import planned_latency
 from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
@@ -203,7 +206,17 @@ class Run:
             plan=None if longest is None else longest.plan,
             stages_s=None if longest is None else longest.seconds,
             planned_tokens_per_s=planned_rate(self._parts),
+            latency=self._latency(),
         )
+
+    def _latency(self) -> LatencyFigures | None:
+        planned = planned_latency(self.plan)
+        return None if planned is None else LatencyFigures.of([self.latencies], planned)
+
+    @property
+    def latencies(self) -> LatencyCounts:
+        """Those of the requests that have ended."""
+        return self._meter.state().latencies
 
     def _new_pace(self) -> DriftControl:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
