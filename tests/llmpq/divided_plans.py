@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -44,12 +45,13 @@ def _only(plan: PlanSpec, role: Literal["prefill", "decode"]) -> PlanSpec:
 
 
 def divided_plan(
-    folder: Path,
+    model: str | Path,
     prefill: Sequence[float] = (GIB,),
     decode: Sequence[float] = (GIB, GIB),
     schedule: RequestSchedule = SCHEDULE,
     network: float | None = None,
     lengths: tuple[int, int] = (PROMPT_LENGTH, NEW_TOKENS),
+    emulate: Mapping[str, Any] = MappingProxyType({"time_scale": 0}),
     **options: Any,
 ) -> PlanSpec:
     """A plan on emulated T4s that prefill and A100s that decode, with so much memory in GiB; all
@@ -61,6 +63,7 @@ def divided_plan(
         for i, gib in enumerate(sizes)
     ]
     shared = {key: value for key, value in yaml.safe_load(EMULATED).items() if key != "nodes"}
+    shared["emulate"] = dict(emulate)
     if network is not None:
         shared["network"] = {"internode_gbit_per_s": network}
     given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
@@ -72,7 +75,7 @@ def divided_plan(
     ):
         cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": own}))
         workload = Workload(requests, lengths[0], new_tokens)
-        plans.append(cluster.plan(folder, workload, **given | others).spec)
+        plans.append(cluster.plan(model, workload, **given | others).spec)
     whole = divided(*plans, schedule)
     assert whole.origin is not None
     text = yaml.safe_dump({**shared, "nodes": nodes})
