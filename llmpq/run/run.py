@@ -25,6 +25,7 @@ from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
+from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
 
@@ -165,14 +166,14 @@ class Run:
         trace = None if self._is_long else self._options.trace_path
         switch: Switch | None = None
         show = [*self.on_state, self._see]
-        stages = self._shared.stages
+        stages, shown = self._shared.stages, undivided(self.plan)
         with (
             stages.lent(group, loading_watch(group, self.on_loading)),
-            monitored(group, self.plan, self._meter, show, trace) as figures,
+            monitored(group, shown, self._meter, show, trace) as figures,
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(self.plan, stages.start_s)
+            self._pace.begin(shown, stages.start_s)
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
@@ -187,7 +188,7 @@ class Run:
                     break
             yield from self.rows.bad_results()
             seconds = time.perf_counter() - began_s
-            part = RunPart(self.plan, figures() or (), seconds, self.rows.tokens - tokens)
+            part = RunPart(shown, figures() or (), seconds, self.rows.tokens - tokens)
             self._parts.append(part)
         return switch
 
@@ -273,7 +274,7 @@ class Run:
         if not self._is_long:
             self._shared.plan = plan
         for on_plan in self.on_plan:
-            on_plan(plan)
+            on_plan(undivided(plan))
         self._shared.tell(kind, lost_s, text)
 
     def _notify(self, event: RecoveryEvent) -> None:
