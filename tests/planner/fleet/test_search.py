@@ -83,9 +83,10 @@ def test_device_in_two_pipelines_is_refused(fleet: FleetSpec) -> None:
         ({"options": replace(OPTIONS, in_flight=8)}, "in_flight is of one pipeline"),
         ({"options": PlanOptions(method="uniform")}, "leave replicas out"),
         ({"options": PlanOptions(max_omega=1.0)}, "max_omega is of one pipeline"),
+        ({"options": replace(OPTIONS, tensor_parallel=8)}, "so many equal devices .at most 4"),
     ],
 )
-def test_what_is_of_one_pipeline_is_refused(changes: dict[str, object], words: str) -> None:
+def test_what_cannot_be_asked_of_a_fleet_is_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         find_fleet(replace(REQUEST, **changes))
 
