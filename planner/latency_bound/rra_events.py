@@ -16,7 +16,7 @@ import numpy as np
 
 from planner.latency_bound.decode_group import DecodeGroup
 from planner.latency_bound.drawn_requests import DrawnRequest, RequestQueue
-from planner.latency_bound.passes import PipelineOfPasses, evenly_divided
+from planner.latency_bound.passes import PipelineOfRequests, evenly_divided
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.watch import Observed, Watch
 from planner.length_distribution import RequestLengths
@@ -65,7 +65,7 @@ class _RraRun:
     def __init__(
         self, times: StageTimes, queue: RequestQueue, schedule: RequestSchedule, watch: Watch
     ) -> None:
-        self._pipeline, self._queue = PipelineOfPasses(times), queue
+        self._pipeline, self._queue = PipelineOfRequests(times), queue
         self._schedule, self._watch = schedule, watch
         self._share = schedule.prefill_requests / schedule.decode_micro_batches
         self._most_under_way = UNDER_WAY_PER_STAGE * times.stages
@@ -123,7 +123,7 @@ class _RraRun:
         group.owed -= wanted
         missing, room = fewest - group.size, most - group.size
         if wanted < missing:
-            wanted = min(missing, max(wanted, group.ended))
+            wanted = min(missing, wanted + group.ended)
         wanted = min(max(wanted, int(not group.size)), room)
         if wanted < 1:
             return []
