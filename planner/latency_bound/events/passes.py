@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from planner.latency_bound.drawn_requests import DrawnRequest
+from planner.latency_bound.events.drawn_requests import DrawnRequest
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.tandem import PassTimes, Tandem
+from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
 from planner.length_distribution import FloatArray
 from planner.simulation.simulation import near_length
 
