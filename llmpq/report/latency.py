@@ -43,7 +43,7 @@ def _all(forecast: LatencyForecast) -> str:
     if forecast.prompts is None or forecast.seconds is None:
         return ""
     took = duration(forecast.seconds)
-    return f"{plural(forecast.prompts, 'request')}: {took} at this rate (without loading)"
+    return f"{plural(forecast.prompts, 'request')}: about {took} in all (without loading)"
 
 
 def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
