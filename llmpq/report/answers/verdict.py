@@ -16,8 +16,9 @@ from llmpq.report.formatting import (
     per_second,
     plural,
     seconds,
+    whole_percent,
 )
-from llmpq.report.latency import kind_name, latencies, requests_per_second, share, waiting
+from llmpq.report.latency import kind_name, latencies, requests_per_second, waiting
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
 from planner.plan.latency_forecast import LatencyForecast
 from planner.plan.spec import PlanSpec, StagePlan
@@ -139,7 +140,7 @@ def _bounded_tiles(plan: PlanSpec, forecast: LatencyForecast, quality: QualityWo
     return [
         Tile("requests per second", per_second(forecast.requests_per_s)),
         Tile("new tokens per second", per_second(forecast.tokens_per_s)),
-        Tile(f"{share(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
+        Tile(f"{whole_percent(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
         Tile("quality", quality.word),
         *kind,
     ]

@@ -53,7 +53,7 @@ def test_what_is_known_is_told() -> None:
     rarer = replace(plan, latency=replace(plan.latency, quantile=0.999, prompts=3000))
     text = words(plan_table(rarer), 80)
     assert "99.9 % of requests within any time" in text
-    assert "3,000 requests: 9 min 31 s at this rate" in text  # 3000 / 5.25
+    assert "3,000 requests: about 9 min 41 s in all" in text  # 3000 / 5.25 and 9.1
 
 
 @pytest.mark.parametrize("plan", [rra_plan(), waa_plan()], ids=["rra", "waa"])
