@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from benchmarks.latency_bounds.models import BITS
+from benchmarks.latency_bounds.paper.models import BITS
 from planner.cluster.device import Device
 from planner.cluster.groups import group_of
 from planner.costs.memory import kv_token_bytes, layer_weight_bytes
