@@ -31,6 +31,11 @@ class Layout:
     degree: int = 1
     grouped: int = 0
 
+    @property
+    def label(self) -> str:
+        """The groups after other controls; nothing where there are none."""
+        return f", T_P={self.degree}x{self.grouped}" if self.grouped else ""
+
     def stages_of(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """The stages on these GPUs, groups first."""
         starts = range(0, self.grouped, self.degree)
