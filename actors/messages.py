@@ -29,6 +29,16 @@ TokenIds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class HostKey:
+    """The number under which keys and values of a request lie in the host memory of the stages of a
+    pipeline, from when these are linked for the time number `epoch` until they are linked again.
+    """
+
+    number: int
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
 class Request:
     """One tokenized prompt, with its own `max_new_tokens`.
 
@@ -37,6 +47,10 @@ class Request:
     `top_logprobs`: how many of the most probable tokens are told beside each new one, with all
     their log-probabilities; None for none at all. No choice depends on it. `expected_tokens`: the
     new tokens that a predictor expects of it, `generated` among them; None: as many as it may have.
+
+    `host_key`: where its keys and values are kept once its prompt is computed, for other stages to
+    go on with it; of a request that has `generated` tokens, where those of all tokens but the last
+    one lie.
     """
 
     custom_id: str
@@ -47,6 +61,7 @@ class Request:
     draw_id: str = ""
     top_logprobs: int | None = None
     expected_tokens: int | None = None
+    host_key: HostKey | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,21 @@ class Park:
     key: int
     begin: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class KvPart:
+    """The part of a model's keys and values that `heads` of `layers` have: half-open ranges of
+    key/value heads and of decoder layers.
+    """
+
+    layers: range
+    heads: range
+
+    @property
+    def size(self) -> int:
+        """Number of heads of all layers together."""
+        return len(self.layers) * len(self.heads)
 
 
 EVERY_KEY = -1
@@ -151,7 +181,8 @@ class MicroBatch:
 
     Requests that are preempted have their tokens parked in host memory, or not: `drops` are keys of
     what is forgotten there first of all, `parks` are made then, before the moves, and `restores`
-    after rooms are cleared.
+    after rooms are cleared. `keeps` are copied there when it has been computed, where there is
+    room, for other stages to go on with.
     """
 
     slots: npt.NDArray[np.int64]
@@ -165,6 +196,7 @@ class MicroBatch:
     parks: tuple[Park, ...] = ()
     restores: tuple[Park, ...] = ()
     drops: tuple[int, ...] = ()
+    keeps: tuple[Park, ...] = ()
 
     @cached_property
     def decode_rows(self) -> npt.NDArray[np.bool_]:

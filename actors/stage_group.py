@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -15,10 +15,11 @@ from actors.emulation.times import emulated_times
 from actors.messages import Finished, Request, Transport
 from actors.processes.answers import StageAnswers
 from actors.processes.environment import stage_environment
+from actors.processes.handing_over import HANDOVER
 from actors.processes.handle import RankActors, StageHandle
 from actors.processes.placement import place
 from actors.processes.ranks.rank_actor import RankActor
-from actors.processes.reservation import Reservation
+from actors.processes.reservation import Reservation, ReservedPart
 from actors.processes.stage_actor import ProcessOptions, StageActor
 from actors.recovery.generation import Generation
 from actors.recovery.live import LiveGeneration
@@ -74,10 +75,15 @@ class GroupOptions:
     importance: ImportanceStore | None = None
 
 
+Reserve = Callable[[], Reservation | ReservedPart]
+"""Reserves what the stages of a plan need."""
+
+
 class StageGroup:
     """Context manager over the actors of `plan`; needs an initialised Ray.
 
-    `checkpoint` is a folder that every node has under this absolute path, or a hub id.
+    `checkpoint` is a folder that every node has under this absolute path, or a hub id. `reserve`
+    reserves resources for the stages, where that is done for more than these.
 
     Raises `DeviceError` when devices are missing, `CheckpointError` and the like from the stages'
     loading, `StageLostError` when an actor dies meanwhile, or there is no point in going on.
@@ -91,8 +97,10 @@ class StageGroup:
         plan: PlanSpec,
         checkpoint: str,
         options: GroupOptions = GroupOptions(),
+        reserve: Reserve | None = None,
     ) -> None:
         self._plan = plan
+        self._reserve = reserve or self._reserve_own
         self._checkpoint = checkpoint
         self._options = options
         prefill_tokens, decode_requests = plan.timed_sizes
@@ -101,7 +109,7 @@ class StageGroup:
             prefill_tokens=max(1, round(prefill_tokens)),
             decode_requests=max(1, round(decode_requests)),
         )
-        self._reservation: Reservation | None = None
+        self._reservation: Reservation | ReservedPart | None = None
         self.stages = tuple(
             StageHandle(
                 stage, partial(self._start_actors, stage.index), partial(self._offers, stage.index)
@@ -147,14 +155,17 @@ class StageGroup:
     def _start(self) -> None:
         check_planned_memory(self._plan)
         timeouts = self._options.timeouts
-        placements = place(self._plan.stages, ray.cluster_resources())
-        self._reservation = Reservation(placements, timeouts.placement_s)
+        self._reservation = self._reserve()
         for stage in self.stages:
             stage.start()
         shape = model_shape(self._checkpoint)
         if self._plan.needs_importance(shape.stored is not None):
             self._hand_out_importance(what_is_seen(shape), timeouts.load_s)
         self._repair.load_and_link(timeouts.load_s)
+
+    def _reserve_own(self) -> Reservation:
+        placements = place(self._plan.stages, ray.cluster_resources())
+        return Reservation(placements, self._options.timeouts.placement_s)
 
     def _hand_out_importance(self, seen: str, limit_s: float) -> None:
         """Give each stage that of its layers: what is known already, or what they measure now."""
@@ -177,7 +188,7 @@ class StageGroup:
         make_remote: Any = ray.remote  # its annotations lack concurrency groups
 
         def start(actor_class: type[Any], *arguments: Any) -> Any:
-            remote = make_remote(concurrency_groups={CONTROL: 1})(actor_class).options(
+            remote = make_remote(concurrency_groups={CONTROL: 1, HANDOVER: 1})(actor_class).options(
                 runtime_env={"env_vars": stage_environment(threads)},
                 max_restarts=0,
                 **reservation.actor_options(index),
@@ -205,10 +216,15 @@ class StageGroup:
     def _offers(self, index: int) -> bool:
         return self._reserved().has_device(index)
 
-    def _reserved(self) -> Reservation:
+    def _reserved(self) -> Reservation | ReservedPart:
         if self._reservation is None:
             raise RuntimeError("a stage group is used as a context manager")
         return self._reservation
+
+    @property
+    def epoch(self) -> int:
+        """How often the stages were linked: again after every fault."""
+        return self._pipeline.epoch
 
     @property
     def sizes(self) -> QueueSizes:
@@ -236,12 +252,12 @@ class StageGroup:
         if self._generation is not None:
             self._generation.interrupt()
 
-    def live(self) -> LiveGeneration:
+    def live(self, told_every: int = 1) -> LiveGeneration:
         """Return a generation to which requests are submitted at any time, and whose tokens come as
-        they are sampled; its `events` have to be read to their end before anything else is
-        generated.
+        they are sampled, those of `told_every` micro-batches together; its `events` have to be read
+        to their end before anything else is generated.
         """
-        return LiveGeneration(self._repair)
+        return LiveGeneration(self._repair, told_every)
 
     def tokens_in_flight(self) -> dict[str, int]:
         """Return the number of new tokens of each request in a KV slot, a second ago or so."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm
 
 from planner.lengths import IntArray
 from quant.common.errors import SpecError
@@ -60,8 +60,8 @@ class LengthDistribution:
                 f"a truncated normal of mean {mean:g}, deviation {deviation:g} and longest "
                 f"{longest}; give a deviation above 0 and a longest of at least 1"
             )
-        edges = (np.arange(longest + 1) + 0.5 - mean) / deviation
-        chances = np.diff(norm.cdf(edges))
+        normal = NormalDist(mean, deviation)
+        chances = np.diff([normal.cdf(length + 0.5) for length in range(longest + 1)])
         kept = np.flatnonzero(chances > 0)
         if not len(kept):
             raise SpecError(f"no length of 1 to {longest} is likely at mean {mean:g}")
@@ -88,6 +88,13 @@ class LengthDistribution:
         """The least length that at least this `share` of all does not exceed."""
         reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
+
+    def at_most(self, longest: int) -> LengthDistribution:
+        """The distribution of these lengths, where longer ones are cut to `longest`."""
+        cut = np.minimum(self.lengths, longest)
+        lengths, where = np.unique(cut, return_inverse=True)
+        chances = np.bincount(where, self.probabilities)
+        return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
 
     def classes(self, count: int) -> tuple[tuple[float, float], ...]:
         """At most `count` mean lengths with their shares, which are nearly equal: they stand for

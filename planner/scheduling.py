@@ -118,6 +118,16 @@ class PolicyOptions:
     schedule: RequestSchedule | None = None
 
     @property
+    def followed_schedule(self) -> RequestSchedule:
+        """The schedule of `exegpt`; SpecError where there is none."""
+        if self.schedule is None:
+            raise SpecError(
+                f"policy {self.name} follows a schedule, and the plan has none; make one that has "
+                "with llmpq plan --max_request_latency_s"
+            )
+        return self.schedule
+
+    @property
     def mixed_requests(self) -> int:
         """Most requests of a micro-batch that mixes the phases, where that is known; else 0."""
         return self.max_batch_size or 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from actors.attention.addresses import Addresses, as_array
 from actors.attention.parked import ParkedTokens
 from actors.attention.rooms import Rooms
-from actors.messages import MicroBatch, Move, Park, TokenRange
+from actors.messages import MicroBatch, Move, TokenRange
 from quant.scheme import FULL_BITS
 
 SCALE_DTYPE = torch.bfloat16
@@ -176,7 +176,8 @@ class KVCache:
     not depend on whether the two came in one pass, so that a request replayed from its tokens goes
     on as it would have.
 
-    Up to `parked_tokens` tokens of requests that were preempted lie in host memory. `factors`
+    Up to `parked_tokens` tokens of requests that were preempted, or prefilled for other stages, lie
+    in host memory. `factors`
     `[kv_heads, head_dim]` by layer: what keys are divided by before they become codes; plain
     numbers have none.
     """
@@ -190,6 +191,7 @@ class KVCache:
         factors: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         sizes = (shape.kv_heads, shape.tokens, shape.head_dim)
+        self.layers = layers
         self.held_dtype, self._device = form.held_dtype, form.device
         kept = {} if form.kv_bits == FULL_BITS else factors
         own = {layer: each.to(form.device, form.dtype) for layer, each in kept.items()}
@@ -215,15 +217,23 @@ class KVCache:
         """
         self._rooms.follow(batch)
         self.parked.forget(batch.drops)
-        for park in batch.parks:
-            self.parked.park(park, self._of_tokens(park))
+        for park in batch.parks if self.layers else ():
+            self.parked.park(park, self.of_tokens(park.begin, park.tokens))
         self.move(batch.moves)
         self.clear([admission.room for admission in batch.admitted])
-        for back in batch.restores:
-            self.parked.restore(back, self._of_tokens(back))
+        for back in batch.restores if self.layers else ():
+            self.parked.restore(back, self.of_tokens(back.begin, back.tokens))
 
-    def _of_tokens(self, park: Park) -> list[Tensor]:
-        return [part for each in self._all() for part in each.of_tokens(park.begin, park.tokens)]
+    def keep(self, batch: MicroBatch) -> None:
+        """Copy what `batch`, which is computed, asks for to host memory, where that has room."""
+        for each in batch.keeps if self.layers else ():
+            self.parked.keep(each, self.of_tokens(each.begin, each.tokens))
+
+    def of_tokens(self, begin: int, tokens: int) -> list[Tensor]:
+        """Views of what is held of neighbouring tokens, `[kv_heads, tokens, ...]`: of the keys of
+        all layers, then of their values; codes come before their scales.
+        """
+        return [part for each in self._all() for part in each.of_tokens(begin, tokens)]
 
     def clear(self, rooms: Sequence[TokenRange]) -> None:
         """Forget what was in `rooms`, as it may not have been finite; each is a request's own from

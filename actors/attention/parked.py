@@ -1,8 +1,10 @@
-"""Keys and values of preempted requests in host memory."""
+"""Keys and values of requests in host memory: of preempted ones, and on the way to other stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,54 +12,93 @@ from torch import Tensor
 from actors.messages import EVERY_KEY, Park
 
 
+class ParkedCopies(NamedTuple):
+    """Copies of `tokens` tokens in all tensors of a cache, `[kv_heads, tokens, ...]`."""
+
+    tokens: int
+    copies: tuple[Tensor, ...]
+
+
 class ParkedTokens:
     """At most `most_tokens` tokens, by key, in copies of the parts of a cache on `device`.
 
     From and to a GPU copies are queued like its kernels, without waiting: what was queued before a
     copy is done before it, and what is queued after it is done after it. Such memory is pinned;
-    torch keeps freed blocks for the next ones.
+    torch keeps freed blocks for the next ones. Any thread may call `forget`, `found` and `put`.
     """
 
     def __init__(self, most_tokens: int, device: torch.device) -> None:
         self._most_tokens = most_tokens
         self._pinned = device.type == "cuda"
-        self._held: dict[int, tuple[int, list[Tensor]]] = {}  # tokens and their copies
+        self._lock = Lock()
+        self._held: dict[int, ParkedCopies] = {}
 
     @property
     def tokens(self) -> int:
         """The number of tokens that lie here."""
-        return sum(tokens for tokens, _ in self._held.values())
+        return sum(held.tokens for held in tuple(self._held.values()))
 
     def forget(self, keys: Sequence[int]) -> None:
         """Free what lies under `keys`, or all of it; keys without anything are ignored."""
-        for key in keys:
-            if key == EVERY_KEY:
-                self._held.clear()
-            else:
-                self._held.pop(key, None)
+        with self._lock:
+            for key in keys:
+                if key == EVERY_KEY:
+                    self._held.clear()
+                else:
+                    self._held.pop(key, None)
 
     def park(self, park: Park, parts: Sequence[Tensor]) -> None:
         """Copy `parts`, each of which has the tokens of `park` in one of the cache's tensors.
 
         Raises RuntimeError where there would be too many tokens.
         """
-        if park.key in self._held or self.tokens + park.tokens > self._most_tokens:
-            raise RuntimeError(
-                f"{park.tokens} tokens are to be parked as number {park.key} beside "
-                f"{self.tokens}; at most {self._most_tokens} may be, each number once"
-            )
-        self._held[park.key] = park.tokens, [self._copy(part) for part in parts]
+        with self._lock:
+            if park.key in self._held or not self._has_room(park.tokens):
+                raise RuntimeError(
+                    f"{park.tokens} tokens are to be parked as number {park.key} beside "
+                    f"{self.tokens}; at most {self._most_tokens} may be, each number once"
+                )
+            self._held[park.key] = self._copies(park, parts)
+
+    def keep(self, park: Park, parts: Sequence[Tensor]) -> None:
+        """Copy `parts` as `park` does, but where there is no room, do nothing."""
+        with self._lock:
+            self._held.pop(park.key, None)  # of a run before a fault
+            if self._has_room(park.tokens):
+                self._held[park.key] = self._copies(park, parts)
+
+    def _has_room(self, tokens: int) -> bool:
+        return self.tokens + tokens <= self._most_tokens
+
+    def _copies(self, park: Park, parts: Sequence[Tensor]) -> ParkedCopies:
+        return ParkedCopies(park.tokens, tuple(self._copy(part) for part in parts))
 
     def _copy(self, part: Tensor) -> Tensor:
-        copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pinned)
-        return copy.copy_(part, non_blocking=True)
+        return self.empty(part.shape, part.dtype).copy_(part, non_blocking=True)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory for a copy."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+
+    def found(self, key: int) -> ParkedCopies | None:
+        """What lies under `key`, once the device has done what was queued; None: nothing."""
+        return self._held.get(key)
+
+    def put(self, key: int, held: ParkedCopies) -> bool:
+        """Keep copies that were made elsewhere under `key`; False where there is no room."""
+        with self._lock:
+            if key in self._held or not self._has_room(held.tokens):
+                return False
+            self._held[key] = held
+            return True
 
     def restore(self, back: Park, parts: Sequence[Tensor]) -> None:
         """Copy what lies under the key of `back` into `parts`, and free it.
 
         Raises RuntimeError where so many tokens do not lie there.
         """
-        tokens, copies = self._held.pop(back.key, (0, []))
+        with self._lock:
+            tokens, copies = self._held.pop(back.key, ParkedCopies(0, ()))
         if tokens != back.tokens:
             raise RuntimeError(
                 f"{back.tokens} parked tokens are wanted of number {back.key}, which has {tokens}"

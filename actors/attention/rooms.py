@@ -41,8 +41,8 @@ class Rooms:
             if admission.room.size:
                 self._make_room(admission.slot + 1)
                 self._give(admission.slot, admission.room)
-        for back in batch.restores:
-            self._slot_at(back.begin, back.tokens)
+        for each in (*batch.restores, *batch.keeps):
+            self._slot_at(each.begin, each.tokens)
         if batch.sizes is None:  # of tests and measurements
             return
         grown = np.flatnonzero(batch.sizes > self._sizes[batch.slots])

@@ -25,6 +25,10 @@ _FOR_EVER = timedelta(days=365)
 """Ranks wait so long for the next order: a stage without requests is no fault. The end of a process
 is noticed all the same, as its connection closes."""
 
+_NO_LIMIT = timedelta()
+"""With it torch's `Work.wait` lets the stream wait for NCCL; with any other it blocks the process,
+which asks every millisecond whether the work is done."""
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -100,14 +104,14 @@ class DistributedGroup:
         """The sum of all ranks' tensors, the same on each, in the tensor's type."""
         own = tensor if self._seat.device.type == "cuda" else tensor.float()
         total = own.contiguous()
-        self._wait(self._tensors.allreduce([total]))
+        self._follow(self._tensors.allreduce([total]))
         return total.to(tensor.dtype)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The tensor of rank 0."""
         sent = tensor.contiguous()
         if sent.numel():
-            self._wait(self._tensors.broadcast([sent], _from_rank_0()))
+            self._follow(self._tensors.broadcast([sent], _from_rank_0()))
         return sent
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -130,14 +134,20 @@ class DistributedGroup:
         parts = [torch.empty_like(own) for _ in widths] if self.rank == 0 else []
         options = torch.distributed.GatherOptions()
         options.rootRank = 0
-        self._wait(self._tensors.gather([parts] if parts else [], [own], options))
+        self._follow(self._tensors.gather([parts] if parts else [], [own], options))
         if not parts:
             return None
         return torch.cat([part[..., :w] for part, w in zip(parts, widths, strict=True)], -1)
 
+    def _follow(self, work: Any) -> None:
+        """Have what is computed next wait for tensors from other ranks: on a GPU its stream, so
+        that the process can go on and queue more. NCCL's own limit of time counts there.
+        """
+        self._wait(work, _NO_LIMIT if self._seat.device.type == "cuda" else None)
+
     def _wait(self, work: Any, limit: timedelta | None = None) -> None:
         try:
-            work.wait(limit or timedelta(seconds=self._seat.timeout_s))
+            work.wait(timedelta(seconds=self._seat.timeout_s) if limit is None else limit)
         except RuntimeError as error:
             raise StageLostError(
                 f"rank {self.rank} of {self.degree} lost another one: {error}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -45,3 +47,18 @@ class EmulatedLink:
         """Length of the message that begins with `first_frame`."""
         size = self._codec.message_bytes(first_frame)
         return size + _ARRIVAL.size if size else 0
+
+
+class HandoverLink:
+    """The link by which a stage's host gives keys and values away, one message after the other, by
+    a clock that all processes of the machine share.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self._free_s = 0.0
+
+    def arrival_s(self, seconds: float) -> float:
+        """When a message arrives that is ready now and travels for so many `seconds`."""
+        self._free_s = max(self._now_s(), self._free_s) + seconds
+        return self._free_s

@@ -16,6 +16,7 @@ from torch import Tensor
 from actors.emulation.clock import EmulatedClock
 from actors.emulation.times import ScaledTimes
 from actors.messages import Admission, MicroBatch, Sampled, Sampling
+from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
 from actors.stage_figures import StageStats
 from planner.plan.modelled_times import ModelledTimes
@@ -53,8 +54,13 @@ class EmulatedStage:
         """Compute LM head and sampling as `Stage.finish`, in their real time."""
         return self._stage.finish(batch, last_hidden)
 
+    @property
+    def keys_values(self) -> HeldKeysValues:
+        """What lies in the host memory of the stage that computes."""
+        return self._stage.keys_values
+
     def forget_parked(self) -> None:
-        """Free the host memory of requests that were preempted, as `Stage.forget_parked`."""
+        """Free all host memory of requests, as `Stage.forget_parked`."""
         self._stage.forget_parked()
 
     def stats(self) -> StageStats:

@@ -28,7 +28,8 @@ class ScaledTimes:
     def _copy_s(self, batch: MicroBatch) -> float:
         if self.copies is None:
             return 0.0
-        return sum(self.copies.one_way_s(each.tokens) for each in (*batch.parks, *batch.restores))
+        copied = (*batch.parks, *batch.restores, *batch.keeps)
+        return sum(self.copies.one_way_s(each.tokens) for each in copied)
 
     def transfer_s(self, batch: MicroBatch) -> float:
         """Seconds in which the stage's result of `batch` travels to the next stage."""

@@ -11,7 +11,8 @@ from ray import ObjectRef, ObjectRefGenerator
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from actors.messages import Chunk, Request
+from actors.messages import Chunk, KvPart, Request
+from actors.processes.handing_over import Handed
 from actors.processes.health import Heartbeat, RunReport
 from actors.processes.ranks.rank_actor import RankActor
 from actors.processes.stage_actor import StageActor
@@ -74,9 +75,12 @@ class StageHandle:
     @property
     def actor(self) -> Any:
         """Ray's handle of rank 0, which knows the actor's methods only when it runs."""
+        return self._ranks()[0]
+
+    def _ranks(self) -> tuple[Any, ...]:
         if self._actors is None:
             raise RuntimeError(f"{self.name} was not started")
-        return self._actors.first
+        return self._actors.every
 
     @property
     def actor_ids(self) -> tuple[str, ...]:
@@ -139,9 +143,11 @@ class StageHandle:
         )
         return stream
 
-    def live(self, run: int) -> ObjectRefGenerator:
+    def live(self, run: int, told_every: int = 1) -> ObjectRefGenerator:
         """The stream's items are tuples of `Progress`."""
-        stream: ObjectRefGenerator = self.actor.live.options(num_returns="streaming").remote(run)
+        stream: ObjectRefGenerator = self.actor.live.options(num_returns="streaming").remote(
+            run, told_every
+        )
         return stream
 
     def submit(self, run: int, requests: Sequence[Request]) -> ObjectRef[None]:
@@ -155,6 +161,26 @@ class StageHandle:
     def close_live(self, run: int) -> ObjectRef[None]:
         answer: ObjectRef[None] = self.actor.close_live.remote(run)
         return answer
+
+    def hand_over(
+        self, rank: int, keys: Sequence[int], parts: tuple[KvPart, KvPart], modelled_s: float
+    ) -> ObjectRef[Handed]:
+        """`parts`: the part of keys and values that the rank gives, and as which it tells of it."""
+        actor = self._ranks()[rank]
+        answer: ObjectRef[Handed] = actor.hand_over.remote(keys, *parts, modelled_s)
+        return answer
+
+    def take_over(
+        self, rank: int, epoch: int, sent: Sequence[ObjectRef[Handed]]
+    ) -> ObjectRef[tuple[int, ...]]:
+        """What was `sent` goes from process to process."""
+        answer: ObjectRef[tuple[int, ...]] = self._ranks()[rank].take_over.remote(epoch, sent)
+        return answer
+
+    def forget_keys(self, keys: Sequence[int]) -> None:
+        """Have all ranks do so, some time soon."""
+        for actor in self._ranks():
+            actor.forget_keys.remote(keys)
 
     def stop(self) -> ObjectRef[None]:
         answer: ObjectRef[None] = self.actor.stop.remote()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from actors.messages import Chunk, Finished, Progress
 from actors.processes.health import SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.latencies import LatencyRecord
 from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
@@ -14,15 +15,24 @@ from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
 
 
 class Leader:
-    """The first stage's scheduler and driver, which stay between two calls of a run."""
+    """The first stage's scheduler and driver, which stay between two calls of a run.
+
+    `earlier`: what leaders before it have done about outgrown reservations. `latencies` are those
+    of all leaders.
+    """
 
     def __init__(
-        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision = NO_SUPERVISION
+        self,
+        sizes: QueueSizes,
+        pipeline: Pipeline,
+        earlier: Supervision = NO_SUPERVISION,
+        latencies: LatencyRecord | None = None,
     ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
         self._earlier = earlier  # of the runs before
+        self._latencies = latencies or LatencyRecord()
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
@@ -32,9 +42,14 @@ class Leader:
         """Requests and micro-batches in the queue; None before the first run."""
         if self._run is None:
             return None
-        scheduler, slots = self._scheduler, self._sizes.slots
-        under_way = self._driver.under_way
-        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way, self.supervision)
+        return QueueDepth(
+            self._scheduler.waiting,
+            self._scheduler.in_slots,
+            self._sizes.slots,
+            self._driver.under_way,
+            self.supervision,
+            self._latencies.counts,
+        )
 
     @property
     def supervision(self) -> Supervision:
@@ -60,11 +75,11 @@ class Leader:
                 yield finished
         self._failed = False
 
-    def live(self, inbox: Inbox) -> Iterator[tuple[Progress, ...]]:
+    def live(self, inbox: Inbox, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
         """Run `StageActor.live`."""
         self._begin(inbox.run)
         self._failed = True  # until it has come to its end
-        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens).events()
+        yield from LiveRun(self._driver, inbox, self._sizes.slot_tokens, told_every).events()
         self._failed = False
 
     def _begin(self, run: int) -> None:
@@ -73,5 +88,5 @@ class Leader:
         earlier = self.supervision
         self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
         self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
-        self._driver = PipelineDriver(self._scheduler, self._pipeline)
+        self._driver = PipelineDriver(self._scheduler, self._pipeline, self._latencies)
         self._run = run  # last: `queue` looks at what comes before

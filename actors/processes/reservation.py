@@ -81,6 +81,27 @@ class Reservation:
         self._group = None
 
 
+class ReservedPart:
+    """The part of a `reservation` for several plans that one of them has: so many `stages`, from
+    number `first` on. Who made the reservation gives it back.
+    """
+
+    def __init__(self, reservation: Reservation, first: int, stages: int) -> None:
+        self.placements = reservation.placements[first : first + stages]
+        self._reservation, self._first = reservation, first
+
+    def actor_options(self, stage: int) -> dict[str, Any]:
+        """Options as `Reservation.actor_options`."""
+        return self._reservation.actor_options(self._first + stage)
+
+    def has_device(self, stage: int) -> bool:
+        """Whether the cluster has what `stage` needs, as `Reservation.has_device`."""
+        return self._reservation.has_device(self._first + stage)
+
+    def release(self) -> None:
+        """Give nothing back."""
+
+
 def copies_granted(placements: Sequence[Placement], most: int, limit_s: float = GRANT_S) -> int:
     """Return how many copies of all `placements`, `most` or fewer, Ray grants at the same time.
 

@@ -15,12 +15,14 @@ from actors.emulation.device import EmulatedDevice
 from actors.emulation.stage import EmulatedStage
 from actors.emulation.times import ScaledTimes
 from actors.messages import BATCH_KINDS, Chunk, Finished, MicroBatch, Progress, Request, Sampled
+from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, Heartbeat, RunReport
 from actors.processes.leader import Leader
 from actors.processes.loading import ShardLoader
 from actors.processes.ranks.followers import Followers
 from actors.processes.ranks.rank_actor import RankActor
 from actors.schedule.driver import Pipeline
+from actors.schedule.latencies import LatencyRecord
 from actors.schedule.live import Inbox
 from actors.schedule.scheduler import QueueSizes
 from actors.stage.spec import StageSpec
@@ -58,7 +60,7 @@ class ProcessOptions:
     telemetry: TelemetryOptions
 
 
-class StageActor(BoardKeeper):
+class StageActor(BoardKeeper, KeysValuesKeeper):
     """One pipeline stage in its own process, made at little cost: `load` does the work.
 
     It is rank 0 of a stage that is divided, and the only one that others know; `followers` are the
@@ -72,6 +74,7 @@ class StageActor(BoardKeeper):
         options: ProcessOptions,
         followers: Sequence[ActorHandle[RankActor]] = (),
     ) -> None:
+        super().__init__()
         torch.set_num_threads(options.threads)
         self._spec = spec
         self._emulated = None if options.emulated is None else EmulatedDevice(options.emulated)
@@ -83,6 +86,7 @@ class StageActor(BoardKeeper):
         self._codec = self._make_codec()
         self._leader: Leader | None = None
         self._supervised = NO_SUPERVISION  # by the leaders before
+        self._latencies = LatencyRecord()
         self._inbox: Inbox | None = None
         self._inbox_lock = Lock()
         self._health = Health()
@@ -134,7 +138,9 @@ class StageActor(BoardKeeper):
             "device": self._spec.device_name,
             "job": self._meter.options.job,
         }
-        MetricsPublisher(self._meter, self._figures, tags, self._spec.has_head).start()
+        new_latencies = self._latencies.new_seconds
+        samples = self._spec.has_head
+        MetricsPublisher(self._meter, self._figures, tags, samples, new_latencies).start()
 
     def compute(self, batch: MicroBatch, inputs: torch.Tensor) -> torch.Tensor | Sampled:
         """Run `Stage.step`, counted and timed."""
@@ -179,6 +185,7 @@ class StageActor(BoardKeeper):
 
         Raises `StageLostError` where the stage has lost a rank.
         """
+        self.close_handover()
         failed = self._followers.leave(self._plain())
         if self._stage is not None:
             self._stage.forget_parked()
@@ -196,8 +203,9 @@ class StageActor(BoardKeeper):
         """
         stage = self._plain()
         if stage is not None and stage.spec.degree > 1:
-            self._followers.meet(stage)
+            self._followers.meet(stage, epoch)
         self._epoch = epoch
+        self.open_handover(self._loaded().keys_values, epoch)
         return str(ray.util.get_node_ip_address())
 
     def lead(self, sizes: QueueSizes, following: Sequence[ActorHandle[StageActor]] | None) -> None:
@@ -210,7 +218,7 @@ class StageActor(BoardKeeper):
             pipeline = GlooPipeline(self, self._linked(), self._codec)
         else:
             pipeline = RayPipeline(self, following, self._codec, self._epoch or 0)
-        self._leader = Leader(sizes, pipeline, self._supervised)
+        self._leader = Leader(sizes, pipeline, self._supervised, self._latencies)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run until the queue wants more requests than `chunk` has; yields those that ended.
@@ -221,15 +229,15 @@ class StageActor(BoardKeeper):
         """
         yield from self._leading().generate(chunk)
 
-    def live(self, run: int) -> Iterator[tuple[Progress, ...]]:
+    def live(self, run: int, told_every: int = 1) -> Iterator[tuple[Progress, ...]]:
         """Run what comes by `submit` for the live run of this number until it is closed; yields
-        the tokens of each micro-batch.
+        the tokens of each micro-batch, or of `told_every` of them together.
 
         For the first stage only, to which `submit` has to be called first.
         """
         inbox = self._inbox_of(run)
         if inbox is not None:
-            yield from self._leading().live(inbox)
+            yield from self._leading().live(inbox, told_every)
 
     @ray.method(concurrency_group=CONTROL)
     def submit(self, run: int, requests: Sequence[Request]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import RLock
 
 from ray import ObjectRefGenerator
@@ -14,7 +15,7 @@ from ray.exceptions import RayTaskError
 from actors.messages import Finished, Progress, Request
 from actors.processes.ray_head import check_head
 from actors.recovery.diagnosis import diagnose, requests_in
-from actors.recovery.faults import lost_by
+from actors.recovery.faults import RunInterruptedError, lost_by
 from actors.recovery.liveness import LivenessCheck
 from actors.recovery.repair import Repair
 from actors.recovery.streams import RunStreams
@@ -28,14 +29,18 @@ class LiveGeneration:
     given out.
 
     One thread reads `events`; any thread may call the other methods meanwhile. While suspects of
-    killing stages run alone, other requests wait.
+    killing stages run alone, other requests wait. Tokens of `told_every` micro-batches come
+    together, but ends at once. A request with a `host_key` and tokens goes on from what lies there
+    only while the pipeline is linked as it was then: else all of them are computed.
     """
 
-    def __init__(self, repair: Repair) -> None:
+    def __init__(self, repair: Repair, told_every: int = 1) -> None:
         recovery = repair.recovery
         self._repair = repair
         self._pipeline = repair.pipeline
         self._recovery = recovery
+        self._told_every = told_every
+        self._is_interrupted = False
         self._lock = RLock()  # around all that follows
         self._queue: dict[str, Request] = {}  # submitted, but not in the ledger yet
         self._tokens: dict[str, list[int]] = {}  # given out, of all that have not ended
@@ -77,6 +82,12 @@ class LiveGeneration:
             self._closed = True
             self._feed()
 
+    def interrupt(self) -> None:
+        """Have `events`, which another thread waits in, raise `RunInterruptedError` within about a
+        second; but what it repairs is repaired first.
+        """
+        self._is_interrupted = True
+
     @property
     def under_way(self) -> int:
         """Number of requests that were submitted and have neither ended nor been cancelled."""
@@ -85,16 +96,18 @@ class LiveGeneration:
     def events(self) -> Iterator[tuple[Progress, ...]]:
         """Yield new tokens as they come, and the ends of requests.
 
-        Raises `StageLostError` when there is no point in going on, and its `DeviceLostError` when a
-        device is gone.
+        Raises `StageLostError` when there is no point in going on, its `DeviceLostError` when a
+        device is gone, and `RunInterruptedError`.
         """
         while self._begin_turn():
             hang_s, stages = self._recovery.hang_s, self._pipeline.stages
             check = LivenessCheck(stages, self._pipeline.answers, hang_s, needs_progress=True)
             streams = RunStreams[Progress](self._pipeline, self._recovery)
-            stream = stages[0].live(self._run)
+            stream = stages[0].live(self._run, self._told_every)
 
             def look(check: LivenessCheck = check) -> None:
+                if self._is_interrupted:
+                    raise RunInterruptedError
                 check.look(is_idle=not self._tokens)
 
             try:
@@ -132,10 +145,17 @@ class LiveGeneration:
         first = self._pipeline.stages[0]
         requests = self._ledger.take(sys.maxsize)
         if requests:
-            first.submit(self._run, requests)
+            first.submit(self._run, [self._with_valid_key(each) for each in requests])
         if not self._ledger.paused:
             self._takes_more = False
             first.close_live(self._run)
+
+    def _with_valid_key(self, request: Request) -> Request:
+        """The request, without its key where nothing lies under that any more, nor will."""
+        key = request.host_key
+        if key is None or not request.generated or key.epoch == self._pipeline.epoch:
+            return request
+        return replace(request, host_key=None)
 
     def _new(self, told: Sequence[Progress]) -> Iterator[tuple[Progress, ...]]:
         """Note what was told; yield that of requests which were not given up."""

@@ -40,6 +40,7 @@ class StagePipeline:
 
     `sizes`: the queue and micro-batches that the first stage schedules by from the next link on.
     `serving`: what ends when a stage leaves the run, for each but the first where gloo links them.
+    `epoch`: how often they were linked.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class StagePipeline:
         self.answers = answers
         self.sizes = sizes
         self.serving: list[ObjectRef[None]] = []
+        self.epoch = 0
         self._options = options
-        self._runs = self._epoch = 0
+        self._runs = 0
 
     def next_run(self) -> int:
         """Return a number that no run had before."""
@@ -70,10 +72,10 @@ class StagePipeline:
 
         Raises `StageLostError` where one dies or hangs, `DeviceError` where they do not get ready.
         """
-        self._epoch += 1
+        self.epoch += 1
         first, *following = self.stages
         limit_s = max(self._options.meeting_s, self._options.hang_s)
-        hosts = self._get_all({i: s.begin(self._epoch) for i, s in enumerate(self.stages)}, limit_s)
+        hosts = self._get_all({i: s.begin(self.epoch) for i, s in enumerate(self.stages)}, limit_s)
         linked = self._connect(tuple(hosts[i] for i in range(len(self.stages))))
         self._get_all({0: first.lead(self.sizes, None if linked else following)}, limit_s)
         self.serving = [stage.serve() for stage in following] if linked else []
@@ -96,7 +98,7 @@ class StagePipeline:
     def _meet(self, hosts: tuple[str, ...]) -> None:
         first = self.stages[0]
         timeout_s = self._options.meeting_s
-        if self._epoch > 1:  # all are there and have met before
+        if self.epoch > 1:  # all are there and have met before
             timeout_s = min(timeout_s, MEETING_AGAIN_S)
         rendezvous = Rendezvous(hosts, timeout_s)
         self._get_all({0: first.open_rendezvous(rendezvous)}, timeout_s)

@@ -30,7 +30,7 @@ class PoolObserver:
             found = group.observer.figures() if group and replica.status == "ready" else None
             first, *others = found or self._latest[index]
             if not found or first.queue is None:
-                first = _with_queue(first)
+                first = with_queue(first)
             self._latest[index] = (first, *others)
         return tuple(stats for each in self._latest for stats in each)
 
@@ -62,8 +62,9 @@ class PoolObserver:
 def _nothing(stages: int) -> tuple[StageStats, ...]:
     """The figures of stages that have done nothing yet."""
     idle = StageStats(0.0, 0, 0, 0, 0, 0)
-    return (_with_queue(idle), *(idle,) * (stages - 1))
+    return (with_queue(idle), *(idle,) * (stages - 1))
 
 
-def _with_queue(stats: StageStats) -> StageStats:
+def with_queue(stats: StageStats) -> StageStats:
+    """The figures of a first stage that has not led a run yet."""
     return replace(stats, queue=NO_QUEUE)

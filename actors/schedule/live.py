@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Condition
 
 from actors.logprobs import check_top_logprobs
@@ -14,7 +14,7 @@ from quant.common.errors import SpecError
 
 @dataclass(frozen=True)
 class Mail:
-    """The content of an inbox; requests are given up before new ones are added.
+    """The content of an inbox; requests are given up once the new ones are added.
 
     `closed`: no more comes, and the run ends with its requests. `abandoned`: it ends now.
     """
@@ -44,7 +44,6 @@ class Inbox:
     def cancel(self, custom_ids: Sequence[str]) -> None:
         """Have requests given up, those of the inbox too."""
         with self._changed:
-            self._requests = [r for r in self._requests if r.custom_id not in custom_ids]
             self._cancelled += custom_ids
             self._changed.notify()
 
@@ -74,17 +73,59 @@ class Inbox:
             return mail
 
 
+class UntoldTokens:
+    """Puts the tokens of `told_every` micro-batches together, for each request that goes on."""
+
+    def __init__(self, told_every: int) -> None:
+        self._told_every = told_every
+        self._kept: dict[str, Progress] = {}
+        self._micro_batches = 0
+
+    def take(self, progress: Sequence[Progress]) -> tuple[Progress, ...]:
+        """Take in what one micro-batch brought; returns what is to be told of now."""
+        told: list[Progress] = []
+        for each in progress:
+            earlier = self._kept.pop(each.custom_id, None)
+            joined = each if earlier is None else _joined(earlier, each)
+            if joined.finish_reason is None:
+                self._kept[each.custom_id] = joined
+            else:
+                told.append(joined)
+        self._micro_batches += 1
+        if self._micro_batches >= self._told_every:
+            told += self._kept.values()
+            self._kept.clear()
+            self._micro_batches = 0
+        return tuple(told)
+
+    def forget(self, custom_id: str) -> None:
+        """Forget the tokens of a request that was given up."""
+        self._kept.pop(custom_id, None)
+
+
+def _joined(earlier: Progress, later: Progress) -> Progress:
+    return replace(
+        later,
+        token_ids=earlier.token_ids + later.token_ids,
+        logprobs=earlier.logprobs + later.logprobs,
+    )
+
+
 class LiveRun:
     """Drives the scheduler of `driver` by what comes into `inbox`, until that is closed.
 
-    A request may have at most `longest` tokens.
+    A request may have at most `longest` tokens. The tokens of `told_every` micro-batches are told
+    of together, but what ends is told of at once.
     """
 
-    def __init__(self, driver: PipelineDriver, inbox: Inbox, longest: int) -> None:
+    def __init__(
+        self, driver: PipelineDriver, inbox: Inbox, longest: int, told_every: int = 1
+    ) -> None:
         self._driver = driver
         self._inbox = inbox
         self._longest = longest
         self._names: dict[int, str] = {}  # by slot; none of requests that were given up
+        self._untold = UntoldTokens(told_every)
 
     def events(self) -> Iterator[tuple[Progress, ...]]:
         """Yield what each micro-batch that came back has brought, and requests that cannot be run.
@@ -102,7 +143,7 @@ class LiveRun:
             if batch is not None:
                 self._names |= {each.slot: each.custom_id for each in batch.admitted}
             elif self._driver.under_way:
-                told += self._told_of(*self._driver.take_back()[:2])
+                told += self._untold.take(self._told_of(*self._driver.take_back()[:2]))
             else:
                 idle = True
             if told:
@@ -111,10 +152,7 @@ class LiveRun:
                 return
 
     def _take_in(self, mail: Mail) -> tuple[Progress, ...]:
-        """Give up and add requests; returns those that cannot be run."""
-        for custom_id in mail.cancelled:
-            self._driver.cancel(custom_id)
-            self._names = {slot: name for slot, name in self._names.items() if name != custom_id}
+        """Add requests and give some up; returns those that cannot be run."""
         refused: list[Progress] = []
         for request in mail.requests:
             try:
@@ -122,7 +160,11 @@ class LiveRun:
                 self._driver.add((request,), last=False)
             except SpecError as error:
                 refused.append(Progress(request.custom_id, (), "error", str(error)))
-        return tuple(refused)
+        for custom_id in mail.cancelled:
+            self._driver.cancel(custom_id)
+            self._names = {slot: name for slot, name in self._names.items() if name != custom_id}
+            self._untold.forget(custom_id)
+        return tuple(each for each in refused if each.custom_id not in mail.cancelled)
 
     def _check(self, request: Request) -> None:
         """Raise SpecError where it does not fit."""

@@ -1,9 +1,10 @@
 """The policy `orca`: iteration-level first-come-first-served scheduling (ORCA, Algorithm 1).
 
 Symbols of the paper and their names here: n_workers is `most_under_way`, max_bs is
-`max_batch_size`, n_slots is `_n_slots`, n_rsrv is `TokenRanges.reserved`, max_tokens of a request
-is `most_tokens`. Of the request pool, requests in state INITIATION are `_waiting`, those in state
-INCREMENT are `_ready`, and those in state RUNNING have a slot and are not ready. Lines 17 to 28 are
+`max_batch_size`, n_slots is `RequestSlots.n_slots`, n_rsrv is `TokenRanges.reserved`, max_tokens of
+a request is `most_tokens`. Of the request pool, requests in state INITIATION are `_waiting`, those
+in state INCREMENT are `RequestSlots.ready`, and those in state RUNNING have a slot and are not
+ready. Lines 17 to 28 are
 `next_batch`, of which 23 to 26 are `_admit`, lines 11 to 14 `complete`.
 """
 
@@ -15,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.messages import Move, Request
+from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from actors.schedule.token_slots import TokenSlotScheduler, most_tokens, token_slot_sizes
+from actors.schedule.token_slots import TokenSlotScheduler, token_slot_sizes
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions
 
@@ -48,7 +50,7 @@ class OrcaScheduler(TokenSlotScheduler):
     @property
     def wants_requests(self) -> bool:
         """Whether a selection could come to the end of the queue, and more may follow there."""
-        candidates = len(self._waiting) + int(np.count_nonzero(self._ready))
+        candidates = len(self._waiting) + int(np.count_nonzero(self._slots.ready))
         return not self._closed and candidates < self._sizes.max_batch_size
 
     @property
@@ -62,15 +64,15 @@ class OrcaScheduler(TokenSlotScheduler):
         most = self._sizes.max_batch_tokens
         while self._waiting and selected + len(slots) < self._sizes.max_batch_size:
             request = self._waiting[0]
-            count = self._first_part(len(request.prompt_ids) + len(request.generated))
-            if self._ranges.reserved + most_tokens(request) > self._n_slots:
+            count = self._slots.first_part(len(request.prompt_ids) + len(request.generated))
+            if most_tokens(request) > self._slots.available:
                 break
             if most and tokens and tokens + count > most:
                 break
             self._waiting.popleft()
-            slot = self._take_slot(request, self._arrivals)
+            slot = self._slots.take(request, self._arrivals)
             self._arrivals += 1
-            moves += self._ranges.reserve(slot, most_tokens(request), self._written)
+            moves += self._slots.reserve(slot, most_tokens(request))
             slots.append(slot)
             tokens += count
         return slots, moves

@@ -1,8 +1,8 @@
 """The policy `s3`: requests reserve what they are expected to need, the longest first (S3, section
 3).
 
-Names of the paper and here: the request pool is `RequestPool`, the bin is `_n_slots` token slots,
-those that are available are `_available`; the supervisor is `_supervise`.
+Names of the paper and here: the request pool is `RequestPool`, the bin is `RequestSlots.n_slots`
+token slots, those that are available are `RequestSlots.available`; the supervisor is `_supervise`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from actors.messages import EVERY_KEY, MicroBatch, Move, Park, Request, TokenIds
 from actors.schedule.request_pool import RequestPool, Waiting
+from actors.schedule.request_slots import most_tokens
 from actors.schedule.scheduler import QueueSizes
-from actors.schedule.token_slots import TokenSlotScheduler, most_tokens, token_slot_sizes
+from actors.schedule.token_slots import TokenSlotScheduler, token_slot_sizes
 from actors.stage_figures import Supervision
 from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
@@ -54,11 +55,11 @@ class S3Scheduler(TokenSlotScheduler):
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         super().__init__(sizes, stages)
-        self._chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
-        self._most_waiting = POOL_PER_SLOT * len(self._free)
-        self._pool = RequestPool(OVERTAKES_PER_SLOT * len(self._free))
+        self._slots.chunk = sizes.prefill_chunk_tokens or sizes.max_batch_tokens
+        self._most_waiting = POOL_PER_SLOT * self._slots.free
+        self._pool = RequestPool(OVERTAKES_PER_SLOT * self._slots.free)
         self._arrivals = 0
-        self._admitted: dict[int, Waiting] = {}  # by slot
+        self._admitted: dict[int, Waiting] = {}  # the last one, by slot
         self._supervision = Supervision()
         self._parks: list[Park] = []  # of the next micro-batch, as the following two are
         self._restored: list[int] = []  # slots
@@ -113,19 +114,20 @@ class S3Scheduler(TokenSlotScheduler):
         """Double the reservations of ready requests without room for their next tokens; returns the
         moves that growing takes.
         """
-        ready = self._ready_slots()
-        is_short = self._written[ready] + self._counts(ready) > self._ranges.sizes[ready]
+        held, ranges = self._slots, self._slots.ranges
+        ready = held.ready_slots()
+        is_short = held.written[ready] + held.counts(ready) > ranges.sizes[ready]
         short: list[int] = ready[is_short].tolist()
-        begins = self._ranges.begins.copy() if short else self._ranges.begins  # before all moves
+        begins = ranges.begins.copy() if short else ranges.begins  # before all moves
         moves: tuple[Move, ...] = ()
         while short:
             left: list[int] = []
             for slot in short:
                 size = self._doubled(slot)
-                if size - int(self._ranges.sizes[slot]) > self._available:
+                if size - int(ranges.sizes[slot]) > held.available:
                     left.append(slot)
                     continue
-                moves += self._ranges.grow(slot, size, self._written)
+                moves += ranges.grow(slot, size, held.written)
                 self._count(grown=1)
             if left:
                 last = left.pop()
@@ -133,27 +135,25 @@ class S3Scheduler(TokenSlotScheduler):
             short = left
         return moves
 
-    @property
-    def _available(self) -> int:
-        return self._n_slots - self._ranges.reserved
-
     def _doubled(self, slot: int) -> int:
-        return min(2 * int(self._ranges.sizes[slot]), most_tokens(self._requests[slot]))
+        held = self._slots
+        return min(2 * int(held.ranges.sizes[slot]), most_tokens(held.requests[slot]))
 
     def _preempt(self, slot: int, begin: int) -> None:
         """Put the request in `slot` back into the pool; its range begins at `begin` on the stages
         until the next micro-batch.
         """
-        tokens, size = int(self._written[slot]), self._doubled(slot)
+        tokens, size = int(self._slots.written[slot]), self._doubled(slot)
         arrival = self._admitted[slot].arrival
-        request = replace(self._requests[slot], generated=self._new_tokens(slot))
+        generated = self._slots.new_tokens(slot)
+        request = replace(self._slots.requests[slot], generated=generated)
         parks = self._is_parked(tokens)
         if parks:
             self._parks.append(Park(arrival, begin, tokens))
             self._count(parked=1, parked_tokens=tokens, parked_now=tokens)
         else:
             self._count(recomputed=1, recomputed_tokens=tokens)
-        self._leave(slot)
+        self._slots.leave(slot)
         parked = tokens if parks else 0
         self._pool.add([Waiting(request, arrival, size, parked, is_urgent=True)])
 
@@ -168,34 +168,30 @@ class S3Scheduler(TokenSlotScheduler):
         moves: tuple[Move, ...] = ()
         most = self._sizes.max_batch_tokens
         while selected + len(slots) < self._sizes.max_batch_size:
-            waiting = self._pool.next(self._available)
+            waiting = self._pool.next(self._slots.available)
             if waiting is None:
                 break
             text = len(waiting.request.prompt_ids) + len(waiting.request.generated)
-            count = self._first_part(text - waiting.parked)
+            count = self._slots.first_part(text - waiting.parked)
             if most and tokens and tokens + count > most:
                 break
             self._pool.take(waiting)
-            slot = self._take_slot(waiting.request, waiting.arrival)
+            slot = self._slots.take(waiting.request, waiting.arrival)
             self._admitted[slot] = waiting
-            moves += self._ranges.reserve(slot, waiting.size, self._written)
+            moves += self._slots.reserve(slot, waiting.size)
             slots.append(slot)
             tokens += count
         for slot in slots:  # after all reservations: what is restored later does not move
             parked = self._admitted[slot].parked
             if parked:
-                self._written[slot] = parked
+                self._slots.written[slot] = parked
                 self._restored.append(slot)
                 self._count(parked_now=-parked)
         return slots, moves
 
     def _restore(self, slot: int) -> Park:
         waiting = self._admitted[slot]
-        return Park(waiting.arrival, int(self._ranges.begins[slot]), waiting.parked)
-
-    def _leave(self, slot: int) -> Request:
-        del self._admitted[slot]
-        return super()._leave(slot)
+        return Park(waiting.arrival, int(self._slots.ranges.begins[slot]), waiting.parked)
 
     def _count(self, **more: int) -> None:
         counts = {name: getattr(self._supervision, name) + n for name, n in more.items()}

@@ -10,7 +10,8 @@ from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.stage_figures import Supervision
 from actors.transport.message_limits import Limits
 from planner.plan.spec import PlanSpec
-from planner.scheduling import PolicyName
+from planner.scheduling import PolicyName, RequestSchedule
+from quant.common.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,12 @@ class QueueSizes:
     longest request (`slot_tokens`), and the scheduling policy by its name in
     `actors.schedule.table`.
 
+    `kv_tokens`: the token slots of the KV cache, of which requests may reserve `n_slots` (0: all;
+    holes that are left spare moves); 0 where all requests have as many. `schedule` is that of the
+    policy `exegpt`, whose groups have `decode_micro_batch` requests at most.
+
     The other fields are for policies whose micro-batches mix the phases; those that do not leave
-    them 0. `kv_tokens`: the token slots of the KV cache, of which requests may reserve `n_slots`
-    (0: all; holes that are left spare moves). `max_batch_size`: most requests in a micro-batch;
+    them 0. `max_batch_size`: most requests in a micro-batch;
     `max_batch_tokens`: most tokens of more than one (0: any number). Prompts longer than
     `prefill_chunk_tokens` are given in parts of that many tokens (0: none are). A request that is
     preempted with at least `park_tokens_from` tokens has its keys and values copied to host memory
@@ -41,6 +45,7 @@ class QueueSizes:
     prefill_chunk_tokens: int = 0
     park_tokens_from: int = 0
     parked_tokens: int = 0
+    schedule: RequestSchedule | None = None
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:
@@ -69,6 +74,15 @@ class QueueSizes:
         longest = min(self.prefill_chunk_tokens or max_tokens, max_tokens)
         rows = min(self.max_batch_size * longest, self.kv_tokens)
         return min(rows, max(self.max_batch_tokens, longest)) if self.max_batch_tokens else rows
+
+
+def check_reservable(sizes: QueueSizes) -> None:
+    """Raise SpecError where requests could not reserve `n_slots` token slots."""
+    if not 0 <= sizes.n_slots <= sizes.kv_tokens:
+        raise SpecError(
+            f"n_slots is {sizes.n_slots}; requests may reserve up to {sizes.kv_tokens} token slots "
+            "of the KV cache (kv_tokens), and 0 stands for all of them"
+        )
 
 
 class Scheduler(Protocol):

@@ -19,6 +19,7 @@ from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.attention.ragged import RaggedContext
 from actors.collectives.group import ALONE, RankGroup
 from actors.messages import EVERY_KEY, NOTHING_SAMPLED, MicroBatch, Sampled
+from actors.stage.handed_over import HeldKeysValues
 from actors.stage.partial_model import (
     ContextAsCache,
     architecture_of,
@@ -71,6 +72,7 @@ class Stage:
         self._group: RankGroup = ALONE
         self._model = load_shard(spec, tensors, device, processor, self._shards, importance)
         form = CacheForm(self.dtype, device, spec.kv_bits)
+        own = range(kv_shape(config)[0])
         if spec.degree > 1:
             own = share_of(spec, tensors).kv_heads
             form = replace(form, kv_heads=len(own))
@@ -78,6 +80,7 @@ class Stage:
         self._cache = make_cache(
             config, spec.layers, spec.kv_tokens, form, importance, spec.parked_tokens
         )
+        self.keys_values = HeldKeysValues(self._cache, own)
         if device.type == "cpu":
             warm_up(self._cache.held_dtype)
             warm_up_kernels(self._model)
@@ -142,6 +145,7 @@ class Stage:
         inputs = self._shared(Order.STEP, batch, inputs)
         self._cache.prepare(batch)
         hidden = run_in_passes(self._model, self._cache, batch, inputs)
+        self._cache.keep(batch)
         result: Tensor | Sampled = hidden
         if self.spec.is_last:
             result = hidden[torch.as_tensor(batch.last_token_rows, device=self.device)]
@@ -207,7 +211,7 @@ class Stage:
         self._prefill_tokens += int(batch.counts.sum()) - batch.decode_tokens
 
     def forget_parked(self) -> None:
-        """Free the host memory of requests that were preempted: their run has ended."""
+        """Free all host memory of requests: their run has ended."""
         if self.spec.rank == 0:
             send(self._group, Order.FORGET_PARKED)
         self._cache.parked.forget((EVERY_KEY,))

@@ -41,7 +41,7 @@ _BATCH, _SAMPLED = 0, 1
 _SAMPLED_ARRAYS = 2  # tokens, reasons
 _BATCH_ARRAYS = 6  # slots, starts, counts, begins, samples, sizes
 _CHANGE_NUMBERS = 4  # which change, and the fields of a move or of parked tokens
-_MOVE, _PARK, _RESTORE, _DROP = range(4)
+_MOVE, _PARK, _RESTORE, _DROP, _KEEP = range(5)
 _ALIGNMENT = 64
 _NO_CHANGES: TokenIds = np.zeros((0, _CHANGE_NUMBERS), dtype=np.int64)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -192,7 +192,7 @@ def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) ->
     slots, starts, counts, begins, samples, sizes = arrays
     if ((samples != 0) & (samples != 1)).any():
         refuse("does not say whether requests are sampled")
-    changes: dict[int, list[list[int]]] = {each: [] for each in range(_DROP + 1)}
+    changes: dict[int, list[list[int]]] = {each: [] for each in range(_KEEP + 1)}
     for kind, *fields in numbers[arrays.size :].reshape(-1, _CHANGE_NUMBERS).tolist():
         if kind not in changes:
             refuse(f"makes a change of kind {kind}")
@@ -209,6 +209,7 @@ def _batch(numbers: TokenIds, requests: int, admitted: tuple[Admission, ...]) ->
         tuple(Park(*fields) for fields in changes[_PARK]),
         tuple(Park(*fields) for fields in changes[_RESTORE]),
         tuple(key for key, *_ in changes[_DROP]),
+        tuple(Park(*fields) for fields in changes[_KEEP]),
     )
 
 
@@ -219,6 +220,7 @@ def _changes(batch: MicroBatch) -> TokenIds:
         *((_PARK, *astuple(park)) for park in batch.parks),
         *((_RESTORE, *astuple(back)) for back in batch.restores),
         *((_DROP, key, 0, 0) for key in batch.drops),
+        *((_KEEP, *astuple(keep)) for keep in batch.keeps),
     ]
     return np.array(rows, dtype=np.int64) if rows else _NO_CHANGES
 

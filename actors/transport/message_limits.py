@@ -21,8 +21,8 @@ ADMISSION_BYTES = 16 * 2**20
 class Limits:
     """The most that a message may hold: `requests`, `rows` (one for each new token) and `columns`
     of hidden states, the `slots` that the stages have for requests of at most `max_tokens` each,
-    the `kv_tokens` slots for tokens that are in the KV cache, and the `parked_tokens` of requests
-    that were preempted.
+    the `kv_tokens` slots for tokens that are in the KV cache, and the `parked_tokens` that may lie
+    in host memory.
     """
 
     requests: int
@@ -75,7 +75,7 @@ def _check_requests(batch: MicroBatch, limits: Limits) -> None:
 
 def _check_parked(batch: MicroBatch, limits: Limits) -> None:
     """Raise where tokens are parked or restored that there cannot be; the stage knows the rest."""
-    for each in (*batch.parks, *batch.restores):
+    for each in (*batch.parks, *batch.restores, *batch.keeps):
         inside = 0 <= each.begin <= limits.kv_tokens - each.tokens
         if each.key < 0 or not 1 <= each.tokens <= limits.parked_tokens or not inside:
             refuse(

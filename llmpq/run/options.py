@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,10 @@ from llmpq.rows.sampling_defaults import GENERATION_CONFIGS, GenerationConfigUse
 from llmpq.tokenizing.tokenizer_process import ROW_S, Limits
 from planner.option_rules import Rule, refuse_ignored, refuse_unknown
 from planner.scheduling import (
+    BOUNDED,
     CPU_PREFILL_CHUNK_TOKENS,
+    POLICY_NAMES,
+    PREDICTING,
     PREFILL_CHUNK_TOKENS,
     TOKEN_POLICIES,
     PolicyName,
@@ -45,7 +48,7 @@ PREDICTOR_RULE = Rule(
     ("predictor", "save_predictor"),
     "only s3 goes by expected lengths; choose policy s3, or leave it out",
     beside="policy",
-    values=("static", "orca"),
+    values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
 )
 _RULES = (
     CACHE_RULE,
@@ -75,9 +78,10 @@ class RunOptions:
     phase, "orca" for every iteration anew, first come, first served (ORCA), with `max_batch_size`
     and `prefill_chunk_tokens` as in `planner.scheduling`, in place of the plan's too; "s3" as
     "orca", but by the lengths that `predictor` expects: a folder of `llmpq lengths train`,
-    "longest" (the default), or "trace:FILE" of predictions by `custom_id`. What a predictor learns
-    beside the run is written to the folder `save_predictor`, if one is named. `importance`: file of
-    `llmpq indicator` that weights are rounded by, where it is not where the plan says.
+    "longest" (the default), or "trace:FILE" of predictions by `custom_id`; "exegpt" as the plan's
+    schedule for a bound on latency says. What a predictor learns beside the run is written to the
+    folder `save_predictor`, if one is named. `importance`: file of `llmpq indicator` that weights
+    are rounded by, where it is not where the plan says.
 
     Raises `SpecError` for a value out of range.
     """
@@ -177,8 +181,17 @@ class RunOptions:
             raise SpecError(
                 f"predictor has no effect with policy {name}; leave it out, or choose policy s3"
             )
+        if plan.prefill_plan is not None and name != BOUNDED:
+            raise SpecError(
+                f"policy {name} needs stages that do both phases, and those of the plan only "
+                "decode, as others prefill; leave it out, or plan again"
+            )
         usual = CPU_PREFILL_CHUNK_TOKENS if _is_on_cpus(plan) else PREFILL_CHUNK_TOKENS
-        return policy_options(name, most, chunk, usual)
+        policy = policy_options(name, most, chunk, usual)
+        if name == BOUNDED:
+            policy = replace(policy, schedule=planned.schedule)
+            _ = policy.followed_schedule
+        return policy
 
     @property
     def trace_path(self) -> Path | None:

@@ -8,13 +8,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from actors.latency_counts import LatencyCounts
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
+from llmpq.report.measured_latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import JobSampling
 from llmpq.run.drift.control import DriftControl, Measured, Planning, Progress
 from llmpq.run.drift.decision import Switch
+from llmpq.run.drift.rate import planned_latency
 from llmpq.run.expected_lengths import NO_PREDICTOR
 from llmpq.run.monitoring.meter import RunMeter, RunState
 from llmpq.run.replan import replan_after_loss, replan_measured, replanned_text, stages_text
@@ -22,6 +25,7 @@ from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
+from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from quant.common.errors import DeviceLostError
 
@@ -162,14 +166,14 @@ class Run:
         trace = None if self._is_long else self._options.trace_path
         switch: Switch | None = None
         show = [*self.on_state, self._see]
-        stages = self._shared.stages
+        stages, shown = self._shared.stages, undivided(self.plan)
         with (
             stages.lent(group, loading_watch(group, self.on_loading)),
-            monitored(group, self.plan, self._meter, show, trace) as figures,
+            monitored(group, shown, self._meter, show, trace) as figures,
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(self.plan, stages.start_s)
+            self._pace.begin(shown, stages.start_s)
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
@@ -184,7 +188,7 @@ class Run:
                     break
             yield from self.rows.bad_results()
             seconds = time.perf_counter() - began_s
-            part = RunPart(self.plan, figures() or (), seconds, self.rows.tokens - tokens)
+            part = RunPart(shown, figures() or (), seconds, self.rows.tokens - tokens)
             self._parts.append(part)
         return switch
 
@@ -203,7 +207,17 @@ class Run:
             plan=None if longest is None else longest.plan,
             stages_s=None if longest is None else longest.seconds,
             planned_tokens_per_s=planned_rate(self._parts),
+            latency=self._latency(),
         )
+
+    def _latency(self) -> LatencyFigures | None:
+        planned = planned_latency(self.plan)
+        return None if planned is None else LatencyFigures.of([self.latencies], planned)
+
+    @property
+    def latencies(self) -> LatencyCounts:
+        """Those of the requests that have ended."""
+        return self._meter.state().latencies
 
     def _new_pace(self) -> DriftControl:
         def again(plan: PlanSpec, measured: Measured) -> PlanSpec:
@@ -260,7 +274,7 @@ class Run:
         if not self._is_long:
             self._shared.plan = plan
         for on_plan in self.on_plan:
-            on_plan(plan)
+            on_plan(undivided(plan))
         self._shared.tell(kind, lost_s, text)
 
     def _notify(self, event: RecoveryEvent) -> None:

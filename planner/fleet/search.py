@@ -31,8 +31,9 @@ from planner.fleet.simulation import Server, simulate_fleet
 from planner.fleet.spec import FleetRecord, FleetSpec, plan_devices
 from planner.model.shape import ModelShape
 from planner.optimiser.names import BASELINE_METHODS
-from planner.options import AUTO, BOUNDS, PlanOptions, quality_of
+from planner.options import AUTO, PlanOptions, quality_of
 from planner.plan.spec import PLAN_VERSION
+from planner.planning_rules import BOUNDS
 from planner.quality.sensitivity import Omega
 from planner.search.groupings import degrees_of
 from planner.search.memory_fit import misfit
@@ -118,7 +119,7 @@ def _check(request: FleetRequest) -> None:
         )
     if options.method in BASELINE_METHODS:
         raise SpecError(f"method {options.method} makes one pipeline; leave replicas out")
-    for name in (*BOUNDS, "in_flight"):
+    for name in (*BOUNDS, "max_request_latency_s", "in_flight"):
         if getattr(options, name) not in (None, AUTO):
             raise SpecError(
                 f"{name} is of one pipeline, and replicas have one each; leave one of them out"

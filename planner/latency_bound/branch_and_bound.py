@@ -186,7 +186,7 @@ class _BranchAndBound:
                     self._add(half)
 
     def _in_time(self, point: Point) -> bool:
-        return self._evaluated(point).latency_s <= self._latest_s
+        return self._evaluated(point).keeps(self._latest_s)
 
     def _is_faster(self, point: Point) -> bool:
         return self._evaluated.most(point) > self._evaluated.throughput

@@ -11,6 +11,10 @@ from planner.latency_bound.timeline import Timeline, mean_prefill_s
 from planner.length_distribution import FloatArray, RequestLengths
 from planner.scheduling import RequestSchedule
 
+TIMED_STEPS = 24
+"""Decode steps of a phase that are timed; requests end one after the other, so that the others lie
+on a curve between them."""
+
 
 def rra_timeline(
     times: StageTimes, lengths: RequestLengths, schedule: RequestSchedule, quantile: float
@@ -22,12 +26,7 @@ def rra_timeline(
     completions = Completions(lengths.outputs, schedule.decode_steps)
     newcomers = schedule.prefill_requests / groups
     prefill_s = _turn_s(times, lengths, schedule, newcomers)
-    rounds_s = np.array(
-        [
-            _round_s(times, groups, newcomers * alive, lengths.prompts.mean + 1 + before)
-            for alive, before in zip(completions.alive, completions.tokens_before, strict=True)
-        ]
-    )
+    rounds_s = _rounds_s(times, lengths, completions, groups, newcomers)
     cycle_s = prefill_s + float(rounds_s.sum())
     latency_s = _latencies(prefill_s, rounds_s, cycle_s, lengths.outputs.longest)
     at = latency_s[lengths.outputs.quantile(quantile)]
@@ -52,6 +51,27 @@ def _turn_s(
     more = schedule.prefill_requests / size - 1
     slowest_s = max(compute_s.max(), hop_s.max())
     return float(compute_s.sum() + hop_s.sum() + max(0.0, more) * slowest_s)
+
+
+def _rounds_s(
+    times: StageTimes,
+    lengths: RequestLengths,
+    completions: Completions,
+    groups: int,
+    newcomers: float,
+) -> FloatArray:
+    """Seconds of each decode step of a phase, by all groups [decode_steps]: of `TIMED_STEPS` of
+    them, and between these linear.
+    """
+    count = completions.decode_steps
+    timed = np.unique(np.linspace(0, count - 1, min(count, TIMED_STEPS)).round().astype(np.int64))
+    alive, before = completions.alive[timed], completions.tokens_before[timed]
+    contexts = lengths.prompts.mean + 1 + before
+    seconds = [
+        _round_s(times, groups, newcomers * share, context)
+        for share, context in zip(alive.tolist(), contexts.tolist(), strict=True)
+    ]
+    return np.asarray(np.interp(np.arange(count), timed, seconds))
 
 
 def _round_s(times: StageTimes, groups: int, requests: float, context: float) -> float:

@@ -1,4 +1,4 @@
-"""When and how much of preempted requests a plan's stages copy to host memory."""
+"""When and how much of requests a plan's stages copy to host memory."""
 
 from __future__ import annotations
 
@@ -44,9 +44,16 @@ def parking(plan: PlanSpec) -> Parking:
         PreemptedStage(each, _compute_s(plan, stage, longest))
         for each, stage in zip(copies, plan.stages, strict=True)
     ]
-    most = min(plan.workload.kv_tokens, *_rooms(plan, copies))
+    most = host_tokens(plan)
     least = park_tokens_from(stages)
     return Parking(least, most) if 0 < least <= most else Parking(0, 0)
+
+
+def host_tokens(plan: PlanSpec) -> int:
+    """The tokens whose keys and values have room in host memory on every stage, at most as many as
+    in the KV cache: those that wait for stages which decode, or to be restored there.
+    """
+    return min(plan.workload.kv_tokens, *_rooms(plan, host_copies(plan)))
 
 
 def _devices(plan: PlanSpec) -> dict[str, Device]:

@@ -6,7 +6,8 @@ import numpy as np
 
 from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
-from planner.schedule.orca import MixedPass, policy_sizes
+from planner.schedule.orca import MixedPass
+from planner.schedule.policy_sizes import policy_sizes
 from planner.schedule.static import JobRows, Pass
 from planner.simulation.simulation import PassSeconds, Simulated, simulate
 from planner.workload import Job
@@ -28,8 +29,8 @@ def planned_s(plan: PlanSpec, stage: StagePlan, phase: Phase) -> float:
 
 
 def simulate_plan(plan: PlanSpec) -> Simulated:
-    """Simulate one batch of `plan`, or the first `FILLS_SHOWN` fills of the slots of its job, at
-    the `time_scale` of its run.
+    """Simulate one batch of `plan`, or the first `FILLS_SHOWN` fills of the slots of its job, or so
+    many times the requests in flight of its schedule, at the `time_scale` of its run.
 
     Where all stages hold modelled times, each pass takes its own; else see `APPROXIMATION`.
     """
@@ -44,9 +45,27 @@ def simulate_plan(plan: PlanSpec) -> Simulated:
             tuple(scale * own_s for own_s in compute), tuple(scale * hop_s for hop_s in transfer)
         )
 
-    job = None if plan.job is None else plan.job.job
-    rows = first_rows(job, plan.workload.global_batch)
+    rows = _shown_rows(plan)
     return simulate(plan.workload, sizes, len(plan.stages), seconds, rows)
+
+
+def _shown_rows(plan: PlanSpec) -> JobRows | None:
+    """The rows of `plan` that are simulated; of a schedule without a job they have random lengths
+    of those that it is for.
+    """
+    schedule, slots = plan.policy.schedule, plan.workload.global_batch
+    if schedule is not None:
+        slots = schedule.decode_requests
+    if plan.job is not None:
+        return first_rows(plan.job.job, slots)
+    if schedule is None or plan.latency is None:
+        return None
+    generator, lengths = np.random.default_rng(0), plan.latency.lengths
+    prompts, outputs = (
+        each.drawn(FILLS_SHOWN * slots, generator).tolist()
+        for each in (lengths.prompts, lengths.outputs)
+    )
+    return JobRows(prompts, outputs)
 
 
 def first_rows(job: Job | None, slots: int) -> JobRows | None:

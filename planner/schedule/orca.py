@@ -13,40 +13,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planner.micro_batches import MicroBatches
+from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.static import JobRows, Pass, rounded_mean
-from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions
-from planner.workload import Workload
 from quant.common.errors import SpecError
-
-
-@dataclass(frozen=True)
-class OrcaSizes:
-    """Sizes as in `actors.schedule.scheduler.QueueSizes`: requests and tokens of a micro-batch,
-    token slots that may be reserved, and tokens of a part of a prompt (0: prompts are not parted);
-    `policy` is one of `TOKEN_POLICIES`.
-    """
-
-    max_batch_size: int
-    n_slots: int
-    max_batch_tokens: int = 0
-    prefill_chunk_tokens: int = 0
-    policy: PolicyName = "orca"
-
-
-def policy_sizes(
-    policy: PolicyOptions, workload: Workload, sizes: MicroBatches
-) -> MicroBatches | OrcaSizes:
-    """The sizes of `policy` for the KV cache of `workload`: `sizes` themselves for `static`. With
-    the others the tokens of a micro-batch are those of the largest prefill, and one of each
-    request.
-    """
-    if policy.name not in TOKEN_POLICIES:
-        return sizes
-    most = policy.max_batch_size or sizes.decode
-    tokens = sizes.prefill * workload.prompt_length + most
-    slots, chunk = workload.reservable_tokens, policy.prefill_chunk_tokens
-    return OrcaSizes(most, slots, tokens, chunk, policy.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.assumed_predictor import first_reservation
-from planner.micro_batches import MicroBatches
-from planner.schedule.orca import Cohort, OrcaSchedule, OrcaSizes
+from planner.schedule.orca import Cohort, OrcaSchedule
+from planner.schedule.policy_sizes import OrcaSizes, Sizes
 from planner.schedule.static import JobRows
 from planner.scheduling import PREDICTING
 
@@ -29,9 +29,9 @@ _TAKEN = -(2**60)
 """The overtakes of a request that does not wait: however many are added, it is not held for."""
 
 
-def most_waiting(sizes: MicroBatches | OrcaSizes, stages: int) -> int:
+def most_waiting(sizes: Sizes, stages: int) -> int:
     """How many requests the pool of a policy with these sizes holds; 0 without one."""
-    if isinstance(sizes, MicroBatches) or sizes.policy != PREDICTING:
+    if not isinstance(sizes, OrcaSizes) or sizes.policy != PREDICTING:
         return 0
     return POOL_PER_SLOT * stages * sizes.max_batch_size
 

@@ -137,7 +137,7 @@ def remedies_of_bound(
     request: PlanningRequest, error: BoundNotMetError, planner: Planner
 ) -> list[Remedy]:
     """The bound that is reachable, and the objective that follows the prediction closest."""
-    reachable = _rounded_up(error.reachable)
+    reachable = rounded_up(error.reachable)
     bounds: dict[str, float | None] = {"max_ppl_delta": None, error.option: reachable}
     tried = [Remedy(f"--{error.option} {reachable:g}", request.with_options(**bounds))]
     default = PlanOptions().objective
@@ -153,7 +153,7 @@ def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str
     return f"{error}. {start} {', or '.join(remedy.text for remedy in remedies)}"
 
 
-def _rounded_up(value: float) -> float:
+def rounded_up(value: float) -> float:
     """Round up to `DIGITS` digits."""
     if value <= 0:
         return 0.0

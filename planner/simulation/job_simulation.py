@@ -14,8 +14,10 @@ from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
+from planner.schedule.exegpt import RraSchedule
 from planner.schedule.job_passes import job_passes
-from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes
+from planner.schedule.orca import MixedPass, OrcaSchedule
+from planner.schedule.policy_sizes import Sizes, TurnSizes
 from planner.schedule.s3 import most_waiting
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.simulation.simulation import (
@@ -109,7 +111,7 @@ class _Busy:
 def simulate_job(
     rows: JobRows,
     slots: int,
-    sizes: MicroBatches | OrcaSizes,
+    sizes: Sizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
 ) -> SimulatedJob:
@@ -121,7 +123,7 @@ def simulate_job(
 def forecast_job(
     job: Job,
     slots: int,
-    sizes: MicroBatches | OrcaSizes,
+    sizes: Sizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
     most_passes: int = MOST_PASSES,
@@ -131,6 +133,8 @@ def forecast_job(
     tokens as it has. Where requests are chosen from a pool, it goes on as between the time in which
     all of the first pool were chosen and the last time that the pool was full.
     """
+    if isinstance(sizes, TurnSizes):
+        slots = sizes.schedule.decode_requests
     slots, waiting = min(slots, job.prompts), most_waiting(sizes, stages)
     passes = _passes(job, slots, sizes, stages)
     count = _simulated_rows(job, slots, passes, most_passes, waiting)
@@ -196,7 +200,7 @@ def simulate_job_assignment(
 
 
 def _simulate(
-    schedule: JobSchedule | OrcaSchedule,
+    schedule: JobSchedule | OrcaSchedule | RraSchedule,
     rows: JobRows,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
@@ -225,11 +229,16 @@ def _simulate(
     return simulated, marks, busy
 
 
-def _passes(job: Job, slots: int, sizes: MicroBatches | OrcaSizes, stages: int) -> float:
+def _passes(job: Job, slots: int, sizes: Sizes, stages: int) -> float:
     """About how many passes a job takes."""
     if isinstance(sizes, MicroBatches):
         counted = job_passes(job, slots, sizes, stages)
         return counted.prefills + counted.decode_steps
+    if isinstance(sizes, TurnSizes):
+        schedule = sizes.schedule
+        turns = job.prompts / schedule.prefill_requests * schedule.decode_micro_batches
+        prefills = max(turns, job.prompts / sizes.prefill_micro_batch)
+        return prefills + turns * schedule.decode_steps
     iterations, chunk = job.lengths.mean_output, sizes.prefill_chunk_tokens
     if chunk:
         iterations += job.lengths.mean_prompt / chunk

@@ -20,7 +20,9 @@ from planner.costs.model import CostModel
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import FloatArray
 from planner.phases import Phase
-from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes, policy_sizes
+from planner.schedule.exegpt import RraSchedule
+from planner.schedule.orca import MixedPass, OrcaSchedule
+from planner.schedule.policy_sizes import OrcaSizes, Sizes, TurnSizes, policy_sizes
 from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobRows, JobSchedule, Pass
 from planner.scheduling import PREDICTING
@@ -109,7 +111,7 @@ class Simulated:
 
 def simulate(
     workload: Workload,
-    sizes: MicroBatches | OrcaSizes,
+    sizes: Sizes,
     stages: int,
     seconds_of: Callable[[Pass], PassSeconds],
     rows: JobRows | None = None,
@@ -134,27 +136,30 @@ def simulate(
                 f"a pass takes {len(each.compute)} computations and {len(each.transfer)} transfers "
                 f"on {stages} stages; give one of both for each"
             )
-    return _events(workload, passes, seconds)
+    return simulate_passes(workload, passes, seconds)
 
 
 def job_schedule(
-    rows: JobRows, slots: int, sizes: MicroBatches | OrcaSizes, stages: int
-) -> JobSchedule | OrcaSchedule:
+    rows: JobRows, slots: int, sizes: Sizes, stages: int
+) -> JobSchedule | OrcaSchedule | RraSchedule:
     """The schedule of `rows` under the policy whose sizes these are."""
+    if isinstance(sizes, TurnSizes):
+        return RraSchedule(rows, sizes, stages)
     if isinstance(sizes, OrcaSizes):
         schedule = S3Schedule if sizes.policy == PREDICTING else OrcaSchedule
         return schedule(rows, sizes, stages)
     return JobSchedule(rows, slots, sizes, stages)
 
 
-def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> MicroBatches | OrcaSizes:
+def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> Sizes:
     """The sizes of the policy of `costs`."""
     return policy_sizes(costs.policy(sizes), costs.workload, sizes)
 
 
-def _events(
+def simulate_passes(
     workload: Workload, passes: tuple[Pass, ...], seconds: Sequence[PassSeconds]
 ) -> Simulated:
+    """Run `passes` [M] in their order, each of which takes its `seconds` [M]."""
     stages = len(seconds[0].compute)
     clock = PipelineClock(stages)
     starts = [clock.run(each, taken) for each, taken in zip(passes, seconds, strict=True)]

@@ -47,12 +47,13 @@ class Followers:
         """The figures of all that were asked to load; raises what they raise."""
         return self._get(loading)
 
-    def meet(self, stage: Stage) -> None:
-        """Have `stage` and all others join a group and follow it; `DeviceError` where they do not
-        meet, `StageLostError` where one has died.
+    def meet(self, stage: Stage, epoch: int) -> None:
+        """Have `stage` and all others join a group and follow it in `epoch`.
+
+        Raises `DeviceError` where they do not meet, `StageLostError` where one has died.
         """
         self._meeting = meeting = Meeting.on_this_node()
-        joining = [actor.join.remote(meeting) for actor in self._actors]
+        joining = [actor.join.remote(meeting, epoch) for actor in self._actors]
         try:
             stage.join(meeting.join(0, stage.spec.degree, stage.device))
         except DeviceError:

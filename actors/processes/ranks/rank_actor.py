@@ -11,6 +11,7 @@ from torch import Tensor
 from actors.collectives.group import ALONE, RankGroup
 from actors.collectives.meeting import Meeting
 from actors.messages import MicroBatch, Sampled
+from actors.processes.handing_over import KeysValuesKeeper
 from actors.processes.health import Health, RunReport
 from actors.processes.loading import ShardLoader
 from actors.stage.ranks.orders import Order
@@ -24,12 +25,13 @@ from quant.common.errors import StageLostError
 from quant.importance.statistics import LayerImportance
 
 
-class RankActor:
+class RankActor(KeysValuesKeeper):
     """A rank of a stage in its own process, which rank 0 calls; made at little cost."""
 
     def __init__(
         self, spec: StageSpec, checkpoint: str, threads: int, cache: CacheSettings
     ) -> None:
+        super().__init__()
         torch.set_num_threads(threads)
         self._spec = spec
         self._health = Health()
@@ -47,11 +49,12 @@ class RankActor:
         """Give a sign of life: how far it is with what it loads."""
         return self._loader.progress
 
-    def join(self, meeting: Meeting) -> None:
-        """Meet the other ranks; `DeviceError` where they do not come."""
+    def join(self, meeting: Meeting, epoch: int) -> None:
+        """Meet the other ranks in `epoch`; `DeviceError` where they do not come."""
         stage, spec = self._loaded(), self._spec
         self._group = meeting.join(spec.rank, spec.degree, stage.device)
         stage.join(self._group)
+        self.open_handover(stage.keys_values, epoch)
 
     def follow(self) -> None:
         """Compute along with rank 0 until it leaves the group, or this rank fails.
@@ -76,7 +79,7 @@ class RankActor:
             return self._loaded().finish(batch, last_hidden)
 
     def forget_parked(self) -> None:
-        """Free the host memory of requests that were preempted."""
+        """Free all host memory of requests."""
         self._loaded().forget_parked()
 
     def empty_inputs(self, batch: MicroBatch, order: Order) -> Tensor:
@@ -85,6 +88,7 @@ class RankActor:
 
     def leave_run(self) -> RunReport:
         """Leave a broken run, once `follow` is over; the shard stays loaded."""
+        self.close_handover()
         self._leave()
         if self._stage is not None:
             self._stage.forget_parked()

@@ -188,8 +188,9 @@ def _add_schedule(group: OptionGroup) -> None:
     add(
         "--policy",
         choices=POLICY_NAMES,
-        help="scheduling: in the plan's micro-batches (static), or at every iteration anew first "
-        "come, first served (orca) or by expected lengths (s3) (default: the plan's)",
+        help="scheduling: in the plan's micro-batches (static), at every iteration anew first "
+        "come, first served (orca) or by expected lengths (s3), or by the plan's schedule for a "
+        "bound on latency (exegpt) (default: the plan's)",
     )
     add(
         "--predictor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmpq.cli.options.stages import add_cache, add_transport
 from llmpq.cli.parser import OptionGroup, Parser
 from llmpq.run.options import CACHE_RULE, PREDICTOR_RULE
-from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, TOKEN_POLICIES
+from planner.scheduling import CPU_PREFILL_CHUNK_TOKENS, KV_TOKEN_POLICIES, PREFILL_CHUNK_TOKENS
 
 PROG = "llmpq-serve"
 
@@ -136,8 +136,9 @@ def _add_schedule(group: OptionGroup) -> None:
     add = group.option
     add(
         "--policy",
-        choices=sorted(TOKEN_POLICIES),
-        help="first come, first served, or by expected lengths (default: the plan's, or orca)",
+        choices=sorted(KV_TOKEN_POLICIES),
+        help="first come, first served, by expected lengths, or by the plan's schedule for a bound "
+        "on latency (default: the plan's, or orca)",
     )
     add(
         "--predictor",

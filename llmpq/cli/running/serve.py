@@ -28,7 +28,8 @@ from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.replicas import plans_of
 from planner.fleet.spec import FleetSpec
-from planner.scheduling import TOKEN_POLICIES, PolicyName
+from planner.plan.divided import all_stages
+from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         first = PipelineEngine(plans[0], run_options, source)
         stack.enter_context(ray_session(options.address if "address" in options else None))
         if not is_fleet:
-            plans *= count_replicas(plans[0].stages, wanted)
+            plans *= count_replicas(all_stages(plans[0]), wanted)
         others = [PipelineEngine(each, run_options, source, first) for each in plans[1:]]
         engine: PipelineEngine | ReplicatedEngine = first
         if others:
@@ -151,7 +152,7 @@ def _run_options(options: argparse.Namespace, planned: PolicyName) -> RunOptions
     """The options of the run behind the server, under a policy by which requests come and go."""
     names = {field.name for field in dataclasses.fields(RunOptions)}
     given = {name: value for name, value in vars(options).items() if name in names}
-    policy = planned if planned in TOKEN_POLICIES else "orca"
+    policy = planned if planned in KV_TOKEN_POLICIES else "orca"
     return RunOptions.of({"policy": policy, **given})
 
 

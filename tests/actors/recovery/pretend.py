@@ -193,7 +193,7 @@ class Stage:
         change(self.process.inbox)
         return self._ask()
 
-    def live(self, run: int) -> LiveStream:
+    def live(self, run: int, told_every: int = 1) -> LiveStream:
         assert self.process.leader is not None
         assert self.process.inbox is not None
         stream = LiveStream(self, self.process.leader, self.process.inbox)

@@ -49,7 +49,7 @@ class LiveStream:
         gone = set(mail.cancelled)
         leader.waiting = deque(r for r in leader.waiting if r.custom_id not in gone)
         leader.slots = {i: s for i, s in leader.slots.items() if s[0].custom_id not in gone}
-        leader.waiting += mail.requests
+        leader.waiting += [each for each in mail.requests if each.custom_id not in gone]
         self.asking |= {r.custom_id for r in mail.requests if r.top_logprobs is not None}
         if not leader.waiting and not leader.slots:
             self.over = mail.closed

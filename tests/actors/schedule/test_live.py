@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from queue import Queue
 from random import Random
 from threading import Thread
@@ -11,36 +11,12 @@ import pytest
 
 from actors.messages import Progress, Request, Sampling
 from actors.schedule.driver import PipelineDriver
-from actors.schedule.live import Inbox, LiveRun, Mail
+from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.table import make_scheduler
+from tests.actors.schedule.random_inbox import RandomInbox
 from tests.actors.schedule.token_pipeline import NUMBERS, TokenPipeline, request, sizes_of
 
 KV_TOKENS = 40
-
-
-class RandomInbox(Inbox):
-    """Puts and cancels requests by chance whenever it is looked into; then it is closed."""
-
-    def __init__(self, random: Random, requests: list[Request]) -> None:
-        super().__init__(1)
-        self.coming = deque(requests)
-        self.cancelled: set[str] = set()
-        self.ended: set[str] = set()
-        self._random, self._put = random, list[str]()
-
-    def take(self, wait: bool) -> Mail:
-        while self.coming and (wait or self._random.random() < 0.3):
-            self._put.append(self.coming[0].custom_id)
-            self.put([self.coming.popleft()])
-            wait = False
-        if self._put and self._random.random() < 0.2:
-            custom_id = self._random.choice(self._put)
-            self.cancel([custom_id])
-            if custom_id not in self.ended:
-                self.cancelled.add(custom_id)
-        elif not self.coming:
-            self.close()
-        return super().take(wait)
 
 
 def make_case(seed: int) -> tuple[list[Request], TokenPipeline, PipelineDriver]:
@@ -62,7 +38,7 @@ def test_every_token_is_told_once_and_all_memory_comes_back(seed: int) -> None:
     requests, pipeline, driver = make_case(seed)
     inbox = RandomInbox(Random(seed), requests)
     tokens: dict[str, list[int]] = defaultdict(list)
-    for told in LiveRun(driver, inbox, KV_TOKENS).events():
+    for told in LiveRun(driver, inbox, KV_TOKENS, told_every=1 + seed % 4).events():
         for each in told:
             assert each.custom_id not in inbox.ended | inbox.cancelled
             tokens[each.custom_id] += each.token_ids

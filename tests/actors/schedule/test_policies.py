@@ -9,6 +9,7 @@ import pytest
 
 from actors.processes.health import BatchFailure
 from actors.recovery.diagnosis import halved
+from actors.schedule.exegpt import RraScheduler
 from actors.schedule.orca import OrcaScheduler
 from actors.schedule.s3 import S3Scheduler
 from actors.schedule.scheduler import QueueSizes
@@ -19,10 +20,11 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.parking import parking
 from planner.plan.spec import PlanSpec
-from planner.scheduling import POLICY_NAMES, PolicyOptions
+from planner.scheduling import POLICY_NAMES, PolicyOptions, RequestSchedule
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import SpecError
+from tests.planner.bounded import bounded
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,38 @@ def test_a_plans_policy_makes_the_scheduler(plan: PlanSpec) -> None:
     s3 = make_scheduler(queue_sizes(plan, PolicyOptions("s3")), 2)
     assert isinstance(s3, S3Scheduler)
     assert s3.most_under_way == 2
+
+
+SCHEDULE = RequestSchedule("rra", 4, 12, 3, 2, 2, 100.0)
+
+
+def test_a_plans_schedule_makes_the_scheduler(plan: PlanSpec) -> None:
+    """Groups have a tenth more than 6 requests, and as many as their mean at least."""
+    exegpt = bounded(plan, SCHEDULE, 600)
+    sizes = queue_sizes(exegpt, exegpt.policy)
+    assert sizes == QueueSizes(
+        18, 2, 6, 132, "exegpt", kv_tokens=600, n_slots=570, schedule=SCHEDULE
+    )
+    scheduler = make_scheduler(sizes, 2)
+    assert isinstance(scheduler, RraScheduler)
+    assert scheduler.most_under_way == 4
+    limits = sizes.limits(132, 600, columns=8)
+    assert (limits.requests, limits.rows, limits.slots) == (8, 2 * 132 + 6, 18)
+
+
+def test_a_plan_without_a_schedule_is_refused(plan: PlanSpec) -> None:
+    with pytest.raises(SpecError, match="llmpq plan --max_request_latency_s"):
+        queue_sizes(plan, PolicyOptions("exegpt"))
+
+
+def test_short_memory_halves_prefills_or_groups_of_a_schedule(plan: PlanSpec) -> None:
+    exegpt = bounded(plan, SCHEDULE, 600)
+    sizes = queue_sizes(exegpt, exegpt.policy)
+    prefill = halved(sizes, BatchFailure("memory", "prefill", (0, 1), "out of memory"))
+    assert prefill == replace(sizes, prefill_micro_batch=1)
+    decode = halved(sizes, BatchFailure("memory", "decode", tuple(range(6)), "out of memory"))
+    assert decode == replace(sizes, decode_micro_batch=3)
+    assert isinstance(make_scheduler(decode, 2), RraScheduler)
 
 
 def test_s3_has_the_sizes_of_orca_and_a_way_back_for_preempted_requests(plan: PlanSpec) -> None:

@@ -170,12 +170,12 @@ class S3Machine(RuleBasedStateMachine):
     def reservations_are_within_the_memory(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        ranges, simulation = self.scheduler._ranges, self.simulation
-        assert ranges.reserved == simulation.reserved <= simulation.n_slots
-        held = [ranges.range_of(slot) for slot in self.scheduler._requests]
+        slots, simulation = self.scheduler._slots, self.simulation
+        assert slots.ranges.reserved == simulation.reserved <= simulation.n_slots
+        held = [slots.ranges.range_of(slot) for slot in slots.requests]
         held.sort(key=lambda room: room.begin)
         assert all(one.end <= other.begin for one, other in itertools.pairwise(held))
-        assert not held or 0 <= held[0].begin <= held[-1].end <= ranges.n_slots
+        assert not held or 0 <= held[0].begin <= held[-1].end <= slots.ranges.n_slots
         assert self.scheduler.waiting == len(simulation.of_state("waiting"))
         assert self.scheduler.in_slots == len(simulation.of_state("ready", "running"))
         assert all(e.overtaken <= simulation.most_overtakes for e in simulation.requests)
@@ -227,8 +227,8 @@ def run(
     finished = [each for some in PipelineDriver(scheduler, pipeline).run() for each in some]
     assert_right_tokens(finished, requests, outputs)
     assert scheduler.waiting == scheduler.in_slots == scheduler.supervision.parked_now == 0
-    assert scheduler._ranges.reserved == 0
-    assert len(scheduler._free) == stages * sizes.max_batch_size
+    assert scheduler._slots.ranges.reserved == 0
+    assert scheduler._slots.free == stages * sizes.max_batch_size
     assert not pipeline.parked
     assert pipeline.most_parked <= sizes.parked_tokens
     return scheduler, pipeline

@@ -169,11 +169,12 @@ def test_what_is_parked_restored_and_dropped_comes_out_as_it_went_in() -> None:
         sizes=np.array([ROOM, 12]),
         parks=(Park(7, 0, 16), Park(2**40, 96, 5)),
         restores=(Park(3, 80, 2),),
+        keeps=(Park(4, 32, 7),),
         drops=(EVERY_KEY, 12),
     )
     found = decode(a_message(batch), PARKING)
     assert not isinstance(found, Sampled)
-    for name in ("moves", "parks", "restores", "drops"):
+    for name in ("moves", "parks", "restores", "drops", "keeps"):
         assert getattr(found[0], name) == getattr(batch, name)
     assert found[0].sizes is not None
     assert found[0].sizes.tolist() == [ROOM, 12]
@@ -183,7 +184,7 @@ def test_what_is_parked_restored_and_dropped_comes_out_as_it_went_in() -> None:
 
 
 @pytest.mark.parametrize("park", [(-1, 0, 4), (0, -1, 4), (0, 125, 4), (0, 9, 0), (0, 9, 41)])
-@pytest.mark.parametrize("field", ["parks", "restores"])
+@pytest.mark.parametrize("field", ["parks", "restores", "keeps"])
 def test_parked_tokens_that_there_cannot_be(field: str, park: tuple[int, int, int]) -> None:
     batch = replace(a_batch(), **{field: (Park(*park),)})  # type: ignore[arg-type]
     with pytest.raises(StageLostError, match=rf"parks {park[2]} tokens from {park[1]} on as"):
@@ -199,8 +200,8 @@ def test_drops_and_changes_that_there_are_not() -> None:
     with pytest.raises(StageLostError, match="under which nothing is parked"):
         decode(a_message(replace(a_batch(), drops=(-2,))), PARKING)
     message, first = a_message(), message_format._PREFIX.size + 8 * 2 * 6
-    struct.pack_into("<q", message.numpy().data, first, 4)
-    with pytest.raises(StageLostError, match="makes a change of kind 4"):
+    struct.pack_into("<q", message.numpy().data, first, 5)
+    with pytest.raises(StageLostError, match="makes a change of kind 5"):
         decode(message, PARKING)
 
 

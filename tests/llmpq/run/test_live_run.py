@@ -13,7 +13,7 @@ from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
-from planner.scheduling import PolicyOptions
+from planner.scheduling import PolicyOptions, RequestSchedule
 from tests.actors.models import random_prompts, reference
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH
 
@@ -27,6 +27,7 @@ CANCELLED, TOO_LONG = "5", "too long"
     ("transport", "policy"),
     [
         ("gloo", PolicyOptions("orca", prefill_chunk_tokens=4)),
+        ("gloo", PolicyOptions("exegpt", schedule=RequestSchedule("rra", 4, 6, 3, 3, 2, 8.0))),
         pytest.param("ray", PolicyOptions(), marks=pytest.mark.rare),
     ],
 )

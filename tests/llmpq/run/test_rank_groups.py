@@ -14,6 +14,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster as RayCluster
 
+from actors.handover.group import DividedGroup
 from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import Recovery, RecoveryEvent
 from actors.stage.importance import measure_layers
@@ -25,6 +26,7 @@ from quant.loading.emulated_kernels import LayerScheme
 from quant.processor import local_processor
 from tests.actors.models import LAYERS, generate, random_prompts, reference, stages_of
 from tests.llmpq.conftest import NEW_TOKENS, PROMPT_LENGTH, tiny_plan
+from tests.llmpq.divided_plans import divided
 from tests.llmpq.faulty import LARGEST, FaultyRank
 
 pytestmark = pytest.mark.usefixtures("three_cpus")
@@ -67,7 +69,7 @@ class Run:
         self.ended: dict[str, Finished] = {}
         self.events: list[RecoveryEvent] = []
 
-    def of(self, group: StageGroup, prefix: str = "") -> Iterator[int]:
+    def of(self, group: StageGroup | DividedGroup, prefix: str = "") -> Iterator[int]:
         """Yield how many have ended, after some more have."""
         requests = [
             Request(f"{prefix}{i}", prompt, 1 + i % NEW_TOKENS, Sampling())
@@ -90,7 +92,9 @@ class Run:
         return [(event.kind, event.stage) for event in self.events]
 
 
-def signal_rank(group: StageGroup, stage: int, rank: int, what: int = signal.SIGKILL) -> None:
+def signal_rank(
+    group: StageGroup | DividedGroup, stage: int, rank: int, what: int = signal.SIGKILL
+) -> None:
     """Send a signal to the process of a rank, which gets no chance to say good-bye."""
     actors = ray._private.state.actors()
     os.kill(actors[group.stages[stage].actor_ids[rank]]["Pid"], what)
@@ -176,3 +180,33 @@ def test_importance_and_parking_with_a_group(tiny: tuple[Path, Any], cluster: Pa
     assert queue is not None
     assert queue.supervision.parked > 0
     assert [list(ended[str(i)].token_ids) for i in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
+def test_ranks_hand_over_the_heads_that_they_hold(
+    tiny: tuple[Path, Any], tmp_path: Path, ranks: tuple[int, int]
+) -> None:
+    """One stage prefills and one decodes, either of which may have two ranks; one of them dies."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(TWO.replace("CPU: 2", "CPU: 1"))
+    one = tiny_plan(tiny[0], path).spec
+
+    def of_ranks(node: str, count: int) -> PlanSpec:
+        devices = tuple(f"{node}/CPU:{rank}" for rank in range(count))
+        stage = replace(one.stages[0], node=node, device=devices[0], devices=devices)
+        return replace(one, stages=(stage,))
+
+    plan = divided(of_ranks("p", ranks[0]), of_ranks("d", ranks[1]))
+    plan.check()
+    run = Run()
+    is_hit = False
+    options = GroupOptions(transport="gloo", on_event=run.events.append)
+    with DividedGroup(plan, str(tiny[0]), options) as group:
+        for ended in run.of(group):
+            if ended > COUNT // 2 and not is_hit:
+                is_hit = True
+                assert group.stats()[1].prefill_tokens == 0, "all was handed over"
+                signal_rank(group, ranks.index(2), 1)
+        assert tuple(len(stage.actor_ids) for stage in group.stages) == ranks
+    run.check(tiny[1])
+    assert [fault for fault in run.faults if fault[0] == "died"] == [("died", ranks.index(2))]

@@ -86,19 +86,25 @@ def test_no_point_is_evaluated_twice() -> None:
     assert set(seen.values()) == {1}
 
 
+@pytest.mark.parametrize("bound_s", [1e9, math.inf])
 @pytest.mark.parametrize("states_throughput", [True, False])
-def test_points_without_room_are_left_out(states_throughput: bool) -> None:
+def test_points_without_room_are_left_out(states_throughput: bool, bound_s: float) -> None:
+    evaluated = 0
+
     def performance(point: Point) -> Performance:
+        nonlocal evaluated
+        evaluated += 1
         whole = _product(point)
         if point[0] * point[1] <= 300:
             return whole
         return Performance(whole.requests_per_s, math.inf) if states_throughput else DOES_NOT_FIT
 
     ranges = (range(1, 60), range(1, 40))
-    found = best_within(ranges, performance, 1e9, EXACT)
+    found = best_within(ranges, performance, bound_s, EXACT)
     points = (point for point in itertools.product(*ranges) if point[0] * point[1] <= 300)
     assert found is not None
     assert found.performance.requests_per_s == max(_product(p).requests_per_s for p in points)
+    assert evaluated < 60 * 40 / 4
 
 
 def test_only_what_is_faster_than_known_is_found() -> None:

@@ -15,7 +15,8 @@ from actors.messages import MicroBatch, Sampled, TokenIds
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.orca import OrcaScheduler
 from planner.plan.modelled_times import LengthCurve, ModelledTimes
-from planner.schedule.orca import MixedPass, OrcaSchedule, OrcaSizes
+from planner.schedule.orca import MixedPass, OrcaSchedule
+from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.static import JobRows, Pass, rounded_mean
 from planner.simulation.job_simulation import simulate_job
 from planner.simulation.simulation import PassSeconds, simulate

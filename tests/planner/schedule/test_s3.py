@@ -14,7 +14,8 @@ from actors.messages import MicroBatch
 from actors.schedule.driver import PipelineDriver
 from actors.schedule.s3 import OVERTAKES_PER_SLOT, POOL_PER_SLOT, S3Scheduler
 from planner.schedule import s3
-from planner.schedule.orca import OrcaSchedule, OrcaSizes
+from planner.schedule.orca import OrcaSchedule
+from planner.schedule.policy_sizes import OrcaSizes
 from planner.schedule.s3 import S3Schedule
 from planner.schedule.static import JobRows, rounded_mean
 from quant.common.errors import SpecError

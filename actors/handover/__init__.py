@@ -1,0 +1,1 @@
+"""Stages that prefill and stages that decode as one group, with keys and values handed over."""

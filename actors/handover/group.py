@@ -1,0 +1,248 @@
+"""Stages that prefill and stages that decode as one group, with the face of one `StageGroup`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from threading import Lock
+from types import TracebackType
+
+import ray
+
+from actors.handover.generation import DividedGeneration
+from actors.handover.ledger import DividedLedger
+from actors.handover.live import DividedLive, Sides
+from actors.handover.observer import DividedObserver
+from actors.handover.pace import PrefillPace
+from actors.handover.routes import find_routes
+from actors.handover.transfer import Transfer
+from actors.messages import Finished, Request
+from actors.processes.handle import StageHandle
+from actors.processes.placement import place
+from actors.processes.reservation import Reservation, ReservedPart
+from actors.recovery.faults import RunInterruptedError
+from actors.recovery.policy import EventReporter, RecoveryEvent
+from actors.stage_figures import StageStats
+from actors.stage_group import GroupOptions, StageGroup
+from planner.model.finding import model_shape
+from planner.plan.divided import all_stages, parts_of, undivided
+from planner.plan.spec import PlanSpec
+from planner.scheduling import STATIC, PolicyOptions
+from quant.common.errors import DeviceError, SpecError
+from quant.importance.store import ImportanceStore
+
+TOLD_EVERY = 16
+"""Micro-batches whose tokens the stages that decode tell of together, where only whole answers are
+given out: a message for each would keep the driver busy."""
+
+
+class DividedGroup:
+    """Context manager over the actors of `plan`, whose stages only decode, and of its
+    `prefill_plan`; needs an initialised Ray. `checkpoint` and `options` are as for `StageGroup`,
+    which says more of all methods; the schedule is the plan's.
+
+    Raises `SpecError` for a plan that does not divide the phases, `DeviceError` where there is no
+    host memory to hand over one prompt, and what `StageGroup` raises.
+    """
+
+    group_class = StageGroup
+
+    def __init__(
+        self,
+        plan: PlanSpec,
+        checkpoint: str,
+        options: GroupOptions = GroupOptions(),  # noqa: B008  (frozen)
+    ) -> None:
+        schedule = plan.policy.schedule
+        if plan.prefill_plan is None or schedule is None:
+            raise SpecError("the plan has no stages that prefill for others; it is run as it is")
+        prefill, _ = self._parts = parts_of(plan)
+        self._plan, self._checkpoint = plan, checkpoint
+        self._options = replace(options, importance=options.importance or ImportanceStore())
+        self._telling = Lock()
+        self._reservation: Reservation | None = None
+        self.prefill = self._group(prefill, PolicyOptions(STATIC), 0)
+        self.decode = self._group(plan, plan.policy, len(prefill.stages))
+        self._pace = PrefillPace(schedule, self.prefill.sizes, self.decode.sizes)
+        self._check_host_memory()
+        self._transfer: Transfer | None = None
+        self._numbers = count(1)  # of keys: never the same in two runs
+        self._live: DividedLive | None = None
+        self._generation: DividedGeneration | None = None
+        self.observer = DividedObserver((self.prefill.observer, self.decode.observer))
+
+    def _group(self, plan: PlanSpec, policy: PolicyOptions, first: int) -> StageGroup:
+        """The stages of one kind, of which the first is number `first` of all."""
+        told = partial(self._tell_of, plan.stages[0].role, first)
+        options = replace(self._options, policy=policy, on_event=told)
+        reserve = partial(self._reserved, first, len(plan.stages))
+        return self.group_class(plan, self._checkpoint, options, reserve)
+
+    def _reserved(self, first: int, stages: int) -> ReservedPart:
+        assert self._reservation is not None, "it is made before stages start"
+        return ReservedPart(self._reservation, first, stages)
+
+    def _check_host_memory(self) -> None:
+        longest = self._plan.workload.prompt_length
+        for role, group in (("prefill", self.prefill), ("decode", self.decode)):
+            room = group.sizes.parked_tokens
+            if room < longest:
+                raise DeviceError(
+                    f"the stages that {role} have host memory for keys and values of {room} "
+                    f"tokens, but prompts have up to {longest}; plan with more host_memory_gib, or "
+                    "for CPUs with a lower usable_memory_gib"
+                )
+
+    @property
+    def plan(self) -> PlanSpec:
+        """One plan with the stages of both kinds."""
+        return undivided(self._plan)
+
+    @property
+    def stages(self) -> tuple[StageHandle, ...]:
+        """All stages, those that prefill before those that decode."""
+        return (*self.prefill.stages, *self.decode.stages)
+
+    def __enter__(self) -> DividedGroup:
+        """Place and load all stages; on any error nothing stays behind."""
+        try:
+            placements = place(all_stages(self._plan), ray.cluster_resources())
+            self._reservation = Reservation(placements, self._options.timeouts.placement_s)
+            self._load()
+        except BaseException:
+            self._release()
+            raise
+        prefill, decode = self._parts
+        routes = find_routes(decode, prefill, model_shape(self._checkpoint))
+        self._transfer = Transfer(self.prefill, self.decode, routes)
+        return self
+
+    def _load(self) -> None:
+        """Load both kinds of stages at once; raises what the first to fail raises."""
+        with ThreadPoolExecutor(2, thread_name_prefix="llmpq-load") as pool:
+            loading = [pool.submit(group.__enter__) for group in (self.prefill, self.decode)]
+            try:
+                for each in as_completed(loading):
+                    each.result()
+            except BaseException:
+                self._end_stages()  # the others fail then
+                raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Free actors and placement groups."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._live is not None:
+            self._live.interrupt()
+        self._end_stages()
+        if self._reservation is not None:
+            self._reservation.release()
+        self._reservation = None
+
+    def _end_stages(self) -> None:
+        for group in (self.prefill, self.decode):
+            group.__exit__(None, None, None)
+
+    def live(self) -> DividedLive:
+        """Return a generation to which requests are submitted at any time, and whose tokens come as
+        they are sampled; its `events` have to be read to their end before anything else is
+        generated.
+        """
+        return self._begin_run(told_every=1)
+
+    def _begin_run(self, told_every: int) -> DividedLive:
+        """A run on stages that are in no other one."""
+        if self._live is not None and not self._live.has_ended:
+            self.abandon()
+        assert self._transfer is not None, "the group is used as a context manager"
+        sides = Sides(self.prefill.live(), self.decode.live(told_every), self._transfer)
+        ledger = DividedLedger(self._pace, self._numbers)
+        self._live = DividedLive(sides, ledger, self._tell_lost)
+        return self._live
+
+    def generate(
+        self, requests: Iterable[Request | None], few: bool = False
+    ) -> Iterator[tuple[Finished, ...]]:
+        """Generate for any number of requests, which are read as turns need them; yields those that
+        ended, and nothing in return for a None.
+        """
+        self._generation = DividedGeneration(self._begin_run(TOLD_EVERY), requests)
+        return self._generation.results()
+
+    def interrupt(self) -> None:
+        """Have the `generate` that another thread waits in raise `RunInterruptedError` soon."""
+        if self._live is not None:
+            self._live.interrupt()
+
+    def halt(self) -> tuple[Finished, ...]:
+        """Stop the last `generate`, which must not be asked on; return what had finished and was
+        not given out. `unfinished` has the rest, for another group.
+        """
+        if self._generation is None:
+            return ()
+        live = self._generation.live
+        live.interrupt()
+        live.join()
+        finished: tuple[Finished, ...] = ()
+        with suppress(RunInterruptedError):
+            while told := live.next_events(wait=False):
+                finished += self._generation.finished(told)
+        return finished
+
+    def abandon(self) -> None:
+        """Give up what the last `generate` has in flight, which must not be asked on; the stages,
+        loaded as they are, are ready for another one. Raises what `generate` raises.
+        """
+        live, self._live, self._generation = self._live, None, None
+        if live is None:
+            return
+        live.interrupt()
+        live.join()
+        for group in (self.prefill, self.decode):
+            group.abandon()
+
+    def unfinished(self) -> tuple[Request, ...]:
+        """Return the requests that the last `generate` took and did not give out, with the tokens
+        they have.
+        """
+        return () if self._live is None else self._live.unfinished
+
+    def tokens_in_flight(self) -> dict[str, int]:
+        """Return the number of new tokens of each request that has some, as told by now."""
+        return {} if self._live is None else self._live.tokens_in_flight
+
+    def stats(self) -> tuple[StageStats, ...]:
+        """Return the figures of every stage."""
+        return (*self.prefill.stats(), *self.decode.stats())
+
+    def _tell_of(self, role: str, first: int, event: RecoveryEvent) -> None:
+        """Tell of an event of the stages of this `role`, the first of which is number `first`."""
+        stage = None if event.stage is None else first + event.stage
+        self._tell(replace(event, stage=stage, text=f"{role}: {event.text}"))
+
+    def _tell_lost(self, requests: int) -> None:
+        text = (
+            f"keys and values of {requests} requests were lost on their way, or found no room; "
+            "the stages that decode compute their prompts again"
+        )
+        EventReporter(self._tell).tell("handover", None, 0.0, text)
+
+    def _tell(self, event: RecoveryEvent) -> None:
+        with self._telling:
+            self._options.on_event(event)
+
+
+def group_of(plan: PlanSpec, checkpoint: str, options: GroupOptions) -> StageGroup | DividedGroup:
+    """The stages of `plan`, whether or not some of them prefill for the others."""
+    kind = StageGroup if plan.prefill_plan is None else DividedGroup
+    return kind(plan, checkpoint, options)

@@ -1,0 +1,228 @@
+"""The requests of a run on stages that prefill and stages that decode: where each of them is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from actors.handover.pace import Load, PrefillPace
+from actors.messages import HostKey, Progress, Request
+from actors.schedule.request_slots import most_tokens
+from quant.common.errors import SpecError
+
+Place = Literal["waiting", "prefilling", "moving", "decoding"]
+"""Not begun yet, on the stages that prefill, on its way to those that decode, or there."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A request that has not ended, with the `tokens` that were told of; its keys and values lie in
+    host memory under `number`, on either side, until it is restored or prefilled again.
+    """
+
+    request: Request
+    number: int
+    place: Place = "waiting"
+    tokens: list[int] = field(default_factory=list)
+    ended_before: int = 0  # requests that had ended when it began
+    has_host_tokens: bool = False
+
+    @property
+    def so_far(self) -> Request:
+        """The request with the tokens that it has."""
+        return replace(self.request, generated=(*self.request.generated, *self.tokens))
+
+
+class Turn(NamedTuple):
+    """Requests that begin now, on the stages that prefill and on those that decode."""
+
+    prefill: tuple[Request, ...]
+    decode: tuple[Request, ...]
+
+
+class Prefilled(NamedTuple):
+    """What to tell of requests that were prefilled, the ids of those that go on to other stages,
+    and the numbers of others whose keys and values nobody wants.
+    """
+
+    told: tuple[Progress, ...]
+    moving: tuple[str, ...]
+    unwanted: tuple[int, ...]
+
+
+class DividedLedger:
+    """Keeps the requests of a run in the order of their coming, and says which begin next; `pace`
+    says how many. `numbers` are those of keys, each of which is used once.
+
+    Requests that have tokens already, as after a switch from other stages, and those that are too
+    long for the stages which prefill, go to those that decode at once; so do all that cannot be
+    run, of which these tell why.
+    """
+
+    def __init__(self, pace: PrefillPace, numbers: Iterator[int]) -> None:
+        self._pace = pace
+        self._numbers = numbers
+        self._held: dict[str, _Held] = {}
+        self._waiting: deque[str] = deque()
+        self._ended = 0
+        self._leaving = 0  # as in `Load`
+        self._unwanted: list[int] = []  # of requests given up while they were prefilled
+
+    def add(self, request: Request) -> None:
+        """Have a request wait; SpecError for one that is there already."""
+        if request.custom_id in self._held:
+            raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
+        self._held[request.custom_id] = _Held(request, next(self._numbers))
+        self._waiting.append(request.custom_id)
+
+    def __len__(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._held)
+
+    @property
+    def wanted(self) -> int:
+        """How many more should wait, so that the next turn can be chosen."""
+        return max(0, self._pace.ahead - len(self._waiting))
+
+    def has_any(self, *places: Place) -> bool:
+        """Whether a request is at one of these places."""
+        return any(held.place in places for held in self._held.values())
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The requests that have not ended, with the tokens they have."""
+        return tuple(held.so_far for held in self._held.values())
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The number of new tokens of each request that has some."""
+        found = {name: held.so_far.generated for name, held in self._held.items()}
+        return {name: len(tokens) for name, tokens in found.items() if tokens}
+
+    def load(self) -> Load:
+        """The requests in flight."""
+        begun = [held for held in self._held.values() if held.place != "waiting"]
+        prefilling = sum(held.place == "prefilling" for held in begun)
+        return Load(
+            prefilling,
+            len(begun) - prefilling,
+            min(self._leaving, len(begun)),
+            sum(len(held.request.prompt_ids) for held in begun if held.has_host_tokens),
+            sum(most_tokens(held.request) for held in begun),
+        )
+
+    def begin(self) -> Turn:
+        """The next turn; both parts of it are empty where none begins now."""
+        waiting = [self._held[name].request for name in islice(self._waiting, self._pace.ahead)]
+        chosen = [self._held[self._waiting.popleft()] for _ in range(self._turn(waiting))]
+        prefill: list[Request] = []
+        decode: list[Request] = []
+        for held in chosen:
+            held.ended_before = self._ended
+            if self._goes_to_decode(held.request):
+                held.place = "decoding"
+                decode.append(held.request)
+                continue
+            held.place = "prefilling"
+            goes_on = held.request.max_new_tokens > 1
+            held.has_host_tokens = goes_on
+            key = HostKey(held.number) if goes_on else None
+            prefill.append(
+                replace(held.request, max_new_tokens=1, expected_tokens=None, host_key=key)
+            )
+        return Turn(tuple(prefill), tuple(decode))
+
+    def _turn(self, waiting: Sequence[Request]) -> int:
+        return self._pace.turn(waiting, self.load()) if waiting else 0
+
+    def _goes_to_decode(self, request: Request) -> bool:
+        prompt, new = len(request.prompt_ids), request.max_new_tokens
+        pace = self._pace
+        has_room = prompt + 1 <= pace.prefill_tokens and prompt + new <= pace.decode_tokens
+        return bool(request.generated) or not has_room or new < 1
+
+    def prefilled(self, progress: Sequence[Progress]) -> Prefilled:
+        """Take in the first tokens of requests."""
+        told: list[Progress] = []
+        moving: list[str] = []
+        unwanted: list[int] = []
+        for each in progress:
+            held = self._held.get(each.custom_id)
+            if held is None or held.place != "prefilling":
+                continue
+            self._leaving = self._ended - held.ended_before
+            unwanted += self._unwanted_before(held.number)
+            if each.finish_reason == "length" and held.request.max_new_tokens > 1:
+                held.tokens += each.token_ids
+                held.place = "moving"
+                moving.append(each.custom_id)
+                told.append(replace(each, finish_reason=None))
+                continue
+            if held.has_host_tokens:
+                unwanted.append(held.number)
+            told.append(each)
+            self._end(each.custom_id)
+        return Prefilled(tuple(told), tuple(moving), tuple(unwanted))
+
+    def _unwanted_before(self, number: int) -> list[int]:
+        """Numbers of requests that were given up and are prefilled by now: they began earlier."""
+        found = [each for each in self._unwanted if each < number]
+        self._unwanted = [each for each in self._unwanted if each > number]
+        return found
+
+    def number_of(self, custom_id: str) -> int:
+        """The number of a request that has not ended."""
+        return self._held[custom_id].number
+
+    def prompt_tokens_of(self, custom_ids: Sequence[str]) -> int:
+        """Tokens of their prompts together."""
+        return sum(len(self._held[name].request.prompt_ids) for name in custom_ids)
+
+    def moved(
+        self, custom_ids: Sequence[str], arrived: Collection[int], epoch: int
+    ) -> tuple[Request, ...]:
+        """The requests that decode from now on: with their keys, where these `arrived` on stages
+        that were linked for the time number `epoch`.
+        """
+        found: list[Request] = []
+        for name in custom_ids:
+            held = self._held.get(name)
+            if held is None or held.place != "moving":
+                continue
+            held.place = "decoding"
+            held.has_host_tokens = held.number in arrived
+            key = HostKey(held.number, epoch) if held.has_host_tokens else None
+            found.append(replace(held.so_far, host_key=key))
+        return tuple(found)
+
+    def decoded(self, progress: Sequence[Progress]) -> tuple[Progress, ...]:
+        """Take in tokens of decode steps; returns what to tell of."""
+        told: list[Progress] = []
+        for each in progress:
+            held = self._held.get(each.custom_id)
+            if held is None:
+                continue
+            held.tokens += each.token_ids
+            held.has_host_tokens = False  # it is restored
+            told.append(each)
+            if each.finish_reason is not None:
+                self._end(each.custom_id)
+        return tuple(told)
+
+    def _end(self, custom_id: str) -> None:
+        del self._held[custom_id]
+        self._ended += 1
+
+    def cancel(self, custom_id: str) -> Place | None:
+        """Forget a request; returns where it is (None: nowhere, as it has ended)."""
+        held = self._held.pop(custom_id, None)
+        if held is None:
+            return None
+        if held.place == "waiting":
+            self._waiting.remove(custom_id)
+        elif held.place == "prefilling" and held.has_host_tokens:
+            self._unwanted.append(held.number)
+        return held.place

@@ -1,0 +1,227 @@
+"""A live run on stages that prefill and stages that decode: the face of one `LiveGeneration`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import NamedTuple
+
+from actors.handover.ledger import DividedLedger
+from actors.handover.transfer import Moving, Transfer
+from actors.messages import Progress, Request
+from actors.recovery.faults import RunInterruptedError
+from actors.recovery.live import LiveGeneration
+
+OnLost = Callable[[int], None]
+"""Told of requests whose keys and values were lost on their way."""
+
+
+class Sides(NamedTuple):
+    """The generations of either kind of stages, and the way between them."""
+
+    prefill: LiveGeneration
+    decode: LiveGeneration
+    transfer: Transfer
+
+
+class DividedLive:
+    """Runs requests from when they are submitted: their first token comes from the stages that
+    prefill, the others from those that decode.
+
+    One thread reads `events`; any thread may call the other methods. Three more threads wait: for
+    either kind of stages, each of which goes on by itself after its faults, and for keys and
+    values. What is lost on the way is prefilled again by the stages that decode; `on_lost` is told
+    of it. `has_ended`: all events were read.
+    """
+
+    def __init__(self, sides: Sides, ledger: DividedLedger, on_lost: OnLost) -> None:
+        self._prefill, self._decode, self._transfer = sides
+        self._ledger = ledger
+        self._on_lost = on_lost
+        self._changed = Condition()  # around all that follows
+        self._told: list[Progress] = []
+        self._error: BaseException | None = None
+        self._closed = self._is_interrupted = False
+        self.has_ended = False
+        self._moves: SimpleQueue[tuple[tuple[str, ...], Moving] | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=self._guarded, args=(work,), name=f"llmpq-{name}", daemon=True)
+            for name, work in (
+                ("prefill", self._read_prefill),
+                ("handover", self._move),
+                ("decode", self._read_decode),
+            )
+        ]
+
+    def submit(self, request: Request) -> None:
+        """Have `request` run as soon as there is room, as `LiveGeneration.submit`."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("a live generation takes no requests after close()")
+            self._ledger.add(request)
+            self._go_on()
+
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request, as `LiveGeneration.cancel`: no more is told of it."""
+        with self._changed:
+            place = self._ledger.cancel(custom_id)
+            self._told = [each for each in self._told if each.custom_id != custom_id]
+            if place == "prefilling":
+                self._prefill.cancel(custom_id)
+            elif place == "decoding":
+                self._decode.cancel(custom_id)
+            self._go_on()
+
+    def close(self) -> None:
+        """Take no more requests; `events` ends when all have ended."""
+        with self._changed:
+            self._closed = True
+            self._go_on()
+
+    @property
+    def under_way(self) -> int:
+        """Number of requests that were submitted and have neither ended nor been cancelled."""
+        return len(self._ledger)
+
+    @property
+    def wanted(self) -> int:
+        """How many more requests should wait, for the next one to begin at once."""
+        with self._changed:
+            return self._ledger.wanted
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """The requests under way, with the tokens they have."""
+        with self._changed:
+            return self._ledger.unfinished
+
+    @property
+    def tokens_in_flight(self) -> dict[str, int]:
+        """The number of new tokens of each request that has some."""
+        with self._changed:
+            return self._ledger.tokens
+
+    def interrupt(self) -> None:
+        """Have whoever waits for events raise `RunInterruptedError` soon."""
+        with self._changed:
+            self._is_interrupted = True
+            self._changed.notify_all()
+        self._prefill.interrupt()
+        self._decode.interrupt()
+
+    def join(self) -> None:
+        """Wait until no thread does anything any more, once it is interrupted or at its end; what
+        is repaired is repaired first.
+        """
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def events(self) -> Iterator[tuple[Progress, ...]]:
+        """Yield new tokens as they come, and the ends of requests, as `LiveGeneration.events`."""
+        self.start()
+        try:
+            while (told := self.next_events()) is not None:
+                if told:
+                    yield told
+            self.join()
+        finally:
+            self.stop()
+
+    def start(self) -> None:
+        """Begin to run what is submitted."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Leave what is under way, unless all has ended."""
+        if not self.has_ended:
+            self.interrupt()
+
+    def next_events(self, wait: bool = True) -> tuple[Progress, ...] | None:
+        """What is new, with `wait` as soon as something is; None at the end of the run.
+
+        Raises what a side raises that cannot go on, and `RunInterruptedError`.
+        """
+        with self._changed:
+            while wait and not (self._told or self._must_leave or self._is_done):
+                self._changed.wait()
+            told, self._told = tuple(self._told), []
+            if told:
+                return told
+            if self._is_interrupted:
+                raise RunInterruptedError
+            if self._error is not None:
+                raise self._error
+            self.has_ended = self._is_done
+            return None if self.has_ended else ()
+
+    @property
+    def _must_leave(self) -> bool:
+        return self._is_interrupted or self._error is not None
+
+    @property
+    def _is_done(self) -> bool:
+        return self._closed and not len(self._ledger)
+
+    def _go_on(self) -> None:
+        """Begin what may begin, and close the sides to which nothing more will come."""
+        self._changed.notify_all()
+        while True:
+            turn = self._ledger.begin()
+            if not turn.prefill and not turn.decode:
+                break
+            for request in turn.prefill:
+                self._prefill.submit(request)
+            for request in turn.decode:
+                self._decode.submit(request)
+        if self._closed and not self._ledger.has_any("waiting"):
+            self._prefill.close()
+            if not self._ledger.has_any("prefilling", "moving"):
+                self._decode.close()
+
+    def _read_prefill(self) -> None:
+        for told in self._prefill.events():
+            with self._changed:
+                found = self._ledger.prefilled(told)
+                self._told += found.told
+                numbers = [self._ledger.number_of(name) for name in found.moving]
+                tokens = self._ledger.prompt_tokens_of(found.moving)
+                self._go_on()
+            self._transfer.forget_prefilled(found.unwanted)
+            if numbers:
+                self._moves.put((found.moving, self._transfer.begin(numbers, tokens)))
+        self._moves.put(None)
+
+    def _move(self) -> None:
+        while (move := self._moves.get()) is not None:
+            names, moving = move
+            arrived = self._transfer.wait(moving)
+            if len(arrived) < len(moving.numbers):
+                self._on_lost(len(moving.numbers) - len(arrived))
+            with self._changed:
+                requests = self._ledger.moved(names, arrived, moving.epoch)
+                for request in requests:
+                    self._decode.submit(request)
+                self._go_on()
+            wanted = {request.host_key.number for request in requests if request.host_key}
+            self._transfer.forget_arrived([each for each in arrived if each not in wanted])
+
+    def _read_decode(self) -> None:
+        for told in self._decode.events():
+            with self._changed:
+                self._told += self._ledger.decoded(told)
+                self._go_on()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do `work`; an error of it ends the run."""
+        try:
+            work()
+        except BaseException as error:  # for the thread that reads the events
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+            self._prefill.interrupt()
+            self._decode.interrupt()
+            self._moves.put(None)

@@ -1,0 +1,231 @@
+"""The policy `exegpt` on stages that only decode, as others prefill (WAA, ExeGPT section 4.1).
+
+Names of the paper and here: B_D is `decode_requests` and B_m `decode_micro_batches` of the
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from actors.messages import Finished, MicroBatch, Move, Park, Request, Sampled, TokenIds
+from actors.schedule.request_slots import RequestSlots, most_tokens
+from actors.schedule.scheduler import QueueSizes
+from actors.stage_figures import NO_SUPERVISION, Supervision
+from planner.plan.parking import host_tokens
+from planner.plan.spec import PlanSpec
+from planner.scheduling import PolicyOptions, RequestSchedule
+from quant.common.errors import SpecError
+
+
+@dataclass(eq=False)
+class _Group:
+    """The slots of the requests that decode together."""
+
+    slots: list[int] = field(default_factory=list)
+
+
+class DecodeScheduler:
+    """A scheduler whose requests are divided into groups, each of which makes one decode step per
+    round.
+
+    A request whose keys and values have come to host memory, by its `host_key`, joins a group
+    between two of its steps, and is restored with the next one; others are prefilled first, in
+    micro-batches that take turns with the steps. Groups are kept even. Requests reserve token slots
+    for their prompt and all of their new tokens, and of either kind nobody is overtaken.
+    """
+
+    def __init__(self, sizes: QueueSizes, stages: int) -> None:
+        if min(sizes.slots, sizes.prefill_micro_batch, sizes.decode_micro_batch) < 1:
+            raise SpecError(
+                f"{sizes.slots} slots, prefills of {sizes.prefill_micro_batch} and steps of "
+                f"{sizes.decode_micro_batch} requests; the policy {sizes.policy} needs at least 1"
+            )
+        self._sizes = sizes
+        n_slots = sizes.n_slots or sizes.kv_tokens
+        self._slots = RequestSlots(sizes.slots, sizes.kv_tokens, n_slots)
+        count = -(-sizes.slots // sizes.decode_micro_batch)
+        self._groups = [_Group() for _ in range(count)]
+        self._resting = deque(self._groups)  # without a step under way
+        self._under_way: deque[_Group | None] = deque()  # of each step; None: a prefill
+        self._arrived: deque[Request] = deque()
+        self._bare: deque[Request] = deque()  # without keys and values
+        self._drops: list[int] = []  # of the next micro-batch
+        self._joined = 0
+        self._closed = False
+        self._steps_next = False
+
+    def add(self, requests: Sequence[Request], last: bool) -> None:
+        """Put `requests` at the end of the queue; after the `last` ones no more come.
+
+        Raises SpecError for a request with more tokens than all may reserve together.
+        """
+        self._slots.expect(requests)
+        for request in requests:
+            (self._arrived if _has_arrived(request) else self._bare).append(request)
+        self._closed = last
+
+    def cancel(self, custom_id: str) -> None:
+        """Give up a request: it leaves the queue or its slot now, or when its micro-batch is back.
+
+        Nothing is told of it any more.
+        """
+        for request in self._arrived:
+            if request.custom_id == custom_id and request.host_key is not None:
+                self._drops.append(request.host_key.number)
+        self._arrived = deque(r for r in self._arrived if r.custom_id != custom_id)
+        self._bare = deque(r for r in self._bare if r.custom_id != custom_id)
+        self._slots.cancel(custom_id)
+        self._let_go()
+
+    @property
+    def most_under_way(self) -> int:
+        """Most micro-batches that may be under way: a step of each group, and a prefill."""
+        return len(self._groups) + 1
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests without a reservation."""
+        return len(self._arrived) + len(self._bare)
+
+    @property
+    def in_slots(self) -> int:
+        """Number of requests that have one."""
+        return len(self._slots.requests)
+
+    @property
+    def supervision(self) -> Supervision:
+        """Nothing: every reservation has room for the longest answer."""
+        return NO_SUPERVISION
+
+    def slot_tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        """Return, by slot, the `custom_id` of its request and the new tokens; none of cancelled
+        requests.
+        """
+        return self._slots.tokens()
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether a request could join that is not there yet."""
+        return not self._closed and not self.waiting and self._slots.free > 0
+
+    def next_batch(self) -> tuple[MicroBatch, TokenIds] | None:
+        """The next prefill or step, by turns where there are both."""
+        found = (self._step() or self._prefill()) if self._steps_next else None
+        found = found or self._prefill() or self._step()
+        if found is None:
+            return None
+        self._steps_next = self._under_way[-1] is None
+        batch, token_ids = found
+        drops, self._drops = tuple(self._drops), []
+        return replace(batch, drops=drops), token_ids
+
+    def _step(self) -> tuple[MicroBatch, TokenIds] | None:
+        """The next step of the group that has been back for longest and has requests."""
+        for _ in range(len(self._resting)):
+            group = self._resting.popleft()
+            new, moves = self._join(group)
+            ready = [slot for slot in group.slots if self._slots.ready[slot]]
+            if not ready:
+                self._resting.append(group)
+                continue
+            self._under_way.append(group)
+            batch, token_ids = self._slots.batch(np.array(ready, dtype=np.int64), new, moves)
+            restores = tuple(self._restore(slot) for slot in new)
+            return replace(batch, restores=restores), token_ids
+        return None
+
+    def _join(self, group: _Group) -> tuple[list[int], tuple[Move, ...]]:
+        """Let requests join whose keys and values are there; returns their slots, and the moves
+        that make room for them.
+        """
+        slots: list[int] = []
+        moves: tuple[Move, ...] = ()
+        even = -(-(self.in_slots + len(self._arrived)) // len(self._groups))
+        most = min(even, self._sizes.decode_micro_batch)
+        while self._arrived and len(group.slots) < most and self._fits(self._arrived[0]):
+            slot, more = self._take(self._arrived.popleft(), group)
+            slots.append(slot)
+            moves += more
+        for slot in slots:  # after all reservations: what is restored later does not move
+            request = self._slots.requests[slot]
+            self._slots.written[slot] = len(request.prompt_ids) + len(request.generated) - 1
+        return slots, moves
+
+    def _restore(self, slot: int) -> Park:
+        key = self._slots.requests[slot].host_key
+        assert key is not None, "only those join that have one"
+        begin = int(self._slots.ranges.begins[slot])
+        return Park(key.number, begin, int(self._slots.written[slot]) - 1)
+
+    def _prefill(self) -> tuple[MicroBatch, TokenIds] | None:
+        """The prefill of the requests that are next, into the smallest groups."""
+        slots: list[int] = []
+        moves: tuple[Move, ...] = ()
+        most = self._sizes.prefill_micro_batch
+        while self._bare and len(slots) < most and self._fits(self._bare[0]):
+            group = min(self._groups, key=lambda each: len(each.slots))
+            slot, more = self._take(self._bare.popleft(), group)
+            slots.append(slot)
+            moves += more
+        if not slots:
+            return None
+        self._under_way.append(None)
+        return self._slots.batch(np.array(slots, dtype=np.int64), slots, moves)
+
+    def _fits(self, request: Request) -> bool:
+        return self._slots.free > 0 and most_tokens(request) <= self._slots.available
+
+    def _take(self, request: Request, group: _Group) -> tuple[int, tuple[Move, ...]]:
+        slot = self._slots.take(request, self._joined)
+        self._joined += 1
+        group.slots.append(slot)
+        return slot, self._slots.reserve(slot, most_tokens(request))
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        """Take in the tokens of `batch`; returns the requests that ended with it."""
+        finished = self._slots.complete(batch, sampled)
+        group = self._under_way.popleft()
+        if group is not None:
+            self._resting.append(group)
+        self._let_go()
+        return finished
+
+    def _let_go(self) -> None:
+        """Forget the requests that have left their slots."""
+        for group in self._groups:
+            group.slots = [slot for slot in group.slots if slot in self._slots.requests]
+
+
+def _has_arrived(request: Request) -> bool:
+    """Whether keys and values of all its tokens but the last one lie in host memory."""
+    return request.host_key is not None and bool(request.generated)
+
+
+def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
+    """The sizes for stages of `plan` that decode by a schedule that divides the phases: as many
+    requests as its tolerance allows, in its groups.
+    """
+    schedule, workload = options.schedule, plan.workload
+    assert schedule is not None, "the policy has one"
+    most = most_requests(schedule)
+    return QueueSizes(
+        slots=most,
+        prefill_micro_batch=schedule.prefill_micro_batch,
+        decode_micro_batch=-(-most // schedule.decode_micro_batches),
+        slot_tokens=workload.total_length,
+        policy="exegpt",
+        kv_tokens=workload.kv_tokens,
+        n_slots=workload.reservable_tokens,
+        parked_tokens=host_tokens(plan),
+        schedule=schedule,
+    )
+
+
+def most_requests(schedule: RequestSchedule) -> int:
+    """The most requests in flight that a schedule's tolerance allows (ExeGPT section 5.2)."""
+    return max(schedule.decode_requests, int((1 + schedule.tolerance) * schedule.decode_requests))

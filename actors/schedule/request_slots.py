@@ -1,0 +1,193 @@
+"""The requests that have reserved token slots: their ranges, their tokens, and micro-batches of
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from actors.messages import Admission, Finished, MicroBatch, Move, Request, Sampled, TokenIds
+from actors.schedule.token_ranges import TokenRanges
+from quant.common.errors import SpecError
+
+
+class RequestSlots:
+    """Requests in `slots` slots, each with a range of the `kv_tokens` token slots, of which
+    `n_slots` may be reserved.
+
+    Prompts longer than `chunk` tokens are given in parts of that many (0: whole). A slot is `ready`
+    [slots] where its request is in no micro-batch under way. `written` [slots] are the tokens that
+    were submitted so far.
+    """
+
+    def __init__(self, slots: int, kv_tokens: int, n_slots: int, chunk: int = 0) -> None:
+        self.n_slots = n_slots
+        self.chunk = chunk
+        self.ranges = TokenRanges(kv_tokens, slots)
+        self.requests: dict[int, Request] = {}
+        self.ready = np.zeros(slots, dtype=np.bool_)
+        self.written = np.zeros(slots, dtype=np.int64)
+        self._free = deque(range(slots))
+        self._cancelled: set[int] = set()  # slots of requests under way that leave when back
+        self._texts: dict[int, TokenIds] = {}  # what is prefilled, until all of it is under way
+        self._arrival = np.zeros(slots, dtype=np.int64)
+        self._prefill = np.zeros(slots, dtype=np.int64)  # length of the slot's text
+        self._given = np.zeros(slots, dtype=np.int64)  # new tokens so far
+        self._tokens = np.zeros((slots, 1), dtype=np.int64)
+
+    def expect(self, requests: Sequence[Request]) -> None:
+        """Make ready for requests that will come into slots.
+
+        Raises SpecError for one with more tokens than all may reserve together.
+        """
+        for request in requests:
+            if most_tokens(request) > self.n_slots:
+                raise SpecError(
+                    f"request {request.custom_id!r:.80} needs {len(request.prompt_ids)} prompt and "
+                    f"{request.max_new_tokens} new tokens, but there are {self.n_slots} token "
+                    "slots in all; shorten it, or make a plan for longer requests or more of them"
+                )
+        longest = max((r.max_new_tokens for r in requests), default=0)
+        missing = longest - self._tokens.shape[1]
+        if missing > 0:
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, missing)))
+
+    @property
+    def available(self) -> int:
+        """Token slots that may still be reserved."""
+        return self.n_slots - self.ranges.reserved
+
+    @property
+    def free(self) -> int:
+        """Number of slots without a request."""
+        return len(self._free)
+
+    def tokens(self) -> dict[int, tuple[str, TokenIds]]:
+        """Return `Scheduler.slot_tokens`."""
+        return {
+            slot: (request.custom_id, self._tokens[slot, : self._given[slot]].copy())
+            for slot, request in self.requests.items()
+            if slot not in self._cancelled
+        }
+
+    def new_tokens(self, slot: int) -> tuple[int, ...]:
+        """The new tokens of the request in `slot`."""
+        return tuple(self._tokens[slot, : self._given[slot]].tolist())
+
+    def ready_slots(self) -> TokenIds:
+        """The slots that are ready, those of requests that came first before others."""
+        ready: TokenIds = np.flatnonzero(self.ready)
+        return ready[self._arrival[ready].argsort()]
+
+    def take(self, request: Request, arrival: int) -> int:
+        """Give a request a slot, which has no range yet; returns the slot."""
+        slot = self._free.popleft()
+        text = np.array(request.prompt_ids + request.generated, dtype=np.int64)
+        self.requests[slot] = request
+        self.ready[slot] = True
+        self._texts[slot] = text
+        self._arrival[slot] = arrival
+        self._prefill[slot], self.written[slot] = len(text), 0
+        self._given[slot] = len(request.generated)
+        self._tokens[slot, : len(request.generated)] = request.generated
+        return slot
+
+    def reserve(self, slot: int, size: int) -> tuple[Move, ...]:
+        """Give `slot` a range of so many token slots; returns the moves that make room for it."""
+        return self.ranges.reserve(slot, size, self.written)
+
+    def first_part(self, tokens: int) -> int:
+        """The tokens of the first part of a text."""
+        return min(tokens, self.chunk or tokens)
+
+    def counts(self, slots: TokenIds) -> TokenIds:
+        """The tokens of each slot's next iteration: one, or a part of what is prefilled."""
+        counts: TokenIds = np.maximum(self._prefill[slots] - self.written[slots], 1)
+        return np.minimum(counts, self.chunk) if self.chunk else counts
+
+    def batch(
+        self, slots: TokenIds, new: Sequence[int], moves: tuple[Move, ...]
+    ) -> tuple[MicroBatch, TokenIds]:
+        """The next iteration of `slots`, of which those in `new` begin with it; and its token ids.
+
+        Their ranges are asked for only now: the reservations after them may have moved them.
+        """
+        starts, counts = self.written[slots], self.counts(slots)
+        token_ids = self._token_ids(slots, starts, counts)
+        admitted = tuple(
+            Admission.of(slot, self.requests[slot], self.ranges.range_of(slot)) for slot in new
+        )
+        self.ready[slots] = False
+        self.written[slots] += counts
+        samples = self.written[slots] >= self._prefill[slots]
+        batch = MicroBatch(
+            slots,
+            starts,
+            counts,
+            self.ranges.begins[slots],
+            admitted,
+            moves=moves,
+            samples=None if samples.all() else samples,
+            sizes=self.ranges.sizes[slots],
+        )
+        return batch, token_ids
+
+    def _token_ids(self, slots: TokenIds, starts: TokenIds, counts: TokenIds) -> TokenIds:
+        """The new tokens `[sum(counts)]`: of the text that is prefilled, or the last sampled."""
+        ends = counts.cumsum()
+        token_ids = np.empty(int(ends[-1]), dtype=np.int64)
+        decodes = starts >= self._prefill[slots]
+        last = self._given[slots[decodes]] - 1
+        token_ids[ends[decodes] - 1] = self._tokens[slots[decodes], last]
+        for row in np.flatnonzero(~decodes).tolist():
+            slot, start, count = int(slots[row]), int(starts[row]), int(counts[row])
+            text = self._texts[slot]
+            token_ids[ends[row] - count : ends[row]] = text[start : start + count]
+            if start + count == len(text):
+                del self._texts[slot]
+        return token_ids
+
+    def complete(self, batch: MicroBatch, sampled: Sampled) -> tuple[Finished, ...]:
+        """Take in the tokens of `batch`; returns the requests that ended with it, which leave, as
+        those do that were cancelled.
+
+        A row that was not sampled has no token yet.
+        """
+        slots = batch.slots[batch.sampled_rows]
+        self._tokens[slots, self._given[slots]] = sampled.token_ids
+        self._given[slots] += 1
+        self.ready[batch.slots] = True
+        for slot in batch.slots.tolist():
+            if slot in self._cancelled:
+                self.leave(slot)
+        finished: list[Finished] = []
+        for slot, reason in zip(slots.tolist(), sampled.finish_reasons, strict=True):
+            if reason is not None and slot in self.requests:
+                token_ids = self.new_tokens(slot)
+                finished.append(Finished(self.leave(slot).custom_id, token_ids, reason))
+        return tuple(finished)
+
+    def cancel(self, custom_id: str) -> None:
+        """Have a request leave its slot now, or when its micro-batch is back."""
+        for slot in [s for s, r in self.requests.items() if r.custom_id == custom_id]:
+            if self.ready[slot]:
+                self.leave(slot)
+            else:
+                self._cancelled.add(slot)
+
+    def leave(self, slot: int) -> Request:
+        """Free `slot` and its range; returns its request."""
+        self._cancelled.discard(slot)
+        self._texts.pop(slot, None)
+        self.ready[slot] = False
+        self.ranges.release(slot)
+        self._free.append(slot)
+        return self.requests.pop(slot)
+
+
+def most_tokens(request: Request) -> int:
+    """The most tokens that it has when it is done (ORCA's max_tokens)."""
+    return len(request.prompt_ids) + request.max_new_tokens

@@ -1,0 +1,115 @@
+"""Keys and values of prompts on their way from the stages that prefilled them to those that decode.
+
+Both have copies in host memory, of all heads and layers that they hold themselves. What one gives
+to another is the part that both hold: some heads of some layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from actors.attention.kv_cache import KVCache
+from actors.attention.parked import ParkedCopies
+from actors.messages import KvPart
+from actors.transport.kv_format import decode_kv, encode_kv
+
+
+class Piece(NamedTuple):
+    """Keys and values of one request: for each layer of `part` those tensors that a cache has of
+    its keys, and then of its values, `[heads, tokens, ...]`.
+    """
+
+    part: KvPart
+    tensors: Sequence[Tensor]
+
+
+class HeldKeysValues:
+    """The copies in host memory beside `cache`, which holds `heads` of the model's key/value heads.
+
+    For any thread.
+    """
+
+    def __init__(self, cache: KVCache, heads: range) -> None:
+        self._cache = cache
+        self._own = KvPart(cache.layers, heads)
+
+    def hand_over(self, keys: Sequence[int], part: KvPart, as_part: KvPart | None = None) -> Tensor:
+        """A message `[bytes]` with the `part` of what lies under `keys`, as far as something does;
+        it tells of `as_part`, where that is given.
+        """
+        pieces = {key: self._piece(key, part) for key in keys}
+        found = {key: piece for key, piece in pieces.items() if piece is not None}
+        return encode_kv(as_part or part, found)
+
+    def take_over(self, messages: Sequence[Tensor]) -> tuple[int, ...]:
+        """Keep what several stages handed over; returns the keys of the requests whose keys and
+        values are complete and found room.
+
+        Raises `StageLostError` for messages that no stage sends, ValueError for those of another
+        model or form.
+        """
+        received = [decode_kv(message) for message in messages]
+        every = dict.fromkeys(key for _, found in received for key in found)
+        pieces = {
+            key: [Piece(part, found[key]) for part, found in received if key in found]
+            for key in every
+        }
+        return tuple(key for key, own in pieces.items() if self._put(key, own))
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Free what lies under `keys`."""
+        self._cache.parked.forget(keys)
+
+    def _piece(self, key: int, part: KvPart) -> list[Tensor] | None:
+        """The `part` of what lies under `key`; None where nothing does."""
+        held = self._cache.parked.found(key)
+        if held is None:
+            return None
+        heads, places = self._heads(part), self._places(part.layers, len(held.copies))
+        return [held.copies[place][heads] for place in places]
+
+    def _put(self, key: int, pieces: Sequence[Piece]) -> bool:
+        """Keep what `pieces` make up, numbers in the cache's own type; False where there is no room
+        or something is missing.
+        """
+        if sum(piece.part.size for piece in pieces) != self._own.size:
+            return False
+        tokens = int(pieces[0].tensors[0].shape[1])
+        parked = self._cache.parked
+        forms = self._cache.of_tokens(0, tokens)
+        copies = [parked.empty(form.shape, form.dtype) for form in forms]
+        for piece in pieces:
+            heads, places = self._heads(piece.part), self._places(piece.part.layers, len(copies))
+            for place, tensor in zip(places, piece.tensors, strict=True):
+                _fill(copies[place][heads], tensor)
+        return parked.put(key, ParkedCopies(tokens, tuple(copies)))
+
+    def _heads(self, part: KvPart) -> slice:
+        first = self._own.heads.start
+        return slice(part.heads.start - first, part.heads.stop - first)
+
+    def _places(self, layers: range, tensors: int) -> list[int]:
+        """Where the tensors of `layers` stand among all of a cache: see `KVCache.of_tokens`."""
+        each = tensors // (2 * len(self._own.layers))
+        found: list[int] = []
+        for layer in layers:
+            key = each * (layer - self._own.layers.start)
+            for first in (key, key + tensors // 2):
+                found += range(first, first + each)
+        return found
+
+
+def _fill(into: Tensor, tensor: Tensor) -> None:
+    """Put `tensor` there, in the type of that; ValueError for codes in the place of plain numbers,
+    and for other sizes.
+    """
+    is_plain = into.is_floating_point()
+    if into.shape != tensor.shape or is_plain != tensor.is_floating_point():
+        raise ValueError(
+            f"keys and values come as {list(tensor.shape)} of {tensor.dtype}, where "
+            f"{list(into.shape)} of {into.dtype} are held; both plans must have the same kv_bits"
+        )
+    into.copy_(tensor)

@@ -1,0 +1,72 @@
+"""The sizes of a queue under each policy, as a plan states them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from planner.micro_batches import MicroBatches
+from planner.schedule.turns import Turns
+from planner.scheduling import TOKEN_POLICIES, PolicyName, PolicyOptions, RequestSchedule
+from planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class OrcaSizes:
+    """Sizes as in `actors.schedule.scheduler.QueueSizes`: requests and tokens of a micro-batch,
+    token slots that may be reserved, and tokens of a part of a prompt (0: prompts are not parted);
+    `policy` is one of `TOKEN_POLICIES`.
+    """
+
+    max_batch_size: int
+    n_slots: int
+    max_batch_tokens: int = 0
+    prefill_chunk_tokens: int = 0
+    policy: PolicyName = "orca"
+
+
+@dataclass(frozen=True)
+class TurnSizes:
+    """Sizes of the policy `exegpt` as in `actors.schedule.scheduler.QueueSizes`: its schedule, the
+    most requests in flight, the token slots that may be reserved, and the most requests of a
+    prefill and of a decode micro-batch.
+    """
+
+    schedule: RequestSchedule
+    slots: int
+    n_slots: int
+    prefill_micro_batch: int
+    decode_micro_batch: int
+
+    @classmethod
+    def of(cls, schedule: RequestSchedule, n_slots: int) -> TurnSizes:
+        """The sizes that the schedule asks for: slots for as many requests as its tolerance allows,
+        and one turn more.
+        """
+        slots = ceil((1 + schedule.tolerance) * schedule.decode_requests)
+        return cls(
+            schedule,
+            slots + schedule.prefill_requests,
+            n_slots,
+            schedule.prefill_micro_batch,
+            Turns.of(schedule).most,
+        )
+
+
+Sizes = MicroBatches | OrcaSizes | TurnSizes
+"""Those of `static`, of the policies that mix the phases, and of `exegpt`."""
+
+
+def policy_sizes(policy: PolicyOptions, workload: Workload, sizes: MicroBatches) -> Sizes:
+    """The sizes of `policy` for the KV cache of `workload`: `sizes` themselves for `static`. With
+    those that mix the phases the tokens of a micro-batch are those of the largest prefill, and one
+    of each request. SpecError for `exegpt` without its schedule.
+    """
+    slots = workload.reservable_tokens
+    if policy.name in TOKEN_POLICIES:
+        most = policy.max_batch_size or sizes.decode
+        tokens = sizes.prefill * workload.prompt_length + most
+        return OrcaSizes(most, slots, tokens, policy.prefill_chunk_tokens, policy.name)
+    if policy.name == "static":
+        return sizes
+    return TurnSizes.of(policy.followed_schedule, slots)
