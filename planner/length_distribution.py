@@ -86,8 +86,13 @@ class LengthDistribution:
 
     def quantile(self, share: float) -> int:
         """The least length that at least this `share` of all does not exceed."""
-        reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
+        reached = np.searchsorted(self._reached, share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
+
+    @cached_property
+    def _reached(self) -> FloatArray:
+        """The share of all that each of the lengths is not exceeded by [n]."""
+        return np.cumsum(self.probabilities)
 
     def at_most(self, longest: int) -> LengthDistribution:
         """The distribution of these lengths, where longer ones are cut to `longest`."""

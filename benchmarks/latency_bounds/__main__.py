@@ -1,6 +1,6 @@
 """Schedules under a bound on latency: ExeGPT's evaluation (section 7), and runs of our own.
 
-python -m benchmarks.latency_bounds throughput   # FT, DSI, ORCA, vLLM and ours on the paper's models
+python -m benchmarks.latency_bounds throughput   # FT, DSI, ORCA, vLLM and ours, on its models
 """
 
 from __future__ import annotations

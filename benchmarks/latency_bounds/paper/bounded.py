@@ -43,7 +43,7 @@ class Bounded:
     """The schedules of all layouts. Every point is evaluated once, whatever the bounds."""
 
     layouts: Sequence[Schedules]
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance = Tolerance()  # noqa: RUF009  (frozen)
 
     def best(self, bound_s: float) -> Chosen | None:
         """The most requests a second within the bound, over all layouts."""

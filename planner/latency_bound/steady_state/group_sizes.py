@@ -50,7 +50,7 @@ class GroupSizes:
         """The steady state of the chain of sizes from turn to turn, each request ending alike."""
         before = np.arange(fewest, most + 1)[:, None]
         left = np.arange(most + 1)[None, :]
-        chances = _binomial(before, left, 1 - ended)
+        chances = _binomial(before.astype(np.float64), left.astype(np.float64), 1 - ended)
         moves = np.zeros((len(before), len(before)))
         joining = np.zeros((len(before), most + 1))
         rows = np.broadcast_to(np.arange(len(before))[:, None], chances.shape)
