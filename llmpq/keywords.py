@@ -58,6 +58,9 @@ class PlanKeywords(TypedDict, total=False):
     prefill_chunk_tokens: int | None
     tensor_parallel: int | str
     predictor: str | Path | None
+    max_request_latency_s: float | Literal["inf"] | None
+    quantile: float
+    schedule: str
 
 
 class SamplingKeywords(TypedDict, total=False):

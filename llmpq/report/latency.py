@@ -1,65 +1,126 @@
-"""Measured latencies of requests beside the bound that was planned for."""
+"""A plan under a bound on the latency of requests, in words: what was asked, and how it is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from llmpq.report.answers.answer import Answer
+from llmpq.report.formatting import (
+    SPACE,
+    count,
+    duration,
+    per_second,
+    plural,
+    seconds,
+    whole_percent,
+)
+from planner.latency_bound.request import BoundRequest
+from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.spec import PlanSpec
+from planner.scheduling import ScheduleKind
 
-from actors.latency_counts import LatencyCounts
-from llmpq.report.formatting import percent, seconds
-
-MEDIAN = 0.5
+DIVIDED_BY: dict[ScheduleKind, str] = {"waa-c": "computing", "waa-m": "memory"}
+"""By what the devices are divided among stages that prefill and stages that decode."""
 
 
-@dataclass(frozen=True)
-class PlannedLatency:
-    """The latency that a share `quantile` of all requests should have at most, as forecast, and the
-    bound that was asked for, if any; both in seconds of the run.
+def requests_per_second(value: float) -> str:
+    """Requests per second with their unit."""
+    return f"{per_second(value)} requests/s"
+
+
+def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[Answer]:
+    """How many requests a second, how soon they are done, by which schedule, which wait is not
+    counted, how long all of them take, and for which lengths.
     """
+    found = (
+        ("How many?", f"throughput: {rates(forecast)}"),
+        ("How soon?", f"latency: {latencies(forecast)}"),
+        ("How?", schedule_sentence(plan)),
+        ("What is not counted?", f"latency is {waiting(forecast)}"),
+        ("How long for all?", _all(forecast)),
+        ("For which lengths?", f"lengths: {lengths(forecast)}"),
+    )
+    return [Answer(question, text) for question, text in found if text]
 
-    quantile: float
-    planned_s: float
-    bound_s: float | None
+
+def _all(forecast: LatencyForecast) -> str:
+    """How long all requests take, where it is known how many there are."""
+    if forecast.prompts is None or forecast.seconds is None:
+        return ""
+    took = duration(forecast.seconds)
+    return f"{plural(forecast.prompts, 'request')}: about {took} in all (without loading)"
 
 
-@dataclass(frozen=True)
-class LatencyFigures:
-    """Latencies of so many requests, from the submission of their prefill to their last token: the
-    median, and what a share `quantile` has at most, beside what was planned of it.
-    """
+def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
+    """The bound that was asked for."""
+    return f"{whole_percent(asked.quantile)} of requests within {bound(asked.bound_s)}"
 
-    requests: int
-    median_s: float
-    quantile: float
-    quantile_s: float
-    planned_s: float
-    bound_s: float | None
 
-    @classmethod
-    def of(cls, counts: Sequence[LatencyCounts], planned: PlannedLatency) -> LatencyFigures | None:
-        """The figures of all these counts together; None where no request has ended."""
-        together = LatencyCounts()
-        for each in counts:
-            together = together.plus(each)
-        median_s, quantile_s = map(together.quantile_s, (MEDIAN, planned.quantile))
-        if median_s is None or quantile_s is None:
-            return None
-        return cls(
-            together.requests,
-            median_s,
-            planned.quantile,
-            quantile_s,
-            planned.planned_s,
-            planned.bound_s,
-        )
+def bound(bound_s: float | None) -> str:
+    """A bound as it was asked for."""
+    return "any time" if bound_s is None else f"{bound_s:.6g}{SPACE}s"
 
-    def __str__(self) -> str:
-        """The figures in words."""
-        beside = f"planned {seconds(self.planned_s)}"
-        if self.bound_s is not None:
-            kept = "within" if self.quantile_s <= self.bound_s else "above"
-            beside += f", {kept} the bound of {seconds(self.bound_s)}"
+
+def rates(forecast: LatencyForecast) -> str:
+    """Requests and new tokens per second."""
+    tokens = per_second(forecast.tokens_per_s)
+    return f"{requests_per_second(forecast.requests_per_s)}, {tokens} tokens/s"
+
+
+def latencies(forecast: LatencyForecast) -> str:
+    """The latency at the quantile against the bound, and the mean."""
+    return (
+        f"{whole_percent(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
+        f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
+    )
+
+
+def waiting(forecast: LatencyForecast) -> str:
+    """The wait that the latency does not count."""
+    return (
+        "counted from when the prefill of a request begins; before it, a request waits at most "
+        f"{seconds(forecast.admission_wait_s)} for its turn where no more come than are served"
+    )
+
+
+def lengths(asked: LatencyForecast | BoundRequest) -> str:
+    """The lengths on which every figure rests."""
+    prompts, outputs = asked.lengths.prompts, asked.lengths.outputs
+    at = outputs.quantile(asked.quantile)
+    return (
+        f"prompts of {prompts.mean:,.0f} tokens in the mean, {count(prompts.longest)} at most; "
+        f"answers of {outputs.mean:,.0f} in the mean, {whole_percent(asked.quantile)} of at most "
+        f"{count(at)}, {count(outputs.longest)} at most"
+    )
+
+
+def kind_name(kind: ScheduleKind) -> str:
+    """The paper's name of a kind of schedule."""
+    return kind.upper()
+
+
+def schedule_sentence(plan: PlanSpec) -> str:
+    """What the stages do in turns, or beside each other; nothing of a plan without a schedule."""
+    schedule = plan.policy.schedule
+    if schedule is None:
+        return ""
+    newcomers = plural(schedule.prefill_requests, "request")
+    if schedule.prefill_micro_batch < schedule.prefill_requests:
+        newcomers += f" in micro-batches of up to {count(schedule.prefill_micro_batch)}"
+    decoding = plural(schedule.decode_requests, "request")
+    groups = _in_groups(schedule.decode_micro_batches)
+    name = kind_name(schedule.kind)
+    if plan.prefill_plan is None:
+        steps = plural(schedule.decode_steps, "decode step")
         return (
-            f"{percent(self.quantile)} within {seconds(self.quantile_s)} ({beside}), "
-            f"half within {seconds(self.median_s)}"
+            f"{name}: every stage prefills and decodes in turns. A turn prefills {newcomers}, then "
+            f"about {decoding} make {steps}{groups}, and the next turn comes"
         )
+    prefilling = plural(len(plan.prefill_plan.stages), "stage prefills", "stages prefill")
+    others = plural(len(plan.stages), "other one decodes", "others decode")
+    return (
+        f"{name}: {prefilling} turns of {newcomers}, one after another, and {others} about "
+        f"{decoding}{groups} all the time; devices are divided by {DIVIDED_BY[schedule.kind]}"
+    )
+
+
+def _in_groups(groups: int) -> str:
+    return "" if groups == 1 else f" in {count(groups)} groups"

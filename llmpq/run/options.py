@@ -184,6 +184,11 @@ class RunOptions:
             raise SpecError(
                 f"predictor has no effect with policy {name}; leave it out, or choose policy s3"
             )
+        if plan.prefill_plan is not None and name != BOUNDED:
+            raise SpecError(
+                f"policy {name} needs stages that do both phases, and those of the plan only "
+                "decode, as others prefill; leave it out, or plan again"
+            )
         usual = CPU_PREFILL_CHUNK_TOKENS if _is_on_cpus(plan) else PREFILL_CHUNK_TOKENS
         policy = policy_options(name, most, chunk, usual)
         if name == BOUNDED:

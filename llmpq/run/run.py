@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from actors.latency_counts import LatencyCounts
 from actors.messages import Request
 from actors.recovery.policy import EventKind, OnEvent, RecoveryEvent
-from llmpq.report.latency import LatencyFigures
+from llmpq.report.measured_latency import LatencyFigures
 from llmpq.rows.results import Result
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import JobSampling
@@ -32,6 +32,7 @@ from llmpq.run.request_queues import Gate
 from llmpq.run.rows_in_flight import RowsInFlight
 from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunPart, RunSize, RunSummary, planned_rate
+from planner.plan.divided import undivided
 from planner.plan.spec import PlanSpec
 from planner.scheduling import BOUNDED
 from quant.common.errors import DeviceLostError
@@ -179,14 +180,14 @@ class Run:
         trace = None if self._is_long else self._options.trace_path
         switch: Switch | None = None
         show = [*self.on_state, self._see]
-        stages = self._shared.stages
+        stages, shown = self._shared.stages, undivided(self.plan)
         with (
             stages.lent(group, loading_watch(group, self.on_loading)),
-            monitored(group, self.plan, self._meter, show, trace) as figures,
+            monitored(group, shown, self._meter, show, trace) as figures,
         ):
             began_s, tokens = time.perf_counter(), self.rows.tokens
             self._loaded_s = self._loaded_s or began_s
-            self._pace.begin(self.plan, stages.start_s, self._has_schedule(group))
+            self._pace.begin(shown, stages.start_s, self._has_schedule(group))
             for finished in group.generate(gate):
                 yield from self.rows.bad_results()
                 yield from self.rows.results(finished)
@@ -204,7 +205,7 @@ class Run:
                     break
             yield from self.rows.bad_results()
             seconds = time.perf_counter() - began_s
-            part = RunPart(self.plan, figures() or (), seconds, self.rows.tokens - tokens)
+            part = RunPart(shown, figures() or (), seconds, self.rows.tokens - tokens)
             self._parts.append(part)
         return switch
 
@@ -313,7 +314,7 @@ class Run:
         if not self._is_long:
             self._shared.plan = plan
         for on_plan in self.on_plan:
-            on_plan(plan)
+            on_plan(undivided(plan))
         self._shared.tell(kind, lost_s, text)
 
     def _notify(self, event: RecoveryEvent) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.stage_figures import StageStats
-from llmpq.report.latency import LatencyFigures
+from llmpq.report.measured_latency import LatencyFigures
 from llmpq.run.drift.rate import planned_tokens_per_s
 from planner.plan.spec import PlanSpec
 

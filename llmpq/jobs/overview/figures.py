@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmpq.jobs.journal.entries import PlannedStage, PlanNote, StageWork
 from llmpq.jobs.journal.reader import Journal, PlanPart, Session
-from llmpq.report.latency import LatencyFigures, PlannedLatency
+from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
 
 KILLED = "killed"
 RUNNING = "running"

@@ -24,7 +24,7 @@ from llmpq.jobs.overview.known_rows import (
 )
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.overview.series import JobEvent, SessionSeries, job_events, session_series
-from llmpq.report.latency import LatencyFigures
+from llmpq.report.measured_latency import LatencyFigures
 from quant.common.errors import InputError
 
 JobState = Literal["running", "stopped", "done"]

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
-from llmpq.report.latency import PlannedLatency
+from llmpq.report.measured_latency import PlannedLatency
 from planner.plan.simulate import time_scale
 from planner.plan.spec import PlanSpec
 

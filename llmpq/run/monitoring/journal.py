@@ -40,6 +40,7 @@ from llmpq.run.monitoring.slow_stages import measured_s, work_of
 from llmpq.run.run import Run
 from llmpq.version import llmpq_version
 from planner.phases import Phase
+from planner.plan.divided import undivided
 from planner.plan.simulate import planned_s, time_scale
 from planner.plan.spec import PlanSpec, StagePlan
 from quant.common.safe_text import printable
@@ -179,10 +180,10 @@ class RunRecorder:
 def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
     """Keep the journal of a run, also of how it is left; where there is no `session`, of none."""
     if session is None:
-        yield RunRecorder(lambda entry: None, _NOBODY, run.plan)
+        yield RunRecorder(lambda entry: None, _NOBODY, undivided(run.plan))
         return
     journal = JournalWriter(session.path)
-    recorder = RunRecorder(journal.note, session, run.plan)
+    recorder = RunRecorder(journal.note, session, undivided(run.plan))
     run.on_state.append(recorder.see)
     run.on_plan.append(recorder.change_plan)
     run.on_event.append(recorder.tell)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from actors.latency_counts import LatencyCounts
 from actors.stage_figures import PhaseWork, StageStats
-from llmpq.report.latency import LatencyFigures, PlannedLatency
+from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
 from llmpq.run.summary import RunSummary
 from llmpq.tables import summary_table
 from tests.llmpq.tables.test_plans import eight_stages
