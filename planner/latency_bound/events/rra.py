@@ -1,8 +1,9 @@
-"""Discrete-event simulation of RRA with lengths drawn at random, as the runtime runs it.
+"""Discrete-event simulation of RRA with lengths drawn at random.
 
 Micro-batches come back in the order in which they were submitted, since stages and links serve
-first come, first served. So what a group does next is decided when its last micro-batch is back,
-and groups act in one order for ever.
+first come, first served. So groups act in one order for ever: in every round each of them makes a
+decode step or has its newcomers prefilled, and what it does next is decided when its last
+micro-batch is back.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from math import ceil, floor
 
 import numpy as np
 
-from planner.latency_bound.decode_group import DecodeGroup
-from planner.latency_bound.drawn_requests import DrawnRequest, RequestQueue
-from planner.latency_bound.passes import PipelineOfPasses, evenly_divided
+from planner.latency_bound.events.decode_group import DecodeGroup
+from planner.latency_bound.events.drawn_requests import DrawnRequest, RequestQueue
+from planner.latency_bound.events.passes import PipelineOfRequests, evenly_divided
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.watch import Observed, Watch
 from planner.length_distribution import RequestLengths
 from planner.schedule.static import UNDER_WAY_PER_STAGE
 from planner.scheduling import RequestSchedule
+
+_ROUNDING = 1e-9
 
 
 def simulate_rra(
@@ -31,8 +34,12 @@ def simulate_rra(
     watch: Watch,
     generator: np.random.Generator,
 ) -> Observed:
-    """Simulate groups that take turns of newcomers and then make `decode_steps` decode steps, from
-    when all are empty. A group whose requests have all ended takes newcomers at once.
+    """Simulate groups that have their turns in the same round, and again after `decode_steps` more,
+    from when all are empty.
+
+    A group without newcomers makes a decode step in that round, and one whose requests have all
+    ended waits for the next; if none has requests, their turns come at once. Prefills leave a
+    bubble behind them which those of all groups share then.
     """
     run = _RraRun(times, RequestQueue(lengths, generator), schedule, watch)
     while not watch.done:
@@ -46,13 +53,15 @@ class _Group(DecodeGroup):
     def __init__(self, owed: float) -> None:
         super().__init__()
         self.owed = owed
-        self.ended = self.steps_to_go = self.under_way = 0
+        self.ended = self.rounds_to_go = self.under_way = 0
         self.parts: deque[Sequence[DrawnRequest]] = deque()
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A micro-batch: the prompts of these newcomers, or a decode step of the group."""
+    """A micro-batch: the prompts of these newcomers, or a decode step of the group; or nothing, of
+    a group that waits.
+    """
 
     back_s: float
     group: _Group
@@ -65,7 +74,7 @@ class _RraRun:
     def __init__(
         self, times: StageTimes, queue: RequestQueue, schedule: RequestSchedule, watch: Watch
     ) -> None:
-        self._pipeline, self._queue = PipelineOfPasses(times), queue
+        self._pipeline, self._queue = PipelineOfRequests(times), queue
         self._schedule, self._watch = schedule, watch
         self._share = schedule.prefill_requests / schedule.decode_micro_batches
         self._most_under_way = UNDER_WAY_PER_STAGE * times.stages
@@ -80,13 +89,10 @@ class _RraRun:
             self._submit(self._ready[0])
         oldest = self._under_way.popleft()
         self._now_s, group = oldest.back_s, oldest.group
-        ended: Sequence[DrawnRequest]
-        if oldest.newcomers:
-            ended = [each for each in oldest.newcomers if each.output == 1]
-            group.join(each for each in oldest.newcomers if each.output > 1)
-        else:
+        ended = [each for each in oldest.newcomers if each.output == 1]
+        group.join(each for each in oldest.newcomers if each.output > 1)
+        if not oldest.newcomers and group.size:
             ended = group.made_step()
-            group.steps_to_go -= 1
         self._watch.end(ended, self._now_s)
         group.ended += len(ended)
         group.under_way -= 1
@@ -95,35 +101,43 @@ class _RraRun:
 
     def _submit(self, group: _Group) -> None:
         """Submit the next micro-batch of the group that has been ready for longest."""
-        if not group.parts and (not group.size or not group.steps_to_go):
-            newcomers = self._newcomers(group)
-            self._watch.begin(newcomers, self._now_s, group is self._groups[0])
-            group.parts.extend(evenly_divided(newcomers, self._schedule.prefill_micro_batch))
-            group.steps_to_go, group.ended = self._schedule.decode_steps, 0
+        if not group.parts:
+            if not group.rounds_to_go:
+                self._begin_turn(group)
+            else:
+                group.rounds_to_go -= 1
         part: Sequence[DrawnRequest] = group.parts.popleft() if group.parts else ()
         if part:
             back_s = self._pipeline.prefill([each.prompt for each in part], self._now_s)
-        else:
+        elif group.size:
             back_s = self._pipeline.decode(group.size, group.context_tokens, self._now_s)
+        else:
+            back_s = self._under_way[-1].back_s if self._under_way else self._now_s
         group.under_way += 1
         self._under_way.append(_UnderWay(back_s, group, part))
         if not group.parts:
             self._ready.popleft()
 
+    def _begin_turn(self, group: _Group) -> None:
+        newcomers = self._newcomers(group)
+        self._watch.begin(newcomers, self._now_s, group is self._groups[0])
+        group.parts.extend(evenly_divided(newcomers, self._schedule.prefill_micro_batch))
+        group.rounds_to_go, group.ended = self._schedule.decode_steps, 0
+
     def _newcomers(self, group: _Group) -> list[DrawnRequest]:
-        """The newcomers of a turn (ExeGPT section 5.2): so many as the schedule says, or as ended
+        """The newcomers of a turn (ExeGPT section 5.2): so many as the schedule says, and as ended
         where else the group would have too few.
         """
         schedule = self._schedule
         mean = schedule.decode_requests / schedule.decode_micro_batches
-        fewest = min(floor(mean), ceil((1 - schedule.tolerance) * mean - 1e-9))
-        most = max(ceil(mean), floor((1 + schedule.tolerance) * mean + 1e-9))
+        fewest = min(floor(mean), ceil((1 - schedule.tolerance) * mean - _ROUNDING))
+        most = max(ceil(mean), floor((1 + schedule.tolerance) * mean + _ROUNDING))
         group.owed += self._share
-        wanted = floor(group.owed + 1e-9)
+        wanted = floor(group.owed + _ROUNDING)
         group.owed -= wanted
         missing, room = fewest - group.size, most - group.size
         if wanted < missing:
-            wanted = min(missing, max(wanted, group.ended))
+            wanted = min(missing, wanted + group.ended)
         wanted = min(max(wanted, int(not group.size)), room)
         if wanted < 1:
             return []

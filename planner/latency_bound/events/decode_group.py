@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.latency_bound.drawn_requests import DrawnRequest
+from planner.latency_bound.events.drawn_requests import DrawnRequest
 
 
 class DecodeGroup:

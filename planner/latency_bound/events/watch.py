@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.latency_bound.drawn_requests import DrawnRequest
+from planner.latency_bound.events.drawn_requests import DrawnRequest
 from planner.length_distribution import FloatArray
 
 
