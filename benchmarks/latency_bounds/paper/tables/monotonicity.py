@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.latency_bounds.paper.bounded import remembered
 from benchmarks.latency_bounds.paper.layouts import layouts_with
 from benchmarks.latency_bounds.paper.models import MODELS
 from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline
@@ -27,7 +26,6 @@ from benchmarks.latency_bounds.paper.setting import Setting
 from benchmarks.latency_bounds.paper.tasks import TASKS
 from benchmarks.latency_bounds.paper.waa_schedules import WaaSchedules, divided_of, waa_of
 from benchmarks.planner import update_page
-from planner.latency_bound.branch_and_bound import PerformanceOf
 from planner.latency_bound.performance import Performance
 from planner.length_distribution import FloatArray
 
@@ -107,22 +105,15 @@ def table() -> Iterator[str]:
 
 def rra_swept(setting: Setting) -> Swept:
     """RRA over newcomers and decode steps on layouts with groups of one degree."""
-    costs, layers = setting.model.costs, []
+    costs = setting.model.costs
     made = []
     for layout in layouts_with(setting.model, DEGREE):
         pipeline = Pipeline.of(costs, costs.cluster.devices, layout, setting.lengths)
         assert pipeline is not None
         made.append(RraSchedules(setting, layout, pipeline))
-    newcomers = spaced(1, min(each.ranges[0][-1] for each in made))
-    longest = made[0].longest_steps
-    steps = spaced(1, longest)[::-1]
-    for schedules in made:
-        performance = remembered(schedules)
-
-        def of_steps(requests: int, count: int, own: PerformanceOf = performance) -> Performance:
-            return own((requests, longest + 1 - count))
-
-        layers.append(grid((newcomers, steps), of_steps))
+    newcomers = spaced(1, min(each.newcomers[-1] for each in made))
+    steps = spaced(1, made[0].steps[0])[::-1]
+    layers = [grid((newcomers, steps), schedules.performance_of) for schedules in made]
     return Swept(("T_P", "B_E", "N_D"), *np.moveaxis(np.array(layers), 1, 0))
 
 
