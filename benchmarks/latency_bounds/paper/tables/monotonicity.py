@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.latency_bounds.paper.layouts import layouts_with
 from benchmarks.latency_bounds.paper.models import MODELS
-from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline
+from benchmarks.latency_bounds.paper.pipelines import Pipeline
 from benchmarks.latency_bounds.paper.rra_schedules import RraSchedules, rra_of
 from benchmarks.latency_bounds.paper.setting import Setting
 from benchmarks.latency_bounds.paper.tasks import TASKS
