@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-PER_OCTAVE = 32
-"""Buckets between a latency and twice that: a bucket is 2.2 % wide, and so is what a quantile may
+PER_OCTAVE = 64
+"""Buckets between a latency and twice that: a bucket is 1.1 % wide, and so is what a quantile may
 be above the true one."""
 
 LEAST_S, MOST_S = 2.0**-10, 2.0**18

@@ -84,10 +84,22 @@ class LengthDistribution:
         """The longest length there is."""
         return self.lengths[-1]
 
+    @cached_property
+    def _at_most_chances(self) -> FloatArray:
+        """The chance of at most each of the lengths [n]; searches ask for it thousands of times."""
+        return np.cumsum(self.probabilities)
+
     def quantile(self, share: float) -> int:
         """The least length that at least this `share` of all does not exceed."""
-        reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
+        reached = np.searchsorted(self._at_most_chances, share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
+
+    def at_most(self, longest: int) -> LengthDistribution:
+        """The distribution of these lengths, where longer ones are cut to `longest`."""
+        cut = np.minimum(self.lengths, longest)
+        lengths, where = np.unique(cut, return_inverse=True)
+        chances = np.bincount(where, self.probabilities)
+        return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
 
     def classes(self, count: int) -> tuple[tuple[float, float], ...]:
         """At most `count` mean lengths with their shares, which are nearly equal: they stand for

@@ -29,7 +29,7 @@ from actors.recovery.policy import EventReporter, RecoveryEvent
 from actors.stage_figures import StageStats
 from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
-from planner.plan.divided import all_stages, undivided
+from planner.plan.divided import all_stages, parts_of, undivided
 from planner.plan.spec import PlanSpec
 from planner.scheduling import STATIC, PolicyOptions
 from quant.common.errors import DeviceError, SpecError
@@ -57,9 +57,10 @@ class DividedGroup:
         checkpoint: str,
         options: GroupOptions = GroupOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        prefill, schedule = plan.prefill_plan, plan.policy.schedule
-        if prefill is None or schedule is None:
+        schedule = plan.policy.schedule
+        if plan.prefill_plan is None or schedule is None:
             raise SpecError("the plan has no stages that prefill for others; it is run as it is")
+        prefill, _ = self._parts = parts_of(plan)
         self._plan, self._checkpoint = plan, checkpoint
         self._options = replace(options, importance=options.importance or ImportanceStore())
         self._telling = Lock()
@@ -115,9 +116,8 @@ class DividedGroup:
         except BaseException:
             self._release()
             raise
-        assert self._plan.prefill_plan is not None, "it is divided"
-        shape = model_shape(self._checkpoint)
-        routes = find_routes(self._plan, self._plan.prefill_plan, shape)
+        prefill, decode = self._parts
+        routes = find_routes(decode, prefill, model_shape(self._checkpoint))
         self._transfer = Transfer(self.prefill, self.decode, routes)
         return self
 
@@ -240,3 +240,9 @@ class DividedGroup:
     def _tell(self, event: RecoveryEvent) -> None:
         with self._telling:
             self._options.on_event(event)
+
+
+def group_of(plan: PlanSpec, checkpoint: str, options: GroupOptions) -> StageGroup | DividedGroup:
+    """The stages of `plan`, whether or not some of them prefill for the others."""
+    kind = StageGroup if plan.prefill_plan is None else DividedGroup
+    return kind(plan, checkpoint, options)

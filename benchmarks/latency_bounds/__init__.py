@@ -1,1 +1,1 @@
-"""Schedules under a bound on latency: what finding them costs, and how fast they are."""
+"""ExeGPT's experiments (section 7): throughput under bounds on latency, beside other schedulers."""

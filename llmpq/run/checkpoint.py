@@ -75,6 +75,8 @@ def _shape_for_plan(plan: PlanSpec, sampling: Sampling, folder: Path, source: st
     plans = {source: plan}
     if plan.long_rows is not None:
         plans[f"{source}: field long_rows"] = plan.long_rows
+    if plan.prefill_plan is not None:
+        plans[f"{source}: field prefill_plan"] = plan.prefill_plan
     shape = checked_shape(folder) if plan.stand_in else shape_for_plan(plan, folder)
     for name, each in plans.items():
         if each.model.fingerprint != plan.model.fingerprint:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.jobs.records.model_digest import model_digest
 from planner.model.finding import ModelShape
+from planner.plan.divided import parts_of
 from planner.plan.importance import PlannedImportance
 from planner.plan.spec import PlanSpec
 from quant.cache.settings import CacheSettings
@@ -68,7 +69,7 @@ def importance_file(
 
 
 def _is_needed(plan: PlanSpec, shape: ModelShape) -> bool:
-    plans = [plan] if plan.long_rows is None else [plan, plan.long_rows]
+    plans = [*parts_of(plan), *(() if plan.long_rows is None else (plan.long_rows,))]
     return any(each.needs_importance(shape.stored is not None) for each in plans)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.latency_bound.completions import Completions
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.timeline import Timeline, mean_prefill_s
+from planner.latency_bound.steady_state.cycle import Cycle, cycle_of
+from planner.latency_bound.steady_state.phases import Phases
+from planner.latency_bound.steady_state.rounds import DecodeRounds
+from planner.latency_bound.steady_state.turn_times import TurnTimes
+from planner.latency_bound.timeline import Timeline, mixed_quantile
 from planner.length_distribution import FloatArray, RequestLengths
 from planner.scheduling import RequestSchedule
-
-TIMED_STEPS = 24
-"""Decode steps of a phase that are timed; requests end one after the other, so that the others lie
-on a curve between them."""
 
 
 def rra_timeline(
@@ -22,70 +21,42 @@ def rra_timeline(
     """The timeline of `schedule` for requests of these lengths; `quantile` is that of the latency
     which counts.
     """
-    groups = schedule.decode_micro_batches
-    completions = Completions(lengths.outputs, schedule.decode_steps)
-    newcomers = schedule.prefill_requests / groups
-    prefill_s = _turn_s(times, lengths, schedule, newcomers)
-    rounds_s = _rounds_s(times, lengths, completions, groups, newcomers)
-    cycle_s = prefill_s + float(rounds_s.sum())
-    latency_s = _latencies(prefill_s, rounds_s, cycle_s, lengths.outputs.longest)
-    at = latency_s[lengths.outputs.quantile(quantile)]
-    mean = float(np.dot(latency_s[list(lengths.outputs.lengths)], lengths.outputs.probabilities))
+    groups, outputs = schedule.decode_micro_batches, lengths.outputs
+    phases = Phases.of(schedule, outputs)
+    turns = TurnTimes(times, lengths.prompts, schedule.prefill_micro_batch)
+    rounds = DecodeRounds(times, phases, groups, lengths.prompts.mean)
+    cycle = cycle_of(rounds, turns.turns(phases.sizes))
+    mean_s, cycles = _latencies(cycle, phases.sizes.none_come, outputs.longest)
+    chosen = np.array(outputs.lengths)
+    chances = np.array(outputs.probabilities)
+    deviations_s = np.sqrt(cycle.variance * cycles[chosen])
+    latency_s = mixed_quantile(mean_s[chosen], deviations_s, chances, quantile)
     return Timeline(
-        Performance(schedule.prefill_requests / cycle_s, float(at)),
-        mean,
-        cycle_s,
-        completions.decode_requests(schedule.prefill_requests),
-        cycle_s,
-        latency_s,
+        Performance(groups * phases.sizes.mean_newcomers / cycle.cycle_s, latency_s),
+        float(np.dot(mean_s[chosen], chances)),
+        cycle.cycle_s,
+        groups * phases.sizes.mean,
+        cycle.cycle_s,
+        mean_s,
     )
 
 
-def _turn_s(
-    times: StageTimes, lengths: RequestLengths, schedule: RequestSchedule, newcomers: float
-) -> float:
-    """Seconds in which all groups prefill their newcomers, one micro-batch behind the other."""
-    size = min(schedule.prefill_micro_batch, max(1.0, newcomers))
-    compute_s = mean_prefill_s(times, size, lengths.prompts)
-    hop_s = times.prefill_hop_s(size, lengths.prompts.mean)
-    more = schedule.prefill_requests / size - 1
-    slowest_s = max(compute_s.max(), hop_s.max())
-    return float(compute_s.sum() + hop_s.sum() + max(0.0, more) * slowest_s)
+def _latencies(cycle: Cycle, none_come: float, longest: int) -> tuple[FloatArray, FloatArray]:
+    """Mean seconds by the tokens of an answer, and in how many cycles they come [longest + 1].
 
-
-def _rounds_s(
-    times: StageTimes,
-    lengths: RequestLengths,
-    completions: Completions,
-    groups: int,
-    newcomers: float,
-) -> FloatArray:
-    """Seconds of each decode step of a phase, by all groups [decode_steps]: of `TIMED_STEPS` of
-    them, and between these linear.
+    After the phase of its turn a request makes a step more in phases without newcomers.
     """
-    count = completions.decode_steps
-    timed = np.unique(np.linspace(0, count - 1, min(count, TIMED_STEPS)).round().astype(np.int64))
-    alive, before = completions.alive[timed], completions.tokens_before[timed]
-    contexts = lengths.prompts.mean + 1 + before
-    seconds = [
-        _round_s(times, groups, newcomers * share, context)
-        for share, context in zip(alive.tolist(), contexts.tolist(), strict=True)
-    ]
-    return np.asarray(np.interp(np.arange(count), timed, seconds))
-
-
-def _round_s(times: StageTimes, groups: int, requests: float, context: float) -> float:
-    """Seconds of a decode step of all groups of so many requests."""
-    compute_s = times.decode_s(max(1.0, requests), context)
-    hop_s = times.decode_hop_s(max(1.0, requests))
-    busiest_s = max(compute_s.max(), hop_s.max())
-    return float(max(groups * busiest_s, compute_s.sum() + hop_s.sum()))
-
-
-def _latencies(prefill_s: float, rounds_s: FloatArray, cycle_s: float, longest: int) -> FloatArray:
-    """Seconds by the tokens of an answer [longest + 1]."""
-    steps = np.arange(longest + 1) - 1
-    ends_s = np.cumsum(rounds_s)
-    phases = np.maximum(steps - 1, 0) // len(rounds_s)
-    place = np.maximum(steps - 1, 0) % len(rounds_s)
-    return np.where(steps > 0, prefill_s + phases * cycle_s + ends_s[place], prefill_s)
+    in_first = len(cycle.round_s)
+    steps = np.arange(longest + 1) - 1.0
+    ends_s = np.concatenate([[0.0], np.cumsum(cycle.round_s)])
+    per_phase = in_first + none_come
+    beyond = np.maximum(steps - in_first, 0.0)
+    later = np.maximum(np.ceil(beyond / per_phase - 1e-9), 0.0)
+    last = np.where(later > 0, beyond - (later - 1) * per_phase - none_come, steps)
+    within_s = np.interp(last, np.arange(in_first + 1), ends_s)
+    phase_s = cycle.later_turn_s + float(cycle.round_s.sum())
+    earlier_s = np.where(
+        later > 0, cycle.turn_s + ends_s[-1] + (later - 1) * phase_s + cycle.later_turn_s, 0.0
+    )
+    mean_s = np.where(later > 0, earlier_s + within_s, cycle.turn_s + within_s)
+    return np.where(steps > 0, mean_s, cycle.first_s), 1 + later

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtr
 
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
@@ -41,3 +42,20 @@ def mean_prefill_s(times: StageTimes, requests: float, prompts: LengthDistributi
     """Mean seconds [N] of a micro-batch of so many requests with prompts of these lengths."""
     classes = prompts.classes(PROMPT_CLASSES)
     return np.asarray(sum(share * times.prefill_s(requests, tokens) for tokens, share in classes))
+
+
+def mixed_quantile(
+    means: FloatArray, deviations: FloatArray, chances: FloatArray, share: float
+) -> float:
+    """The value that such a share does not exceed of normal distributions with these means and
+    deviations, each of which has its chance.
+    """
+    spread = np.maximum(deviations, 1e-9 * float(means.max()))
+    low, high = float((means - 9 * spread).min()), float((means + 9 * spread).max())
+    for _ in range(40):
+        middle = (low + high) / 2
+        if float(np.dot(chances, ndtr((middle - means) / spread))) < share:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -27,6 +27,7 @@ from planner.optimiser.assignment import stage_times
 from planner.optimiser.names import BATCH_OBJECTIVES, JOB_OBJECTIVE, Objective
 from planner.optimiser.problem import AssignmentProblem
 from planner.options import AUTO
+from planner.plan.divided import all_stages
 from planner.plan.job_forecast import JobForecast
 from planner.plan.origin import PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
@@ -276,15 +277,18 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     except (SpecError, InfeasibleError) as error:
         raise SpecError(f"{source}: field origin: {error}") from error
     why = "origin.cluster without the lost devices"
-    used = (name for stage in plan.stages for name in stage.device_names)
+    used = (name for stage in all_stages(plan) for name in stage.device_names)
     here = sorted([*used, *plan.unused_devices])
     names = sorted(device.name for device in cluster.devices)
     yield Derived("stages and unused_devices", here, names, why)
     emulate = cluster.emulate
     yield Derived("time_scale", plan.time_scale, emulate.time_scale if emulate else 0.0, why)
     yield Derived("stand_in", plan.stand_in, emulate.stand_in if emulate else None, why)
-    for stage in plan.stages:
-        yield from _origin_stage(plan.origin, cluster, stage)
+    prefills = () if plan.prefill_plan is None else plan.prefill_plan.stages
+    for where, stages in (("", plan.stages), ("prefill_plan.", prefills)):
+        for stage in stages:
+            field = f"{where}stages.{stage.index}"
+            yield from _origin_stage(plan.origin, cluster, stage, field)
     options, why = plan.origin.options, "origin.options"
     if options.kv_bits != AUTO:
         yield Derived("kv_bits", plan.kv_bits, options.kv_bits, why)
@@ -299,10 +303,12 @@ def _origin(plan: PlanSpec, source: str) -> Iterator[Derived]:
     yield Derived("policy.max_batch_size", policy.max_batch_size, most, why)
 
 
-def _origin_stage(origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan) -> Iterator[Derived]:
+def _origin_stage(
+    origin: PlanOrigin, cluster: ClusterSpec, stage: StagePlan, field: str
+) -> Iterator[Derived]:
     """Fields of a stage that follow from the origin: its device, compute type and bitwidths."""
     device = next(each for each in cluster.devices if each.name == stage.device)
-    field, why = f"stages.{stage.index}", "origin.cluster and its options"
+    why = "origin.cluster and its options"
     kind = device.accelerator
     planned = stage.memory_limit_bytes + stage.memory_margin_bytes
     yield Derived(f"{field}.memory_limit_bytes", planned, device.memory_bytes, why)

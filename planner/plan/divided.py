@@ -9,10 +9,10 @@ from planner.plan.spec import PlanSpec, StagePlan
 
 def parts_of(plan: PlanSpec) -> tuple[PlanSpec, ...]:
     """The plans of pipelines that `plan` consists of: of the stages that prefill and of those that
-    decode, or itself.
+    decode, or itself. Both have the origin of the whole.
     """
     prefills = plan.prefill_plan
-    return (plan,) if prefills is None else (prefills, plan)
+    return (plan,) if prefills is None else (replace(prefills, origin=plan.origin), plan)
 
 
 def all_stages(plan: PlanSpec) -> tuple[StagePlan, ...]:

@@ -412,6 +412,14 @@ class PlanSpec:
         for plan, role in ((self, "decode"), (prefills, "prefill")):
             if any(stage.role != role for stage in plan.stages):
                 raise SpecError(f"{source}: a stage that should only {role} has another role")
+        for name in ("kv_bits", "stand_in", "time_scale"):
+            found, wanted = getattr(prefills, name), getattr(self, name)
+            if found != wanted:
+                raise SpecError(
+                    f"{source}: field prefill_plan.{name}: {found!r} where the stages that decode "
+                    f"have {wanted!r}; plan again"
+                )
+        prefills.check(f"{source}: field prefill_plan")
 
     def _check_devices(self, source: str) -> None:
         """Raise `SpecError` where a device is named twice."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
 
 from llmpq import Cluster, Workload
 from planner.cluster.spec import ClusterSpec
-from planner.micro_batches import MicroBatches
 from planner.plan.spec import PlanSpec
 from planner.scheduling import PolicyOptions, RequestSchedule
 from tests.llmpq.conftest import EMULATED, NEW_TOKENS, PROMPT_LENGTH
@@ -30,8 +30,7 @@ SCHEDULE = RequestSchedule(
 
 
 def divided(prefill: PlanSpec, decode: PlanSpec, schedule: RequestSchedule = SCHEDULE) -> PlanSpec:
-    """`decode` with the stages of `prefill` before it, in prefills of the schedule's size."""
-    prefill = replace(prefill, micro_batches=MicroBatches(schedule.prefill_micro_batch, 1))
+    """`decode` with the stages of `prefill` before it."""
     return replace(
         _only(decode, "decode"),
         policy=PolicyOptions("exegpt", schedule=schedule),
@@ -41,15 +40,18 @@ def divided(prefill: PlanSpec, decode: PlanSpec, schedule: RequestSchedule = SCH
 
 def _only(plan: PlanSpec, role: Literal["prefill", "decode"]) -> PlanSpec:
     stages = tuple(replace(stage, role=role) for stage in plan.stages)
-    return replace(plan, stages=stages, unused_devices=())
+    origin = None if role == "prefill" else plan.origin
+    return replace(plan, stages=stages, unused_devices=(), origin=origin)
 
 
 def divided_plan(
-    folder: Path,
+    model: str | Path,
     prefill: Sequence[float] = (GIB,),
     decode: Sequence[float] = (GIB, GIB),
     schedule: RequestSchedule = SCHEDULE,
     network: float | None = None,
+    lengths: tuple[int, int] = (PROMPT_LENGTH, NEW_TOKENS),
+    emulate: Mapping[str, Any] = MappingProxyType({"time_scale": 0}),
     **options: Any,
 ) -> PlanSpec:
     """A plan on emulated T4s that prefill and A100s that decode, with so much memory in GiB; all
@@ -61,18 +63,21 @@ def divided_plan(
         for i, gib in enumerate(sizes)
     ]
     shared = {key: value for key, value in yaml.safe_load(EMULATED).items() if key != "nodes"}
+    shared["emulate"] = dict(emulate)
     if network is not None:
         shared["network"] = {"internode_gbit_per_s": network}
     given = {"dtype": "float32", "bits": [16], "keep_all_devices": True, **options}
+    sizes = {"prefill_micro_batch": schedule.prefill_micro_batch, "decode_micro_batch": 1}
     plans = []
-    for own, requests, new_tokens in (
-        (nodes[: len(prefill)], 2 * schedule.prefill_requests, 1),
-        (nodes[len(prefill) :], 2 * schedule.decode_requests, NEW_TOKENS),
+    for own, requests, new_tokens, others in (
+        (nodes[: len(prefill)], 2 * schedule.prefill_requests, 1, sizes),
+        (nodes[len(prefill) :], 2 * schedule.decode_requests, lengths[1], {}),
     ):
         cluster = Cluster(ClusterSpec.from_dict({**shared, "nodes": own}))
-        workload = Workload(requests, PROMPT_LENGTH, new_tokens)
-        plan = cluster.plan(folder, workload, **given).spec
-        assert plan.origin is not None
-        text = yaml.safe_dump({**shared, "nodes": nodes})
-        plans.append(replace(plan, origin=replace(plan.origin, cluster=text)))
-    return divided(*plans, schedule)
+        workload = Workload(requests, lengths[0], new_tokens)
+        plans.append(cluster.plan(model, workload, **given | others).spec)
+    whole = divided(*plans, schedule)
+    assert whole.origin is not None
+    text = yaml.safe_dump({**shared, "nodes": nodes})
+    options = replace(whole.origin.options, policy="exegpt")
+    return replace(whole, origin=replace(whole.origin, cluster=text, options=options))

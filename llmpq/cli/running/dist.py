@@ -53,6 +53,7 @@ from llmpq.run.shared.resources import RunResources
 from llmpq.run.summary import RunSize, planned_s
 from llmpq.tables import plan_table, summary_table
 from planner.cluster.spec import ClusterSpec
+from planner.plan.divided import undivided
 from planner.plan.run_trace import check_trace_path
 from planner.plan.spec import PlanSpec
 from quant.common.errors import HeadLostError, InputError, PlanMismatchError, StageLostError
@@ -219,7 +220,7 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: Run
     planned = planned_s(run.plan, tally.left, tally.max_tokens)
     if planned is not None:
         _say(f"{tally.left} prompts take {about(planned)} by the plan, beside loading")
-    progress = RunProgress(console(stderr=True), tally.left, plan=run.plan)
+    progress = RunProgress(console(stderr=True), tally.left, plan=undivided(run.plan))
     _write_all(run, job, progress, fail, seen, recorder)
     first = run.rows.first_error
     if fail and first is not None:
@@ -229,7 +230,9 @@ def _generate(run: Run, job: Job, fail: bool, seen: Sequence[int], recorder: Run
     with TaskProgress("joining the output"):
         job.finish()
     if run.summary is not None:
-        console(stderr=True).print(summary_table(run.summary.plan or run.plan, run.summary))
+        console(stderr=True).print(
+            summary_table(run.summary.plan or undivided(run.plan), run.summary)
+        )
     errors = run.rows.errors + tally.resumed_errors
     if first is not None:
         _say(f"{errors} rows have errors, the first {first.custom_id!r:.80}: {first.error}")

@@ -28,6 +28,7 @@ from llmpq.run.monitoring.log_times import LogTimes, duration
 from llmpq.run.options import RunOptions
 from llmpq.run.shared.replicas import plans_of
 from planner.fleet.spec import FleetSpec
+from planner.plan.divided import all_stages
 from planner.scheduling import KV_TOKEN_POLICIES, PolicyName
 from quant.common.errors import SpecError
 
@@ -102,7 +103,7 @@ def _run(options: argparse.Namespace, serving: ServeOptions, wanted: int | None)
         first = PipelineEngine(plans[0], run_options, source)
         stack.enter_context(ray_session(options.address if "address" in options else None))
         if not is_fleet:
-            plans *= count_replicas(plans[0].stages, wanted)
+            plans *= count_replicas(all_stages(plans[0]), wanted)
         others = [PipelineEngine(each, run_options, source, first) for each in plans[1:]]
         engine: PipelineEngine | ReplicatedEngine = first
         if others:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.fleet.spec import FleetSpec, joined_plan
+from planner.plan.divided import parts_of
 from planner.plan.job_forecast import JobForecast
 from planner.plan.spec import PlanSpec
 from quant.common.errors import SpecError
@@ -54,21 +55,23 @@ def _job_of(fleet: FleetSpec, one: JobForecast) -> JobForecast:
 
 
 def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
-    """Raise `SpecError` for what a fleet cannot be run with; a plan passes."""
-    if isinstance(spec, PlanSpec):
+    """Raise `SpecError` for what several pipelines, of a fleet or of a plan whose stages do one
+    phase each, cannot be run with; any other plan passes.
+    """
+    pipelines = parts_of(spec) if isinstance(spec, PlanSpec) else spec.replicas
+    if isinstance(spec, PlanSpec) and len(pipelines) == 1:
         return
+    kind = "a plan of stages that only decode" if isinstance(spec, PlanSpec) else "a fleet"
     if options.replan == "auto":
-        raise SpecError(
-            f"replan auto has no effect with a fleet ({source}): its pipelines are started again, "
-            "but not planned again; leave it out"
-        )
+        again = "its pipelines are started again, but not planned again"
+        raise SpecError(f"replan auto has no effect with {kind} ({source}): {again}; leave it out")
     if options.trace is not None:
-        raise SpecError(
-            f"trace has no effect with a fleet ({source}): it is of one pipeline; leave it out"
-        )
-    check_rooms(spec, source)
-    bits = {tuple(b for stage in plan.stages for b in stage.bitwidths) for plan in spec.replicas}
-    if len(bits) > 1 and any(plan.rounding == GPTQ for plan in spec.replicas):
+        one = "it is of one pipeline"
+        raise SpecError(f"trace has no effect with {kind} ({source}): {one}; leave it out")
+    if isinstance(spec, FleetSpec):
+        check_rooms(spec, source)
+    bits = {tuple(b for stage in plan.stages for b in stage.bitwidths) for plan in pipelines}
+    if len(bits) > 1 and any(plan.rounding == GPTQ for plan in pipelines):
         raise SpecError(
             f"{source}: its pipelines have different bits, and rounding {GPTQ} calibrates one "
             "checkpoint for all; plan with another --rounding"
@@ -76,12 +79,17 @@ def check_fleet(spec: Runnable, options: RunOptions, source: str) -> None:
 
 
 def check_rooms(fleet: FleetSpec, source: str) -> None:
-    """Raise `SpecError` unless every pipeline has room for the same rows."""
+    """Raise `SpecError` unless every pipeline has room for the same rows, and is one."""
     rooms = [
         (each.workload.prompt_length, each.workload.new_tokens, each.workload.total_length)
         for each in fleet.replicas
     ]
     for index, room in enumerate(rooms):
+        if fleet.replicas[index].prefill_plan is not None:
+            raise SpecError(
+                f"{source}: field replicas.{index}.prefill_plan: pipelines of a fleet have stages "
+                "that do both phases; run that plan alone"
+            )
         if room != rooms[0]:
             raise SpecError(
                 f"{source}: field replicas.{index}.workload: room for {room[0]} prompt and "

@@ -180,7 +180,8 @@ class RunResources:
     def _stages_of(
         self, plan: PlanSpec, on_event: OnEvent, recovery: Recovery | None = None
     ) -> Group:
-        from actors.stage_group import GroupOptions, StageGroup
+        from actors.handover.group import group_of
+        from actors.stage_group import GroupOptions
         from actors.telemetry.meter import TelemetryOptions
 
         options = self.options
@@ -193,7 +194,7 @@ class RunResources:
             policy=options.scheduling(plan),
             importance=self._importance,
         )
-        return StageGroup(plan, self._checkpoint, group_options)
+        return group_of(plan, self._checkpoint, group_options)
 
     def tell(self, kind: EventKind, lost_s: float, text: str) -> None:
         """Tell the listener of an event that is no stage's."""

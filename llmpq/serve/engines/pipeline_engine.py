@@ -35,6 +35,7 @@ from quant.checkpoint.model_reference import resolve
 from quant.common.errors import LlmpqError
 
 if TYPE_CHECKING:
+    from actors.handover.live import DividedLive
     from actors.recovery.live import LiveGeneration
     from actors.stage_group import GroupOptions
     from llmpq.run.monitoring.loading import LoadingState
@@ -104,7 +105,7 @@ class PipelineEngine:
         self._answers: dict[str, asyncio.Queue[Progress | None]] = {}
         self._reserved: dict[str, int] = {}
         self._running: set[str] = set()
-        self._live: LiveGeneration | None = None
+        self._live: LiveGeneration | DividedLive | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = threading.Event()
         self._loaded = threading.Event()
@@ -218,11 +219,11 @@ class PipelineEngine:
 
     def _run(self) -> None:
         """Load the stages, and hand out what comes until the engine is closed or fails."""
-        from actors.stage_group import StageGroup
+        from actors.handover.group import group_of
         from llmpq.run.monitoring.loading import loading_watch
 
         try:
-            group = StageGroup(self._plan, self._checkpoint, self._group_options())
+            group = group_of(self._plan, self._checkpoint, self._group_options())
             with ExitStack() as loaded:
                 with loading_watch(group, self.on_loading):
                     loaded.enter_context(group)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from actors.handover.group import DividedGroup
 from actors.messages import Request, Sampling
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Cluster, Plan, Workload
+from planner.model.finding import model_shape
 from quant.common.errors import SpecError
 from tests.llmpq.conftest import BATCH, PROMPT_LENGTH
+from tests.llmpq.divided_plans import divided_plan
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 
@@ -64,3 +67,34 @@ def test_the_stand_ins_folder_and_tokens_are_those_of_the_run(played: Plan) -> N
     plan = Plan(replace(played.spec, stages=(tight, *rest)))
     with pytest.raises(SpecError, match=r"stages\.0\.memory_limit_bytes"):
         tuple(plan.run(rows))
+
+
+def test_keys_and_values_take_the_time_of_the_emulated_network(tiny: tuple[Path, Any]) -> None:
+    """OPT-13B has 0.8 MB of them a token: 16 tokens take a tenth of a second at 1 Gbit/s, and as
+    many times that as all else here.
+    """
+    emulate = {"time_scale": TIME_SCALE, "stand_in": str(tiny[0])}
+    plan = divided_plan(
+        "opt-13b", (14.0, 14.0), (30.0,), network=1.0, emulate=emulate, bits=[16], dtype="auto"
+    )
+    shape = model_shape("opt-13b")
+    token_bytes = 2 * 2 * shape.layers * shape.hidden_size
+    network_s = TIME_SCALE * PROMPT_LENGTH * token_bytes / (1e9 / 8)
+    (decode,) = plan.stages
+    sampling = Sampling(ignore_eos=True)
+    at_s: list[float] = []
+    with DividedGroup(plan, str(tiny[0]), GroupOptions(transport="gloo")) as group:
+        for _ in range(2):  # once to warm up
+            at_s = []
+            live = group.live()
+            live.submit(Request("0", (3,) * PROMPT_LENGTH, NEW_TOKENS, sampling))
+            live.close()
+            for told in live.events():
+                at_s += [time.monotonic() for each in told for _ in each.token_ids]
+        assert group.stats()[2].prefill_tokens == 0
+    assert len(at_s) == NEW_TOKENS
+    # Both prefill stages send at the same time, each half of the layers or so.
+    share = max(len(stage.layers) for stage in group.prefill.plan.stages) / shape.layers
+    step_s = TIME_SCALE * decode.decode_s
+    assert share * network_s + step_s <= at_s[1] - at_s[0] < 2 * (network_s + step_s)
+    assert step_s * 0.9 <= at_s[2] - at_s[1] < network_s

@@ -26,6 +26,7 @@ from llmpq.serve.engine import (
 from llmpq.serve.engines.pipeline_engine import PipelineEngine
 from llmpq.serve.options import ServeOptions
 from llmpq.serve.service import Service
+from tests.llmpq.divided_plans import SCHEDULE, divided_plan
 from tests.llmpq.serve.asking import COMPLETIONS, client_of
 from tests.paths import EXAMPLES
 
@@ -50,6 +51,14 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     path.write_text(CLUSTER)
     options = {"bits": [16], "dtype": "float32", "keep_all_devices": True, "theta": 1.0}
     return Cluster.from_yaml(path).plan(MODEL, Workload(4, 32, NEW_TOKENS), **options)
+
+
+@pytest.fixture(scope="module")
+def divided() -> Plan:
+    """One stage that prefills, and two that decode."""
+    schedule = replace(SCHEDULE, decode_requests=4)
+    given: dict[str, Any] = {"lengths": (32, NEW_TOKENS), "theta": 1.0}
+    return Plan(divided_plan(MODEL, (0.1,), (0.1, 0.1), schedule, **given))
 
 
 @cache
@@ -82,7 +91,10 @@ def with_engine(plan: Plan, use: Callable[[PipelineEngine], Awaitable[None]]) ->
         await ready(engine)
         await use(engine)
 
-    engine = PipelineEngine(plan.spec, RunOptions(policy="orca", prefill_chunk_tokens=3))
+    options = RunOptions(policy="orca", prefill_chunk_tokens=3)
+    if plan.spec.prefill_plan is not None:
+        options = RunOptions(policy="exegpt")
+    engine = PipelineEngine(plan.spec, options)
     engine.start()
     try:
         asyncio.run(whole())
@@ -91,7 +103,7 @@ def with_engine(plan: Plan, use: Callable[[PipelineEngine], Awaitable[None]]) ->
     assert engine.status == "draining"
 
 
-def request(engine: PipelineEngine, name: str, ids: tuple[int, ...]) -> GenerationRequest:
+def generation(engine: PipelineEngine, name: str, ids: tuple[int, ...]) -> GenerationRequest:
     return GenerationRequest(name, ids, NEW_TOKENS, engine.sampling, name)
 
 
@@ -137,12 +149,17 @@ async def assert_completions_have_them(engine: PipelineEngine) -> None:
     assert best["top_logprobs"] == [{token: own} for token, own in alone]
 
 
-def test_many_answers_at_once_are_those_of_generate(plan: Plan) -> None:
+@pytest.mark.parametrize("name", ["plan", "divided"])
+def test_many_answers_at_once_are_those_of_generate(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     async def use(engine: PipelineEngine) -> None:
         async def answer(number: int, text: str) -> None:
             await asyncio.sleep(0.02 * number)
             ids = await engine.encode(Row("p", text=text))
-            asked = replace(request(engine, str(number), ids), top_logprobs=(None, 3)[number % 2])
+            asked = replace(
+                generation(engine, str(number), ids), top_logprobs=(None, 3)[number % 2]
+            )
             events = [e async for e in engine.generate(asked)]
             prompt, tokens = expected(text)
             assert ids == prompt
@@ -160,7 +177,7 @@ def test_many_answers_at_once_are_those_of_generate(plan: Plan) -> None:
         await assert_completions_have_them(engine)
         assert (engine.queue.waiting, engine.queue.running, engine.queue.kv_tokens_used) == (0,) * 3
 
-    with_engine(plan, use)
+    with_engine(request.getfixturevalue(name), use)
 
 
 def test_a_generation_that_nobody_reads_any_more_leaves_its_room(plan: Plan) -> None:
@@ -168,15 +185,17 @@ def test_a_generation_that_nobody_reads_any_more_leaves_its_room(plan: Plan) -> 
         ids = await engine.encode(Row("p", text=PROMPTS[0]))
         for number in range(20):
             first: TokenEvent | None = None
-            async with aclosing(engine.generate(request(engine, f"left-{number}", ids))) as events:
+            async with aclosing(
+                engine.generate(generation(engine, f"left-{number}", ids))
+            ) as events:
                 first = await anext(events)
             assert first is not None
-        last = [e async for e in engine.generate(request(engine, "last", ids))]
+        last = [e async for e in engine.generate(generation(engine, "last", ids))]
         assert [event.token_id for event in last] == expected(PROMPTS[0])[1]
         with pytest.raises(PromptTooLongError):
             await engine.encode(Row("p", text="word " * 400))
         engine.close()
         with pytest.raises(EngineStoppingError):
-            await anext(engine.generate(request(engine, "late", ids)))
+            await anext(engine.generate(generation(engine, "late", ids)))
 
     with_engine(plan, use)
