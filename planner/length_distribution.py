@@ -84,15 +84,15 @@ class LengthDistribution:
         """The longest length there is."""
         return self.lengths[-1]
 
+    @cached_property
+    def _at_most_chances(self) -> FloatArray:
+        """The chance of at most each of the lengths [n]; searches ask for it thousands of times."""
+        return np.cumsum(self.probabilities)
+
     def quantile(self, share: float) -> int:
         """The least length that at least this `share` of all does not exceed."""
-        reached = np.searchsorted(self._reached, share - SUM_TOLERANCE)
+        reached = np.searchsorted(self._at_most_chances, share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
-
-    @cached_property
-    def _reached(self) -> FloatArray:
-        """The share of all that each of the lengths is not exceeded by [n]."""
-        return np.cumsum(self.probabilities)
 
     def at_most(self, longest: int) -> LengthDistribution:
         """The distribution of these lengths, where longer ones are cut to `longest`."""

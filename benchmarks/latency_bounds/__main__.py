@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.latency_bounds.paper.tables import throughput
+from benchmarks.latency_bounds.paper.tables import monotonicity, throughput
 
-PARTS = {"throughput": throughput}
+PARTS = {"throughput": throughput, "monotonicity": monotonicity}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -51,24 +51,33 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class Pools:
-    """All devices of a cluster by node and kind; `kinds` has an example of each kind."""
+    """All devices of a cluster by node and kind; `kinds` has an example of each kind.
+
+    They are used in groups of `degree`, of which every pool has whole ones.
+    """
 
     kinds: tuple[Device, ...]
     pools: tuple[Pool, ...]
+    degree: int = 1
 
     @classmethod
-    def of(cls, cluster: ClusterSpec) -> Pools:
-        """The pools of a cluster, kinds in the order in which it names them."""
+    def of(cls, cluster: ClusterSpec, degree: int = 1) -> Pools:
+        """The pools of a cluster, kinds in the order in which it names them, without the devices
+        for which there is no group.
+        """
         numbers: dict[Hashable, int] = {}
         kinds: list[Device] = []
         pools = []
-        for devices in equal_devices(cluster):
+        for every in equal_devices(cluster):
+            devices = every[: len(every) // degree * degree]
+            if not devices:
+                continue
             kind = devices[0].cost_kind
             if kind not in numbers:
                 numbers[kind] = len(kinds)
                 kinds.append(devices[0])
             pools.append(Pool(numbers[kind], devices))
-        return cls(tuple(kinds), tuple(pools))
+        return cls(tuple(kinds), tuple(pools), degree)
 
     def counts(self) -> Counter[tuple[int, int]]:
         """Number of pools by kind and size."""
@@ -82,11 +91,16 @@ class Pools:
         """Devices of a kind on the node that has most of them."""
         return max(len(pool.devices) for pool in self.pools if pool.kind == kind)
 
+    def in_groups(self, count: int) -> int:
+        """The devices of the fewest groups that have so many."""
+        return -(-count // self.degree) * self.degree
+
     def blocks(self, kind: int, count: int) -> MakeUp:
-        """`count` devices of a kind in blocks as large as its nodes allow."""
+        """`count` devices of a kind, in whole groups, in blocks as large as its nodes allow."""
         most = self.largest(kind)
-        whole, rest = divmod(count, most)
-        return (Block(kind, most),) * whole + ((Block(kind, rest),) if rest else ())
+        whole, rest = divmod(self.in_groups(count), most)
+        last = (Block(kind, rest, self.degree),) if rest else ()
+        return (Block(kind, most, self.degree),) * whole + last
 
 
 def example_devices(
@@ -161,7 +175,7 @@ def least_devices(pools: Pools, kind: int, fits: Callable[[MakeUp], bool]) -> in
         unfit, count = count, min(2 * count, max(most, count + 1))
     between = range(unfit + 1, count)
     held = bisect_left(between, True, key=lambda each: fits(pools.blocks(kind, each)))
-    return unfit + 1 + held
+    return pools.in_groups(unfit + 1 + held)
 
 
 def single_kind(
@@ -182,7 +196,7 @@ def single_kind(
             break
         size = min(most, -(-2 * size // node) * node if size >= node else 2 * size)
     best = max(each, key=lambda size: each[size], default=least)
-    for size in (-(-best // node) * node, best + 1, best * 3 // 2):
+    for size in (-(-best // node) * node, best + pools.degree, pools.in_groups(best * 3 // 2)):
         if size not in each and least <= size <= most:
             yield pools.blocks(kind, size)
 
@@ -203,8 +217,9 @@ def mixed_kinds(pools: Pools, one: int, least: Mapping[int, int]) -> Iterator[Ma
     most = most_devices(pools, least)
     for other in range(one + 1, len(pools.kinds)):
         for share in (0.5, 0.25, 0.75):
-            first = max(1, round(share * least[one]))
+            first = pools.in_groups(max(1, round(share * least[one])))
             second = max(1, -int(-(1 - first / least[one]) * least[other] // 1))
+            second = pools.in_groups(second)
             fits = first <= pools.devices_of(one) and second <= pools.devices_of(other)
             if fits and first + second <= most:
                 yield (*pools.blocks(one, first), *pools.blocks(other, second))
@@ -214,15 +229,19 @@ def even_shares(pools: Pools, numbers: Sequence[int], fastest: Sequence[int]) ->
     """Yield what each of these `numbers` of equal pipelines has: of all kinds, then without the
     slowest ones, at last of each kind alone. `fastest` orders the kinds.
     """
+
+    def share(kind: int, number: int) -> int:
+        return pools.devices_of(kind) // (number * pools.degree) * pools.degree
+
     for count in range(len(fastest), 1, -1):
         for number in numbers:
-            shares = [(kind, pools.devices_of(kind) // number) for kind in fastest[:count]]
-            if all(share for _, share in shares):
-                yield tuple(block for kind, share in shares for block in pools.blocks(kind, share))
+            shares = [(kind, share(kind, number)) for kind in fastest[:count]]
+            if all(size for _, size in shares):
+                yield tuple(block for kind, size in shares for block in pools.blocks(kind, size))
     for kind in fastest:
         for number in numbers:
-            if share := pools.devices_of(kind) // number:
-                yield pools.blocks(kind, share)
+            if size := share(kind, number):
+                yield pools.blocks(kind, size)
 
 
 def grouped_make_ups(make_up: MakeUp, degrees: Sequence[int]) -> Iterator[MakeUp]:

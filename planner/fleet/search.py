@@ -115,7 +115,10 @@ def _find(
     request: FleetRequest, costs: CostModel, omega: Omega, clock: Callable[[], float]
 ) -> FleetSpec:
     began = clock()
-    pools = Pools.of(request.cluster)
+    asked = request.options.tensor_parallel
+    pools = Pools.of(request.cluster, 1 if asked == AUTO else int(asked))
+    if not pools.pools:
+        raise _refusal(costs)
     pricing = _pricing(request, costs, pools, began, clock)
     for make_up in _make_ups(request, costs, pools, pricing):
         pricing.price(make_up)
@@ -158,12 +161,13 @@ def _pricing(
 def _make_ups(
     request: FleetRequest, costs: CostModel, pools: Pools, pricing: Pricing
 ) -> Iterator[MakeUp]:
-    """Yield the make-ups to price, most promising first, in groups and not as is asked for."""
-    degrees = degrees_of(costs)
+    """Yield the make-ups to price, most promising first; where any groups are allowed, each of them
+    also in groups.
+    """
+    degrees = degrees_of(costs) if request.options.tensor_parallel == AUTO else ()
     fastest = sorted(range(len(pools.kinds)), key=lambda kind: -pricing.shares[kind])
     for make_up in make_ups(pools, fastest, request.number, pricing.fits, pricing.speed):
-        if request.options.tensor_parallel in (1, AUTO):
-            yield make_up
+        yield make_up
         yield from grouped_make_ups(make_up, degrees)
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Tolerance
 from planner.latency_bound.placing.alternation import Alternation, Planner, Scheduled
 from planner.latency_bound.placing.rra import RraPlanner
+from planner.latency_bound.placing.waa import WaaPlanner
+from planner.latency_bound.refusals import NoScheduleError
 from planner.latency_bound.request import BoundRequest
 from planner.options import Quality, quality_of
 from planner.scheduling import ScheduleKind
@@ -33,11 +36,11 @@ TOLERANCE = Tolerance()
 
 PlannerOf = Callable[[CostModel, Job, BoundRequest, Callable[[], float]], Planner]
 
-PLANNERS: dict[ScheduleKind, PlannerOf] = {"rra": RraPlanner}
-
-
-class NoScheduleError(Exception):
-    """No schedule keeps the bound that was asked for; never shown to users."""
+PLANNERS: dict[ScheduleKind, PlannerOf] = {
+    "rra": RraPlanner,
+    "waa-c": partial(WaaPlanner, "waa-c"),
+    "waa-m": partial(WaaPlanner, "waa-m"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,6 @@ class BoundedSearch:
                 PLANNERS[kind](costs, job, request, clock), job.prompts, search_time, tolerance
             )
             for kind in request.kinds
-            if kind in PLANNERS
         }
 
     @property

@@ -7,8 +7,9 @@ monotone is no control:
 - `rra`: newcomers of a group in a turn (B_E / B_m), how often they come (1 / N_D: fewer decode
   steps between turns), and the number of groups (B_m). Of the whole B_E, more groups would make
   both better as far as there are stages for them, and both worse beyond.
-- `waa-c`, `waa-m`: newcomers of a turn (B_E). All decode a step in the round that B_m groups make:
-  whatever number makes it shortest is best for both.
+- `waa-c`, `waa-m`: the requests that decode (B_D). A turn has as many newcomers as end in a round
+  (B_E = B_D / S_D as published, but at least one, which then come less often). Of B_m groups the
+  number that makes a round shortest is best for both.
 - The prefill micro-batch is the one whose turn is shortest, for the same reason.
 - Tensor-parallel groups are devices to the planner, which tries sets of them.
 """
@@ -23,7 +24,7 @@ from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.timeline import mean_prefill_s
 from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
-from planner.scheduling import RequestSchedule
+from planner.scheduling import RequestSchedule, ScheduleKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +80,41 @@ def rra_schedule(
         prefill_micro_batch,
         lengths.prompts.mean,
     )
+
+
+def waa_schedule(
+    kind: ScheduleKind,
+    lengths: RequestLengths,
+    decode_requests: int,
+    groups: int,
+    prefill_micro_batch: int,
+) -> RequestSchedule:
+    """The schedule of so many requests that decode, and newcomers as they end."""
+    newcomers = max(1, round(decode_requests / max(1.0, lengths.outputs.mean - 1)))
+    return RequestSchedule(
+        kind,
+        newcomers,
+        decode_requests,
+        1,
+        min(groups, decode_requests),
+        min(prefill_micro_batch, newcomers),
+        lengths.prompts.mean,
+    )
+
+
+def shortest_round(times: StageTimes, requests: int, context: float, most_groups: int) -> int:
+    """The number of groups, at most so many, of which a decode step of all takes the least time."""
+    return min(
+        range(1, most_groups + 1),
+        key=lambda groups: round_s(times, groups, requests / groups, context),
+    )
+
+
+def round_s(times: StageTimes, groups: int, requests: float, context: float) -> float:
+    """Seconds of a decode step of all groups of so many requests."""
+    compute_s, hop_s = times.decode_s(requests, context), times.decode_hop_s(requests)
+    busiest_s = max(compute_s.max(), hop_s.max())
+    return float(max(groups * busiest_s, compute_s.sum() + hop_s.sum()))
 
 
 def shortest_turns(

@@ -20,3 +20,10 @@ def layouts_of(model: Model, gpus: int) -> tuple[Layout, ...]:
             counts = (degree * round(share * (gpus // degree)) for share in SHARES)
             found += [Layout(degree, count) for count in counts if count]
     return tuple(dict.fromkeys(found))
+
+
+def layouts_with(model: Model, degree: int) -> tuple[Layout, ...]:
+    """Layouts with groups of one degree on all GPUs, then on fewer and fewer, at last on none."""
+    groups = model.count // degree
+    counts = [round(share * groups) for share in (*SHARES, 0.0)]
+    return tuple(Layout(degree, degree * count) for count in dict.fromkeys(counts))

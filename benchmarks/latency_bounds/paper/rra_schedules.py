@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from benchmarks.latency_bounds.paper.bounded import Bounded
 from benchmarks.latency_bounds.paper.layouts import layouts_of
@@ -19,56 +20,70 @@ from planner.length_distribution import RequestLengths
 from planner.scheduling import SCHEDULE_TOLERANCE, RequestSchedule
 from planner.workload import HOLES
 
-MOST_NEWCOMERS = 2**12
+EVERY_UP_TO, GROWTH = 24, 1.04
+"""Newcomers and decode steps up to here are all tried; from there on each is larger by this."""
 
 
 @dataclass(frozen=True, eq=False)
 class RraSchedules:
     """Schedules of RRA on one layout.
 
-    Points are (newcomers B_E, 1 + longest decode steps - N_D): each raises throughput and latency.
-    There is a group of requests for each stage, as far as there are newcomers for all of them.
+    A point is the place of newcomers (B_E) in `newcomers`, which ascend, and that of decode steps
+    (N_D) in `steps`, which descend: so both raise throughput and latency. There is a group of
+    requests for each stage, as far as there are newcomers for all of them.
     """
 
     setting: Setting
     layout: Layout
     pipeline: Pipeline
     known: dict[Point, Performance] = field(default_factory=dict)
+    _prefills: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def ranges(self) -> tuple[range, range]:
         """The box of points."""
-        return range(1, self._most_newcomers() + 1), range(1, self.longest_steps + 1)
+        return range(len(self.newcomers)), range(len(self.steps))
 
-    @property
-    def longest_steps(self) -> int:
-        """Decode steps of the longest output."""
-        return max(1, self.setting.lengths.outputs.longest - 1)
+    @cached_property
+    def newcomers(self) -> tuple[int, ...]:
+        """Newcomers that are tried, up to those that have room where a turn comes only after the
+        longest output.
+        """
+        lengths = self.setting.lengths
+        phases = Completions(lengths.outputs, lengths.outputs.longest).phases
+        slots = self.pipeline.token_slots(Work(1, 1.0, 1, 1))
+        most = int(slots / reserved_tokens(lengths, phases))
+        return tuple(numbers_up_to(max(1, most)))
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Decode steps that are tried: among others all by which the bounded output ends with the
+        last step of a phase, where latency is least.
+        """
+        bounded = max(1, self.setting.bounded_output - 1)
+        longest = max(1, self.setting.lengths.outputs.longest - 1)
+        even = {math.ceil(bounded / phases) for phases in range(1, bounded + 1)}
+        return tuple(sorted({*numbers_up_to(longest), *even}, reverse=True))
 
     def label(self, point: Point) -> str:
         """The controls of a point as in table 6."""
-        schedule = self.schedule(point)
-        parts = f"B_E={schedule.prefill_requests}, N_D={schedule.decode_steps}"
-        return f"{parts}{self.layout.label}"
+        return f"B_E={self.newcomers[point[0]]}, N_D={self.steps[point[1]]}{self.layout.label}"
 
     def performance(self, point: Point) -> Performance:
         """The performance of a point; latency is infinite where requests have no room."""
-        schedule, fits = self._fitting(point)
+        return self.performance_of(self.newcomers[point[0]], self.steps[point[1]])
+
+    def performance_of(self, newcomers: int, steps: int) -> Performance:
+        """The performance of these controls."""
+        schedule, fits = self.schedule(newcomers, steps)
         timeline = rra_timeline(self.pipeline.times, self.setting.lengths, schedule, QUANTILE)
         latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
         return Performance(timeline.performance.requests_per_s, latency_s)
 
-    def schedule(self, point: Point) -> RequestSchedule:
-        """The schedule of a point."""
-        return self._fitting(point)[0]
-
-    def _fitting(self, point: Point) -> tuple[RequestSchedule, bool]:
+    def schedule(self, newcomers: int, steps: int) -> tuple[RequestSchedule, bool]:
         """The schedule with the best prefill micro-batch that has room, and whether any has."""
-        newcomers, frequency = point
-        lengths, steps = self.setting.lengths, self.longest_steps + 1 - frequency
-        groups = min(len(self.pipeline.stages), newcomers)
-        each = math.ceil(newcomers / groups)
-        sizes = shortest_turns(self.pipeline.times, lengths.prompts, each, groups)
+        lengths, groups = self.setting.lengths, min(len(self.pipeline.stages), newcomers)
+        sizes = self._sizes(math.ceil(newcomers / groups), groups)
         schedule = rra_schedule(lengths, newcomers, steps, groups, sizes[0])
         for size in sizes:
             chosen = replace(schedule, prefill_micro_batch=size)
@@ -76,13 +91,13 @@ class RraSchedules:
                 return chosen, True
         return schedule, False
 
-    def _most_newcomers(self) -> int:
-        """Newcomers that have room where a turn comes only after the longest output."""
-        lengths = self.setting.lengths
-        phases = Completions(lengths.outputs, self.longest_steps).phases
-        slots = self.pipeline.token_slots(Work(1, 1.0, 1, 1))
-        most = int(slots / reserved_tokens(lengths, phases))
-        return min(MOST_NEWCOMERS, max(1, most))
+    def _sizes(self, newcomers: int, groups: int) -> tuple[int, ...]:
+        """Prefill micro-batches for so many newcomers of a group, the best one first."""
+        if (newcomers, groups) not in self._prefills:
+            prompts = self.setting.lengths.prompts
+            found = shortest_turns(self.pipeline.times, prompts, newcomers, groups)
+            self._prefills[newcomers, groups] = found
+        return self._prefills[newcomers, groups]
 
 
 def rra_of(setting: Setting) -> Bounded:
@@ -97,6 +112,15 @@ def _rra_schedules(setting: Setting) -> Iterator[RraSchedules]:
         pipeline = Pipeline.of(model.costs, devices, layout, setting.lengths)
         if pipeline is not None:
             yield RraSchedules(setting, layout, pipeline)
+
+
+def numbers_up_to(most: int) -> Iterator[int]:
+    """Yield ascending whole numbers to try, from 1 to `most`."""
+    number = 1
+    while number < most:
+        yield number
+        number = max(number + 1, round(GROWTH * number) if number >= EVERY_UP_TO else 0)
+    yield most
 
 
 def reserved_tokens(lengths: RequestLengths, requests: float) -> float:

@@ -16,8 +16,16 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from planner.latency_bound.branch_and_bound import Evaluations, Point, Tolerance, best_evaluated
+from planner.latency_bound.branch_and_bound import (
+    Evaluations,
+    PerformanceOf,
+    Point,
+    Tolerance,
+    best_evaluated,
+    climbed,
+)
 from planner.latency_bound.performance import Performance
+from planner.latency_bound.placing.divisions import Division
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.timeline import Timeline
 from planner.scheduling import RequestSchedule, ScheduleKind
@@ -29,19 +37,25 @@ PROGRESS = 1e-3
 
 MOST_TURNS = 6
 
-NEAR = (0.5, 0.8, 1.25)
-"""Requests in flight, relative to the best schedule's, for which layers are placed again."""
+FINALISTS = 5
+"""Placements on which schedules are searched for, of those that are known: those with the best
+schedules on the diagonal of the box."""
 
 
 @dataclass(frozen=True)
 class Start:
     """A schedule to place layers for; `free`: its groups may be others, as many as stages. With
-    `only_bits` all layers have that bitwidth.
+    `only_bits` all layers have that bitwidth; with `on_all` no device is left out. `division`: the
+    devices that prefill and those that decode, where they are divided; `slack`: how many times
+    quality counts on either.
     """
 
     schedule: RequestSchedule
     free: bool = True
     only_bits: int | None = None
+    on_all: bool = False
+    division: Division | None = None
+    slack: tuple[float, float] = (1.0, 1.0)
 
 
 class Placed(Protocol):
@@ -76,15 +90,21 @@ class Placed(Protocol):
     def timeline(self, schedule: RequestSchedule) -> Timeline:
         """The timeline of a schedule."""
 
+    def start(self, schedule: RequestSchedule) -> Start:
+        """To place layers again for a schedule."""
+
+    def near(self, schedule: RequestSchedule) -> Iterator[Start]:
+        """Yield what to place layers for besides, where a schedule is the best so far."""
+
+    def crossed(self, others: Sequence[Placed]) -> Iterator[Placed]:
+        """Yield placements that have parts of this one and parts of others."""
+
 
 class Planner(Protocol):
     """Finds placements for schedules of one kind."""
 
     def starts(self) -> Iterator[Start]:
         """Yield what to begin with, the schedule with the least latency among it."""
-
-    def scaled(self, schedule: RequestSchedule, ratio: float) -> RequestSchedule:
-        """The schedule with so many times the requests in flight."""
 
     def placed(self, start: Start, theta: float, limit_s: float) -> Placed:
         """The best placement for a schedule; InfeasibleError where none fits."""
@@ -134,16 +154,53 @@ class Alternation:
         if not self._pool:
             for start in self._planner.starts():
                 self._place(start, theta)
-        best: Scheduled | None = None
-        for placed in list(self._pool.values()):
-            best = self._better(placed, theta, bound_s, best) or best
+        best = self._best_known(theta, bound_s)
         if best is None:
             return None
-        best = self._descend(best.schedule, theta, bound_s, best)
-        for ratio in NEAR:
-            other = self._planner.scaled(best.schedule, ratio)
-            best = self._descend(other, theta, bound_s, best)
+        best = self._descend(best.placed.start(best.schedule), theta, bound_s, best)
+        for start in best.placed.near(best.schedule):
+            best = self._descend(start, theta, bound_s, best)
+        return self._best_crossed(theta, bound_s, best)
+
+    def _best_known(self, theta: float, bound_s: float) -> Scheduled | None:
+        """The best schedule on the placements that are known, or on parts of the one with the least
+        latency.
+        """
+        best = self._best_of(list(self._pool.values()), theta, bound_s)
+        least = self.least
+        if best is not None or least is None:
+            return best
+        return self._best_of(self._crossed(least.placed), theta, bound_s)
+
+    def _best_of(
+        self, placements: Sequence[Placed], theta: float, bound_s: float
+    ) -> Scheduled | None:
+        """The best schedule on the most promising of these placements."""
+
+        def cost_s(placed: Placed) -> float:
+            found = climbed(placed.ranges, self._performance(placed), bound_s)
+            rate = 0.0 if found is None else found.performance.requests_per_s
+            return self._prompts / rate + theta * placed.omega if rate else math.inf
+
+        best: Scheduled | None = None
+        for placed in sorted(placements, key=cost_s)[:FINALISTS]:
+            best = self._better(placed, theta, bound_s, best) or best
         return best
+
+    def _best_crossed(self, theta: float, bound_s: float, best: Scheduled) -> Scheduled:
+        """The best schedule on parts of the best placement and of others."""
+        for _ in range(MOST_TURNS):
+            before = best
+            for placed in self._crossed(before.placed):
+                best = self._better(placed, theta, bound_s, best) or best
+            if best is before:
+                break
+        return best
+
+    def _crossed(self, placed: Placed) -> list[Placed]:
+        """Placements with parts of this one, which are known from then on."""
+        crossed = list(placed.crossed(list(self._pool.values())))
+        return [self._pool.setdefault(each.key, each) for each in crossed]
 
     def _place(self, start: Start, theta: float) -> Placed | None:
         """The best placement for a schedule, which is known from then on; None where none fits."""
@@ -153,16 +210,15 @@ class Alternation:
             return None
         return self._pool.setdefault(placed.key, placed)
 
-    def _descend(
-        self, schedule: RequestSchedule, theta: float, bound_s: float, best: Scheduled
-    ) -> Scheduled:
-        """Improve in turns from `schedule` on; the best there is then."""
+    def _descend(self, start: Start, theta: float, bound_s: float, best: Scheduled) -> Scheduled:
+        """Improve in turns from `start` on; the best there is then."""
         for _ in range(MOST_TURNS):
-            placed = self._place(Start(schedule, free=False), theta)
+            placed = self._place(start, theta)
             found = None if placed is None else self._better(placed, theta, bound_s, best)
             if found is None:
                 return best
-            before_s, best, schedule = best.cost_s(theta), found, found.schedule
+            before_s, best = best.cost_s(theta), found
+            start = found.placed.start(found.schedule)
             if found.cost_s(theta) > before_s * (1 - PROGRESS):
                 return best
         return best
@@ -177,6 +233,12 @@ class Alternation:
             if left_s <= 0:
                 return None
             more_than = self._prompts / left_s
+        evaluated = Evaluations(self._performance(placed), bound_s, more_than)
+        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
+        return None if found is None else self._scheduled(placed, found.point)
+
+    def _performance(self, placed: Placed) -> PerformanceOf:
+        """The performance of points on a placement, each evaluated once."""
         known = self._known.setdefault(placed.key, {})
 
         def performance(point: Point) -> Performance:
@@ -184,9 +246,7 @@ class Alternation:
                 known[point] = placed(point)
             return known[point]
 
-        evaluated = Evaluations(performance, bound_s, more_than)
-        found = best_evaluated(placed.ranges, evaluated, bound_s, self._tolerance)
-        return None if found is None else self._scheduled(placed, found.point)
+        return performance
 
     def _scheduled(self, placed: Placed, point: Point) -> Scheduled:
         schedule = placed.schedule(point)
@@ -197,7 +257,11 @@ class Alternation:
     def _lowest(self, placed: Placed) -> Scheduled | None:
         """The schedule of least latency on a placement; None where not even that has room."""
         low = tuple(each[0] for each in placed.ranges)
-        known = self._known.setdefault(placed.key, {})
-        if low not in known:
-            known[low] = placed(low)
-        return self._scheduled(placed, low) if known[low].latency_s < math.inf else None
+        fits = self._performance(placed)(low).latency_s < math.inf
+        return self._scheduled(placed, low) if fits else None
+
+
+def scaled_count(count: int, ratio: float) -> int:
+    """About `ratio` times as many, but at least one more or fewer, and at least one."""
+    scaled = round(ratio * count)
+    return max(1, max(scaled, count + 1) if ratio > 1 else min(scaled, count - 1))

@@ -129,5 +129,15 @@ def test_model_that_no_kind_holds_alone_is_planned() -> None:
     assert len({stage.accelerator for stage in plan.stages}) == 2
 
 
+def test_every_stage_has_the_degree_that_is_asked_for() -> None:
+    """A third V100 is in no group of two, and no pipeline has it as a stage."""
+    cluster = ClusterSpec.from_counts(["T4", "V100-32GB"], [4, 3])
+    options = replace(OPTIONS, tensor_parallel=2)
+    found = find_fleet(replace(REQUEST, cluster=cluster, options=options), time.process_time)
+    stages = [stage for plan in found.replicas for stage in plan.stages]
+    assert {stage.degree for stage in stages} == {2}
+    assert [name.split(":")[0] for name in found.unused_devices] == ["node1/V100-SXM2-32GB"]
+
+
 def test_batch_is_a_job_of_like_prompts() -> None:
     assert as_job(Workload(32, 100, 10)) == Job.of(32, 100, 10)
