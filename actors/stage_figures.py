@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import pairwise
 from typing import Any, Literal
+
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,9 @@ NO_SUPERVISION = Supervision()
 @dataclass(frozen=True)
 class QueueDepth:
     """The queue of the first stage's scheduler: requests that wait and requests in KV slots, and
-    micro-batches on their way through the pipeline. `supervision` is of all runs so far.
+    micro-batches on their way through the pipeline. `supervision` and `latencies`, which count
+    requests by the seconds from the submission of their prefill to their last token, are of all
+    runs so far.
     """
 
     waiting: int
@@ -82,12 +87,17 @@ class QueueDepth:
     slots: int
     micro_batches: int
     supervision: Supervision = NO_SUPERVISION
+    latencies: LatencyCounts = NO_LATENCIES
 
     def since(self, earlier: QueueDepth | None) -> QueueDepth:
-        """The queue as it is, with the supervision after `earlier`."""
+        """The queue as it is, with the supervision and the latencies after `earlier`."""
         if earlier is None:
             return self
-        return replace(self, supervision=self.supervision.since(earlier.supervision))
+        return replace(
+            self,
+            supervision=self.supervision.since(earlier.supervision),
+            latencies=self.latencies.since(earlier.latencies),
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,7 @@ def joined_queue(stages: Sequence[StageStats]) -> QueueDepth | None:
         in_slots=sum(each.in_slots for each in queues),
         slots=sum(each.slots for each in queues),
         micro_batches=sum(each.micro_batches for each in queues),
+        latencies=reduce(LatencyCounts.plus, (each.latencies for each in queues)),
     )
 
 

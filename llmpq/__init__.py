@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from llmpq.run.session import Session
     from llmpq.run.summary import RunSummary
     from llmpq.workload.input_job import InputJob, job_of_input
+    from llmpq.workload.request_lengths import request_lengths
+    from planner.length_distribution import LengthDistribution, RequestLengths
     from planner.workload import Job, Workload
 
 __all__ = [
@@ -44,9 +46,11 @@ __all__ = [
     "InputError",
     "InputJob",
     "Job",
+    "LengthDistribution",
     "LlmpqError",
     "Plan",
     "PlanMismatchError",
+    "RequestLengths",
     "Result",
     "Results",
     "RunSummary",
@@ -56,6 +60,7 @@ __all__ = [
     "StageLostError",
     "Workload",
     "job_of_input",
+    "request_lengths",
 ]
 
 _ERRORS = (
@@ -77,7 +82,9 @@ _MODULES = {
     "Fleet": "llmpq.fleet",
     "InputJob": "llmpq.workload.input_job",
     "Job": "planner.workload",
+    "LengthDistribution": "planner.length_distribution",
     "Plan": "llmpq.plan",
+    "RequestLengths": "planner.length_distribution",
     "Result": "llmpq.rows.results",
     "Results": "llmpq.run.results",
     "RunSummary": "llmpq.run.summary",
@@ -85,6 +92,7 @@ _MODULES = {
     "Session": "llmpq.run.session",
     "Workload": "planner.workload",
     "job_of_input": "llmpq.workload.input_job",
+    "request_lengths": "llmpq.workload.request_lengths",
     **dict.fromkeys(_ERRORS, "llmpq.errors"),
 }
 """Where each name is from. It is imported when it is used first, so that `llmpq --help` does not

@@ -16,11 +16,16 @@ from llmpq.plan import Plan
 from llmpq.workload.defaults import LEAVE
 from llmpq.workload.input_job import InputJob, LongRows
 from llmpq.workload.named_rows import naming
+from llmpq.workload.request_lengths import Requests, bound_request, requests_of
 from planner.cluster.spec import ClusterSpec
 from planner.fleet.search import FleetRequest, as_job, find_fleet, number_of
+from planner.latency_bound.kind_fronts import KindFronts, kind_fronts
+from planner.latency_bound.search import find_bounded_plan
+from planner.length_distribution import RequestLengths
 from planner.option_rules import refuse_ignored
-from planner.options import AUTO, FRONT_RULES, PlanOptions
+from planner.options import AUTO, UNBOUNDED, PlanOptions
 from planner.plan.spec import PlanSpec
+from planner.planning_rules import FRONT_RULES
 from planner.search.search import find_priced_plan
 from planner.search.tradeoffs.front import FrontPoint, trace_front
 from planner.workload import Job, Workload
@@ -78,17 +83,27 @@ class Cluster:
     def plan(
         self,
         model: str | Path,
-        workload: Workload | Job | InputJob,
+        workload: Workload | Job | InputJob | RequestLengths | Requests,
         **options: Unpack[PlanKeywords],
     ) -> Plan:
         """The best plan for `model` (folder, config.json, built-in name or hub id) and `workload`:
-        one batch, a job of many prompts, or that of files (`job_of_input`).
+        one batch, a job of many prompts, or that of files (`job_of_input`). With
+        `max_request_latency_s` the plan and the schedule of the most requests per second of which a
+        share `quantile` is done within so many seconds (math.inf: any), for the lengths of
+        `request_lengths`, of files or of a job.
 
         `options` are the fields of `PlanOptions`: `quality`, `in_flight`, `theta`, `bits`, `dtype`,
         `objective`, `method`, `solver`, `group`, … Raises `SpecError` for what cannot be planned as
         asked and `InfeasibleError` when it does not fit.
         """
         shape, chosen = checked_shape(model), PlanOptions.of(options)
+        if chosen.bounds_requests:
+            return Plan(self._bounded_plan(model, requests_of(workload), chosen))
+        if isinstance(workload, RequestLengths | Requests):
+            raise SpecError(
+                "lengths of requests are planned for under a bound on their latency; give "
+                "max_request_latency_s (math.inf: any), or a Job"
+            )
         ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
         with naming(workload.longest if isinstance(workload, InputJob) else None):
             found = find_priced_plan(self.spec, shape, str(model), ordinary, chosen)
@@ -96,6 +111,33 @@ class Cluster:
         if isinstance(workload, InputJob) and workload.long_rows is not None:
             plan = replace(plan, long_rows=self._long_plan(model, workload.long_rows, chosen))
         return Plan(plan, found.costs)
+
+    def _bounded_plan(self, model: str | Path, requests: Requests, chosen: PlanOptions) -> PlanSpec:
+        """The plan under the bound on the latency of requests that the options have."""
+        found = find_bounded_plan(
+            self.spec, checked_shape(model), str(model), bound_request(requests, chosen), chosen
+        )
+        forecast, job = found.latency, found.job
+        if forecast is not None:
+            forecast = replace(forecast, prompts=requests.prompts)
+        if job is not None:
+            limit = requests.default_new_tokens
+            job = replace(job, job=replace(job.job, default_new_tokens=limit))
+        return replace(found, latency=forecast, job=job)
+
+    @lists_options(PlanKeywords, PlanOptions)
+    def latency_front(
+        self,
+        model: str | Path,
+        workload: Job | InputJob | RequestLengths | Requests,
+        **options: Unpack[PlanKeywords],
+    ) -> KindFronts:
+        """Requests per second over bounds on their latency, for every kind of schedule; workload,
+        options and errors as in `plan` with `max_request_latency_s`.
+        """
+        chosen = PlanOptions.of({"max_request_latency_s": UNBOUNDED, **options})
+        request = bound_request(requests_of(workload), chosen)
+        return kind_fronts(self.spec, checked_shape(model), str(model), request, chosen)
 
     @lists_options(PlanKeywords, PlanOptions)
     def fleet(

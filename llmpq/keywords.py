@@ -58,6 +58,9 @@ class PlanKeywords(TypedDict, total=False):
     prefill_chunk_tokens: int | None
     tensor_parallel: int | str
     predictor: str | Path | None
+    max_request_latency_s: float | Literal["inf"] | None
+    quantile: float
+    schedule: str
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -94,7 +97,7 @@ class RunKeywords(SamplingKeywords, total=False):
     replace_s: float
     row_s: float
     drift: float
-    replan: Literal["auto", "never"]
+    replan: Literal["auto", "never"] | None
     policy: PolicyName | None
     max_batch_size: int | None
     prefill_chunk_tokens: int | None

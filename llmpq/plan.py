@@ -18,6 +18,7 @@ from llmpq.quality.text_windows import Document
 from llmpq.report import making, write_report
 from llmpq.report.formatting import per_second, seconds
 from llmpq.report.job_answers import what_is_planned
+from llmpq.report.latency import latencies, rates
 from llmpq.rows.row import BadRow, Row
 from llmpq.rows.sampling_defaults import SamplingInput
 from llmpq.run.options import RunOptions
@@ -28,6 +29,8 @@ from planner.explanation.explain import Explanation, StageLimits, explain, stage
 from planner.explanation.planned_assignment import planned_assignment
 from planner.explanation.rebuilt_costs import rebuilt_costs
 from planner.explanation.what_if import WhatIfOptions
+from planner.latency_bound.cycles import simulated_cycles
+from planner.latency_bound.kind_fronts import KindFronts
 from planner.micro_batches import MicroBatches
 from planner.option_rules import refuse_unknown
 from planner.plan.spec import PlannedModel, PlanSpec, Prediction, SolverRecord, StagePlan
@@ -36,7 +39,7 @@ from planner.simulation.gantt import write_gantt
 from planner.simulation.simulation import Simulated
 from planner.simulation.trace import write_chrome_trace
 from planner.workload import Workload
-from quant.common.errors import LlmpqError
+from quant.common.errors import LlmpqError, SpecError
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -68,15 +71,19 @@ class Plan:
         stages = ", ".join(f"{bits_text(stage)} bit on {stage.label}" for stage in shown)
         if len(self.stages) > len(shown):
             stages += f", and {len(self.stages) - len(shown)} more stages"
+        figures = f"{seconds(predicted.latency_s)}, {per_second(predicted.tokens_per_s)} tokens/s"
+        if spec.latency is not None:
+            figures = f"{rates(spec.latency)}; {latencies(spec.latency)}"
         return (
             f"<Plan of {spec.model.name} on {spec.cluster}: {what_is_planned(spec)};\n"
-            f" predicted {seconds(predicted.latency_s)}, "
-            f"{per_second(predicted.tokens_per_s)} tokens/s;\n {stages}>"
+            f" predicted {figures};\n {stages}>"
         )
 
     def _repr_html_(self) -> str:
+        simulated: Simulated | str = ""
         try:
-            simulated: Simulated | str = planned_assignment(self.spec, self.costs).simulate()
+            if self.spec.latency is None:
+                simulated = planned_assignment(self.spec, self.costs).simulate()
         except LlmpqError as error:
             simulated = str(error)
         return plan_html(self.spec, simulated)
@@ -89,8 +96,14 @@ class Plan:
     def costs(self) -> CostModel:
         """The cost model that the plan was made with; that of a loaded plan is built again.
 
-        Raises `SpecError` where a file that the plan was made from is gone or has changed.
+        Raises `SpecError` where a file that the plan was made from is gone or has changed, and for
+        a plan under a bound on the latency of requests, whose stages follow a schedule.
         """
+        if self.spec.latency is not None:
+            raise SpecError(
+                "what a change to a layer would bring is told of plans for a batch or a job, not "
+                "under a bound on the latency of requests; plan.report has the rest"
+            )
         return rebuilt_costs(self.spec) if self._costs is None else self._costs
 
     @cached_property
@@ -105,36 +118,46 @@ class Plan:
     def report(
         self,
         path: str | Path,
-        front: Sequence[FrontPoint] = (),
+        front: Sequence[FrontPoint] | KindFronts = (),
         command: Sequence[str] = (),
     ) -> None:
         """Write the plan and its explanation as one HTML page.
 
         Where the costs of a loaded plan cannot be computed again, the page has no reasons and says
-        why. `front`: what `Cluster.pareto` gave, to be drawn too. `command`: what made the plan, to
+        why. `front`: what `Cluster.pareto` or `Cluster.latency_front` gave, to be drawn too.
+        `command`: what made the plan, to
         be shown; by default one that makes it again. Raises `InputError` where it cannot be
         written.
         """
-        reasons: Explanation | LlmpqError
+        reasons: Explanation | LlmpqError | None = None
         try:
-            reasons = self.explanation
+            if self.spec.latency is None:
+                reasons = self.explanation
         except LlmpqError as error:
             reasons = error
         write_report(path, self.spec, reasons, front, making(self.spec, command))
 
     @property
     def limits(self) -> tuple[StageLimits, ...]:
-        """The limits of each stage. Raises what `costs` raises."""
+        """The limits of each stage; none are told of a plan under a bound on the latency of
+        requests. Raises what `costs` raises.
+        """
+        if self.spec.latency is not None:
+            return ()
         return stage_limits(planned_assignment(self.spec, self.costs))
 
     def trace(self, path: str | Path) -> None:
-        """Write the simulated batch, or the first fills of a job's slots: an `.svg` Gantt picture,
-        else JSON for Perfetto or Chrome.
+        """Write the simulated batch, the first fills of a job's slots, or some cycles of a schedule
+        under a bound on latency: an `.svg` Gantt picture, else JSON for Perfetto or Chrome.
 
         Raises `SpecError` where it cannot be written, and as `costs`.
         """
-        simulated = planned_assignment(self.spec, self.costs).simulate()
-        labels = [stage.label for stage in self.stages]
+        if self.spec.latency is None:
+            simulated = planned_assignment(self.spec, self.costs).simulate()
+            labels = tuple(stage.label for stage in self.stages)
+        else:
+            cycles = simulated_cycles(self.spec)
+            simulated, labels = cycles.simulated, cycles.labels
         if Path(path).suffix == ".svg":
             write_gantt(path, simulated, labels)
         else:

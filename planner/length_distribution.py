@@ -84,10 +84,33 @@ class LengthDistribution:
         """The longest length there is."""
         return self.lengths[-1]
 
+    @cached_property
+    def _at_most_chances(self) -> FloatArray:
+        """The chance of at most each of the lengths [n]; searches ask for it thousands of times."""
+        return np.cumsum(self.probabilities)
+
     def quantile(self, share: float) -> int:
         """The least length that at least this `share` of all does not exceed."""
-        reached = np.searchsorted(np.cumsum(self.probabilities), share - SUM_TOLERANCE)
+        reached = np.searchsorted(self._at_most_chances, share - SUM_TOLERANCE)
         return self.lengths[min(int(reached), len(self.lengths) - 1)]
+
+    def at_most(self, longest: int) -> LengthDistribution:
+        """The distribution of these lengths, where longer ones are cut to `longest`."""
+        cut = np.minimum(self.lengths, longest)
+        lengths, where = np.unique(cut, return_inverse=True)
+        chances = np.bincount(where, self.probabilities)
+        return LengthDistribution(tuple(lengths.tolist()), tuple(chances.tolist()))
+
+    def classes(self, count: int) -> tuple[tuple[float, float], ...]:
+        """At most `count` mean lengths with their shares, which are nearly equal: they stand for
+        all lengths in a mean over them.
+        """
+        above = np.cumsum(self.probabilities) - np.array(self.probabilities) / 2
+        which = np.minimum((above * count).astype(np.int64), count - 1)
+        shares = np.bincount(which, self.probabilities, count)
+        sums = np.bincount(which, np.multiply(self.lengths, self.probabilities), count)
+        kept = np.flatnonzero(shares)
+        return tuple(zip((sums[kept] / shares[kept]).tolist(), shares[kept].tolist(), strict=True))
 
     def drawn(self, count: int, generator: np.random.Generator) -> IntArray:
         """So many random lengths [count]."""

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from planner.model.tensor_parallel import DEGREES
-from planner.optimiser.names import (
-    BASELINE_METHODS,
-    DEFAULT_SOLVER,
-    METHOD_NAMES,
-    SOLVER_METHODS,
-    Objective,
-)
-from planner.option_rules import Rule, refuse_ignored, refuse_unknown
+from planner.optimiser.names import BASELINE_METHODS, DEFAULT_SOLVER, Objective
+from planner.option_rules import refuse_ignored, refuse_unknown
+from planner.planning_rules import BOUNDS, PLAN_RULES
 from planner.scheduling import (
-    POLICY_NAMES,
     PREDICTING,
+    SCHEDULE_KINDS,
     STATIC,
     PolicyName,
     PolicyOptions,
+    ScheduleKind,
     policy_options,
 )
 from quant.common.errors import SpecError
@@ -42,7 +39,11 @@ HEADS = ("auto", "first", "last")
 AUTO = "auto"
 KV_CHOICES = (*KV_BITWIDTHS, AUTO)
 PROFILE_USES = ("fit", "measured")
-BOUNDS = ("max_omega", "max_latency_s", "max_ppl_delta")
+UNBOUNDED: Literal["inf"] = "inf"
+"""The bound on the latency of requests that any latency keeps, as files write it."""
+
+QUANTILE = 0.99
+SCHEDULES = (AUTO, *SCHEDULE_KINDS)
 JOB_GAP = 1e-3
 """Relative gap to which plans of a job are told apart, unless more is allowed: ten times that of
 one batch, since so many more are compared, and a tenth of what the job's model leaves out."""
@@ -50,97 +51,6 @@ one batch, since so many more are compared, and a tenth of what the job's model 
 MEMORY_MARGIN = 0.02
 """Drivers, and other processes' contexts, take more or less of equal GPUs: P100 and V100 reported
 0.991 and 0.992 of their nominal memory, A100 0.985 to 0.989."""
-
-PLAN_RULES = (
-    Rule(
-        ("quality",),
-        "theta is the price of quality in seconds, by which plans are ranked; give one of them",
-        beside="theta",
-    ),
-    *(
-        Rule(("quality",), "the bound says what is wanted; give one of them", beside=bound)
-        for bound in BOUNDS
-    ),
-    Rule(
-        ("quality",),
-        "the paper's baselines decide without it; leave it out, or use method auto",
-        beside="method",
-        values=BASELINE_METHODS,
-    ),
-    *(
-        Rule(("theta",), "it is found so that the bound holds; give one of them", beside=bound)
-        for bound in BOUNDS
-    ),
-    Rule(
-        ("solver",),
-        f"only methods {' and '.join(SOLVER_METHODS)} solve an integer programme; use one of "
-        "these, or leave it out",
-        beside="method",
-        values=tuple(name for name in METHOD_NAMES if name not in SOLVER_METHODS),
-    ),
-    Rule(
-        ("group", "all_orders", "ilp_time_limit", "relative_gap"),
-        "the paper's baselines decide without it; leave it out, or use method auto",
-        beside="method",
-        values=BASELINE_METHODS,
-    ),
-    Rule(
-        ("head",),
-        "the paper's baselines have the LM head on the last stage; leave it out, or use method "
-        "auto",
-        beside="method",
-        values=BASELINE_METHODS,
-        honoured=("last",),
-    ),
-    Rule(
-        ("prefill_micro_batch", "decode_micro_batch"),
-        "it divides the batch by the number of stages (LLM-PQ section 6.1); leave it out, or use "
-        "method uniform or auto",
-        beside="method",
-        values=("pipeedge",),
-    ),
-    Rule(
-        ("tensor_parallel",),
-        "the baselines of the paper have stages of one device; leave it out, or use method auto",
-        beside="method",
-        values=BASELINE_METHODS,
-    ),
-    Rule(
-        ("profile_use",),
-        "name the CSV of measured times, or leave it (--fit, --use_profiler_prediction) out",
-        without=("profiles",),
-    ),
-    Rule(("strict_profiles",), "name the CSV of measured times", without=("profiles",)),
-    Rule(
-        ("predictor",),
-        "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
-        beside="policy",
-        values=tuple(name for name in POLICY_NAMES if name != PREDICTING),
-    ),
-    Rule(
-        ("predictor",),
-        "only policy s3 reserves by predicted lengths; choose it, or leave the predictor out",
-        without=("policy",),
-    ),
-)
-"""Planning options that others make useless."""
-
-FRONT_RULES = (
-    Rule(
-        ("pareto",),
-        "a baseline of the paper is one plan and has no front; leave one of them out",
-        beside="method",
-        values=BASELINE_METHODS,
-    ),
-    Rule(
-        ("theta", "quality", *BOUNDS),
-        "the front has the plans of all thetas and bounds; leave it out, or ask for one plan too "
-        "(report)",
-        beside="pareto",
-        without=("report",),
-    ),
-)
-"""Planning options that a front of latency against quality makes useless."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +75,10 @@ class PlanOptions:
       objective): the other one is minimised within that bound, and `theta` is found.
     - `max_ppl_delta`: most increase of perplexity over 16 bit; it becomes a `max_omega` by the
       points measured in the omega file.
+    - `max_request_latency_s`: the most seconds from the prefill of a request to its last token that
+      a share `quantile` of all requests may take (inf: any); the schedule and the plan of the most
+      requests per second within it are found. `schedule`: `rra`, `waa-c` or `waa-m`, or `auto`,
+      which takes the best one.
     - `omega_file`: measured sensitivities (JSON).
     - `importance`: file of `llmpq indicator` that weights are rounded by (that of `omega_file`,
       or else stages measure on random ids when they load).
@@ -223,11 +137,19 @@ class PlanOptions:
     prefill_chunk_tokens: int | None = None
     tensor_parallel: int | str = 1
     predictor: str | Path | None = None
+    max_request_latency_s: float | Literal["inf"] | None = None
+    quantile: float = QUANTILE
+    schedule: str = AUTO
 
     def __post_init__(self) -> None:
-        """Normalise `bits` and check ranges; raises `SpecError` naming the option."""
+        """Normalise `bits` and the bound of requests, and check ranges; raises `SpecError` naming
+        the option.
+        """
         bits = tuple(sorted({int(b) for b in self.bits}))
         object.__setattr__(self, "bits", bits)
+        if self.max_request_latency_s is not None:
+            stored = _stored_bound(self.max_request_latency_s)
+            object.__setattr__(self, "max_request_latency_s", stored)
         sizes = (self.prefill_micro_batch, self.decode_micro_batch)
         rules: dict[str, tuple[bool, str]] = {
             "bits": (bool(bits) and set(bits) <= set(BITWIDTHS), f"among {list(BITWIDTHS)}"),
@@ -251,6 +173,9 @@ class PlanOptions:
                 self.max_ppl_delta is None or 0 < self.max_ppl_delta < float("inf"),
                 "a finite number above 0",
             ),
+            "max_request_latency_s": (self.request_bound_s > 0, "more than 0 seconds, or inf"),
+            "quantile": (0 < self.quantile < 1, "a share between 0 and 1, such as 0.99"),
+            "schedule": (self.schedule in SCHEDULES, f"one of {list(SCHEDULES)}"),
             "tensor_parallel": (
                 self.tensor_parallel in (AUTO, *DEGREES),
                 f"auto or one of {list(DEGREES)}",
@@ -294,6 +219,21 @@ class PlanOptions:
         """The scheduling policy; `SpecError` for what it does not have."""
         return policy_options(self.policy, self.max_batch_size, self.prefill_chunk_tokens)
 
+    @property
+    def bounds_requests(self) -> bool:
+        """Whether a schedule is wanted that is made for the latency of requests."""
+        return self.max_request_latency_s is not None
+
+    @property
+    def request_bound_s(self) -> float:
+        """The bound on the latency of requests; infinite where there is none."""
+        return math.inf if self.max_request_latency_s is None else float(self.max_request_latency_s)
+
+    @property
+    def schedule_kinds(self) -> tuple[ScheduleKind, ...]:
+        """The kinds of schedule to choose from."""
+        return tuple(kind for kind in SCHEDULE_KINDS if self.schedule in (AUTO, kind))
+
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> PlanOptions:
         """Options by name; raises `SpecError` for a name that does not exist, and for an option
@@ -303,6 +243,15 @@ class PlanOptions:
         refuse_unknown(options, known, "planning option")
         refuse_ignored(options, PLAN_RULES)
         return cls(**options)
+
+
+def _stored_bound(value: float | str) -> float | Literal["inf"]:
+    """The bound on the latency of requests as files hold it; JSON knows no infinite number."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise SpecError(f"max_request_latency_s is {value!r}; give seconds, or inf") from None
+    return UNBOUNDED if seconds == math.inf else seconds
 
 
 def kv_bits_of(options: PlanOptions) -> int:

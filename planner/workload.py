@@ -9,7 +9,7 @@ from math import ceil
 from planner.assumed_predictor import AssumedPredictor
 from planner.lengths import Lengths
 from planner.model.shape import ModelShape
-from planner.scheduling import PREDICTING, TOKEN_POLICIES, PolicyName
+from planner.scheduling import KV_TOKEN_POLICIES, PREDICTING, PolicyName
 from quant.common.errors import SpecError
 
 MAX_REQUESTS = 2**20
@@ -154,16 +154,16 @@ class Job:
     def in_flight(self, requests: int, policy: PolicyName = "static") -> Workload:
         """The workload of so many requests in flight, of which any may be the longest row.
 
-        Under `orca` they have together the token slots that so many have reserved in the mean,
-        over the time that each of them takes, as long answers are met more often; and `HOLES`. So
-        there are more in flight while those are short, and fewer while they are long. Under `s3`
-        they reserve by the predictor.
+        Under `orca` and `exegpt` they have together the token slots that so many have reserved in
+        the mean, over the time that each of them takes, as long answers are met more often; and
+        `HOLES`. So there are more in flight while those are short, and fewer while they are long.
+        Under `s3` they reserve by the predictor.
         """
         prompt, output = self.lengths.longest_prompt, self.lengths.longest_output
         total = self.lengths.longest_total
         slot = None if total is None or total == prompt + output else total
         alike = Workload(requests, prompt, output, slot)
-        if policy not in TOKEN_POLICIES:
+        if policy not in KV_TOKEN_POLICIES:
             return alike
         mean = self.mean_predicted if policy == PREDICTING else self.lengths.mean_reserved
         needed = ceil(requests * mean / (1 - HOLES))

@@ -3,38 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from threading import Lock
 
 from actors.messages import Chunk, Finished, Progress
 from actors.processes.health import SlotTokens
 from actors.schedule.driver import Pipeline, PipelineDriver
+from actors.schedule.latencies import LatencyRecord
 from actors.schedule.live import Inbox, LiveRun
 from actors.schedule.scheduler import QueueSizes, Scheduler
 from actors.schedule.table import make_scheduler
 from actors.stage_figures import NO_SUPERVISION, QueueDepth, Supervision
+from planner.scheduling import RequestSchedule
 
 
 class Leader:
-    """The first stage's scheduler and driver, which stay between two calls of a run."""
+    """The first stage's scheduler and driver, which stay between two calls of a run.
+
+    `earlier`: what leaders before it have done about outgrown reservations. `latencies` are those
+    of all leaders.
+    """
 
     def __init__(
-        self, sizes: QueueSizes, pipeline: Pipeline, earlier: Supervision = NO_SUPERVISION
+        self,
+        sizes: QueueSizes,
+        pipeline: Pipeline,
+        earlier: Supervision = NO_SUPERVISION,
+        latencies: LatencyRecord | None = None,
     ) -> None:
         self._sizes = sizes
         self._pipeline = pipeline
         self._run: int | None = None
         self._earlier = earlier  # of the runs before
+        self._latencies = latencies or LatencyRecord()
         self._scheduler: Scheduler
         self._driver: PipelineDriver
         self._failed = False
+        self._beginning = Lock()  # around what makes a scheduler, and changes its schedule
 
     @property
     def queue(self) -> QueueDepth | None:
         """Requests and micro-batches in the queue; None before the first run."""
         if self._run is None:
             return None
-        scheduler, slots = self._scheduler, self._sizes.slots
-        under_way = self._driver.under_way
-        return QueueDepth(scheduler.waiting, scheduler.in_slots, slots, under_way, self.supervision)
+        return QueueDepth(
+            self._scheduler.waiting,
+            self._scheduler.in_slots,
+            self._sizes.slots,
+            self._driver.under_way,
+            self.supervision,
+            self._latencies.counts,
+        )
 
     @property
     def supervision(self) -> Supervision:
@@ -46,6 +65,13 @@ class Leader:
         """Requests in slots, and their tokens; for any thread."""
         run = self._run
         return SlotTokens(run, {} if run is None else self._driver.slot_tokens())
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Go by another schedule, in this run and later ones; for any thread."""
+        with self._beginning:
+            self._sizes = replace(self._sizes, schedule=schedule)
+            if self._run is not None:
+                self._driver.follow(schedule)
 
     def generate(self, chunk: Chunk) -> Iterator[tuple[Finished, ...]]:
         """Run `StageActor.generate`."""
@@ -71,7 +97,8 @@ class Leader:
         if self._run is not None and not self._failed:
             self._driver.drop()
         earlier = self.supervision
-        self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
-        self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
-        self._driver = PipelineDriver(self._scheduler, self._pipeline)
-        self._run = run  # last: `queue` looks at what comes before
+        with self._beginning:
+            self._scheduler = make_scheduler(self._sizes, self._pipeline.stages)
+            self._earlier = earlier  # after it: who reads meanwhile counts nothing twice
+            self._driver = PipelineDriver(self._scheduler, self._pipeline, self._latencies)
+            self._run = run  # last: `queue` looks at what comes before

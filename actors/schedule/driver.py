@@ -8,7 +8,9 @@ from threading import Lock
 from typing import Any, Protocol
 
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
-from actors.schedule.scheduler import Scheduler
+from actors.schedule.latencies import LatencyRecord
+from actors.schedule.scheduler import FollowsSchedule, Scheduler
+from planner.scheduling import RequestSchedule
 
 
 class Pipeline(Protocol):
@@ -27,12 +29,15 @@ class PipelineDriver:
     """Keeps a pipeline full with the micro-batches of `scheduler`, also from one run to the next.
 
     At most as many micro-batches are under way as the policy allows, which also bounds the hidden
-    states that wait between the stages.
+    states that wait between the stages. Requests are timed in `latencies`.
     """
 
-    def __init__(self, scheduler: Scheduler, pipeline: Pipeline) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pipeline: Pipeline, latencies: LatencyRecord | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
+        self._latencies = latencies or LatencyRecord()
         self._under_way: deque[tuple[MicroBatch, Any]] = deque()
         self._lock = Lock()  # around changes that `slot_tokens` must not see halfway
 
@@ -64,6 +69,15 @@ class PipelineDriver:
         """Run `Scheduler.cancel`."""
         with self._lock:
             self._scheduler.cancel(custom_id)
+        self._latencies.forget(custom_id)
+
+    def follow(self, schedule: RequestSchedule) -> None:
+        """Have the scheduler go by another schedule, where its policy has one; any thread may call
+        this.
+        """
+        with self._lock:
+            if isinstance(self._scheduler, FollowsSchedule):
+                self._scheduler.follow(schedule)
 
     def submit_next(self) -> MicroBatch | None:
         """Submit the next micro-batch and return it; None where there is none now, or no room."""
@@ -74,6 +88,7 @@ class PipelineDriver:
         if following is None:
             return None
         batch, token_ids = following
+        self._latencies.begin(batch.admitted)
         self._under_way.append((batch, self._pipeline.submit(batch, token_ids)))
         return batch
 
@@ -84,7 +99,9 @@ class PipelineDriver:
         batch, handle = self._under_way.popleft()
         sampled = self._pipeline.result(handle)
         with self._lock:
-            return batch, sampled, self._scheduler.complete(batch, sampled)
+            finished = self._scheduler.complete(batch, sampled)
+        self._latencies.end(finished)
+        return batch, sampled, finished
 
     def drop(self) -> None:
         """Wait for the micro-batches under way and forget them."""

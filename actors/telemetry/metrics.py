@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -15,6 +15,7 @@ from actors.telemetry.meter import StageMeter
 INTERVAL_S = 0.5
 
 BOUNDARIES_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+LATENCY_BOUNDARIES_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 _STAGE = ("stage", "device", "job")
 _PHASE = (*_STAGE, "phase")
@@ -38,6 +39,7 @@ class _Instruments:
     outgrown: Counter
     recomputed: Counter
     parked: Gauge
+    latency: Histogram
 
     @classmethod
     def make(cls, tags: Mapping[str, str]) -> _Instruments:
@@ -62,6 +64,12 @@ class _Instruments:
                 "llmpq_recomputed_tokens", "Tokens of preempted requests computed again", _STAGE
             ),
             parked=Gauge("llmpq_parked_tokens", "Tokens in host memory", _STAGE),
+            latency=Histogram(
+                "llmpq_request_latency_seconds",
+                "Seconds from the submission of a request's prefill to its last token",
+                list(LATENCY_BOUNDARIES_S),
+                _STAGE,
+            ),
         )
         for metric in vars(made).values():
             metric.set_default_tags(dict(tags))
@@ -71,6 +79,8 @@ class _Instruments:
 class MetricsPublisher:
     """Publishes what `meter` counts and `stats` returns, a few times a second until the process
     ends, in a thread for which the computing one never waits.
+
+    `new_latencies_s` returns those of the requests that ended since the last call.
     """
 
     def __init__(
@@ -79,10 +89,12 @@ class MetricsPublisher:
         stats: Callable[[], StageStats],
         tags: Mapping[str, str],
         samples: bool,
+        new_latencies_s: Callable[[], Sequence[float]] = tuple,
     ) -> None:
         self._meter = meter
         self._stats = stats
         self._samples = samples  # whether tokens are sampled on this stage
+        self._new_latencies_s = new_latencies_s
         self._instruments = _Instruments.make(tags)
         self._told: dict[tuple[str, str], float] = {}
         self._ended = threading.Event()
@@ -114,6 +126,8 @@ class MetricsPublisher:
                 self._count(made.sampled, "sampled", kind, work.sampled)
         for kind, seconds in meter.new_seconds():
             made.seconds.observe(seconds, {"phase": kind})
+        for latency_s in self._new_latencies_s():
+            made.latency.observe(latency_s)
         stats = self._stats()
         made.held.set(stats.weight_bytes, {"kind": "weights"})
         made.held.set(stats.kv_cache_bytes, {"kind": "kv_cache"})

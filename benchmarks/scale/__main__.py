@@ -3,6 +3,8 @@
 python -m benchmarks.scale groups     # the costs of tensor-parallel groups beside measured ones
 python -m benchmarks.scale planner    # seconds, gap and memory of planning as clusters grow
 python -m benchmarks.scale fleets     # one pipeline and several that share a job, on mixed clusters
+python -m benchmarks.scale core       # one problem of the optimiser beside HiGHS
+python -m benchmarks.scale groupings  # plans of LLM-PQ's clusters with and without groups
 """
 
 from __future__ import annotations
@@ -10,9 +12,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.scale import fleets, groups, planner
+from benchmarks.scale import core, fleets, groupings, groups, planner
 
-PARTS = {"groups": groups, "planner": planner, "fleets": fleets}
+PARTS = {
+    "groups": groups,
+    "planner": planner,
+    "fleets": fleets,
+    "core": core,
+    "groupings": groupings,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

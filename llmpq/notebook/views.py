@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from llmpq.notebook.rendering import render
 from llmpq.report.answers.verdict import verdict
 from llmpq.report.formatting import per_second, percent, plural, rate, seconds, size
 from llmpq.report.job_answers import job_answers, job_remarks, what_is_planned
-from llmpq.report.pictures.schedule import Picture, schedule_pictures
+from llmpq.report.pictures.schedule import Picture, cycle_pictures, schedule_pictures
 from llmpq.report.sentences import bottlenecks
 from planner.cluster.spec import ClusterSpec, Device
 from planner.fleet.spec import FleetSpec
@@ -47,14 +47,24 @@ _DEVICES = ("device", "node", "accelerator", "memory", "link", "to the host")
 
 
 def plan_html(plan: PlanSpec, simulated: Simulated | str) -> str:
-    """A plan's stages, what it predicts, and its `simulated` schedule, or why there is none."""
-    picture = None if isinstance(simulated, str) else _picture(plan, simulated)
+    """A plan's stages, what it predicts, and its `simulated` schedule, or why there is none; of a
+    plan under a bound on latency some of its cycles.
+    """
+    picture = None
+    if plan.latency is not None:
+        picture = _small(cycle_pictures(plan))
+    elif not isinstance(simulated, str):
+        picture = _picture(plan, simulated)
+    parts = [plan] if plan.prefill_plan is None else [plan.prefill_plan, plan]
+    slowest = f" {bottlenecks(plan)}" if plan.latency is None else ""
     return render(
         "plan.html.j2",
         title=f"{plan.model.name} on {plan.cluster}: {what_is_planned(plan)}",
-        table=_Table(_STAGES, tuple(_stage_cells(plan, stage) for stage in plan.stages), 4),
+        table=_Table(
+            _STAGES, tuple(_stage_cells(part, stage) for part in parts for stage in part.stages), 4
+        ),
         lines=[
-            f"{verdict(plan).sentence} {bottlenecks(plan)}",
+            f"{verdict(plan).sentence}{slowest}",
             *(answer.text for answer in job_answers(plan)),
             *job_remarks(plan),
         ],
@@ -95,13 +105,18 @@ def _no_picture(simulated: Simulated | str) -> str:
 def _picture(plan: PlanSpec, simulated: Simulated) -> Picture | None:
     """The schedule, or the part of it that is not too large for a notebook's file."""
     devices = [stage.label for stage in plan.stages]
-    pictures = schedule_pictures(simulated, devices, plan.job is not None)
+    return _small(schedule_pictures(simulated, devices, plan.job is not None))
+
+
+def _small(pictures: Sequence[Picture]) -> Picture | None:
+    """The first picture that is not too large for a notebook's file."""
     return next((each for each in pictures if len(each.svg) <= PICTURE_CHARACTERS), None)
 
 
 def _stage_cells(plan: PlanSpec, stage: StagePlan) -> tuple[str, ...]:
+    role = "" if stage.role == "both" else f"{stage.role} "
     return (
-        str(stage.index),
+        f"{role}{stage.index}",
         stage.label + (" (emulated)" if stage.emulated else ""),
         f"{stage.layers.start} to {stage.layers.stop - 1}",
         bits_text(stage),

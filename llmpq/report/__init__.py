@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from llmpq.report.answers.making import making
     from llmpq.report.answers.refusal import refusal_of, write_refusal
     from llmpq.report.page import report_page, write_report
+    from llmpq.report.pictures.bounds import write_latency_front
     from llmpq.report.pictures.curve import write_curve
     from llmpq.report.pictures.front import write_front
 
@@ -18,6 +19,7 @@ __all__ = [
     "report_page",
     "write_curve",
     "write_front",
+    "write_latency_front",
     "write_refusal",
     "write_report",
 ]
@@ -28,6 +30,7 @@ _MODULES = {
     "report_page": "page",
     "write_curve": "pictures.curve",
     "write_front": "pictures.front",
+    "write_latency_front": "pictures.bounds",
     "write_refusal": "answers.refusal",
     "write_report": "page",
 }

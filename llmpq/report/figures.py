@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from llmpq.report.formatting import duration, gap, number, per_second, plural, seconds, times
+from llmpq.report.job_answers import what_is_planned
+from llmpq.report.latency import latencies, lengths, rates
 from llmpq.report.sentences import search_outcome
 from planner.plan.spec import Baseline, PerplexityForecast, PlanSpec, StagePlan
 from planner.scheduling import TOKEN_POLICIES
@@ -13,8 +17,34 @@ from planner.scheduling import TOKEN_POLICIES
 MOST_RUNS = 6  # of equal bits that are told in the order of the layers
 
 
+@dataclass(frozen=True)
+class Facts:
+    """Lines that the terminal has too, by what they are about."""
+
+    headline: str
+    predicted: str
+    searched: str
+    priced: str
+    baselines: Sequence[str]
+    lengths: str = ""
+
+
+def facts_of(plan: PlanSpec) -> Facts:
+    """The lines on a plan."""
+    return Facts(
+        headline=f"{what_is_planned(plan)}; micro-batches {micro_batches(plan)}",
+        predicted=predicted(plan),
+        searched=searched(plan),
+        priced=priced(plan),
+        baselines=[beside(plan, b) for b in plan.baselines if b.name == "uniform"],
+        lengths="" if plan.latency is None else lengths(plan.latency),
+    )
+
+
 def whole(plan: PlanSpec) -> str:
     """What the seconds of a plan are of."""
+    if plan.latency is not None:
+        return "request"
     return "batch" if plan.job is None else "job"
 
 
@@ -38,8 +68,12 @@ def bits_of(stage: StagePlan) -> list[str]:
 
 
 def predicted(plan: PlanSpec) -> str:
-    """Seconds and tokens per second; of the two phases where they follow one another."""
+    """Seconds and tokens per second; of the two phases where they follow one another. Under a bound
+    on latency requests per second, and the latency.
+    """
     p = plan.predicted
+    if plan.latency is not None:
+        return f"{rates(plan.latency)}; {latencies(plan.latency)}"
     text = f"{duration(p.latency_s)} {_of_what(plan)}, {per_second(p.tokens_per_s)} tokens/s"
     if plan.job is not None:
         return text
@@ -49,6 +83,9 @@ def predicted(plan: PlanSpec) -> str:
 def searched(plan: PlanSpec) -> str:
     """How the plan was found, and how far from the best it can be."""
     s = plan.solver
+    if plan.latency is not None:
+        schedules = plural(plan.latency.evaluations, "schedule")
+        return f"{schedules} evaluated by branch and bound, {seconds(s.seconds)}"
     return (
         f"{s.method} with {s.solver}, {search_outcome(plan)}, gap {gap(s.gap)}, "
         f"{seconds(s.seconds)} for {plural(s.candidates, 'candidate')} of order and micro-batches "
@@ -93,11 +130,21 @@ def beside(plan: PlanSpec, baseline: Baseline) -> str:
 def times_from(plan: PlanSpec) -> list[str]:
     """Lines that say where the stages' times come from; stages of one source share a line."""
     stages: dict[str, list[str]] = {}
-    for stage in plan.stages:
-        stages.setdefault(stage.provenance, []).append(str(stage.index))
+    prefills = () if plan.prefill_plan is None else plan.prefill_plan.stages
+    for stage in (*prefills, *plan.stages):
+        phase = "" if stage.role == "both" else f"{stage.role} "
+        stages.setdefault(stage.provenance, []).append(f"{phase}stage {stage.index}")
     if len(stages) == 1:
         return [f"times: {source}" for source in stages]
-    return [f"times of stage {', '.join(of)}: {source}" for source, of in stages.items()]
+    return [f"times of {_together(of)}: {source}" for source, of in stages.items()]
+
+
+def _together(stages: list[str]) -> str:
+    """Numbers of stages behind what they are: "stage 0, 2"."""
+    kinds: dict[str, list[str]] = {}
+    for kind, _, index in (stage.rpartition(" ") for stage in stages):
+        kinds.setdefault(kind, []).append(index)
+    return ", ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in kinds.items())
 
 
 def _of_what(plan: PlanSpec) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
+from llmpq.report.answers.answer import Answer
 from llmpq.report.formatting import (
     SPACE,
     count,
@@ -16,6 +16,7 @@ from llmpq.report.formatting import (
     size,
     times,
 )
+from llmpq.report.latency import latency_answers, what_is_bounded
 from llmpq.report.pictures.curve import plan_choice
 from llmpq.report.sentences import LEAST_GAIN
 from planner.assumed_predictor import LONGEST, ORACLE, AssumedPredictor
@@ -27,20 +28,17 @@ from planner.scheduling import PREDICTING, TOKEN_POLICIES
 EQUAL_SPEED = 0.005  # less than a percent that is shown
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A question in a few words, and a sentence that answers it by itself."""
-
-    question: str
-    text: str
-
-
 def job_answers(plan: PlanSpec) -> list[Answer]:
     """How long, at which quality, how much slower without quantization, what one more device would
     bring, what it costs, and what predicted lengths save; of a plan of one batch only what is known
-    beside it.
+    beside it. Of a plan under a bound on latency first how it keeps that.
     """
-    job = plan.job
+    if plan.latency is not None:
+        return [*latency_answers(plan, plan.latency), *_answers(plan, None)]
+    return _answers(plan, plan.job)
+
+
+def _answers(plan: PlanSpec, job: JobForecast | None) -> list[Answer]:
     found = (
         ("How long?", _how_long(plan, job) if job is not None else ""),
         ("At which quality?", _qualities(plan)),
@@ -56,13 +54,17 @@ def job_remarks(plan: PlanSpec) -> list[str]:
     """Sentences on the job that the answers rest on: a better plan, its long rows, its lengths."""
     job = plan.job
     remarks = [beaten(plan)]
-    if job is not None:
+    if job is not None and plan.latency is None:
         remarks += [_long_rows(plan, job), _lengths(job)]
     return [each for each in remarks if each]
 
 
 def what_is_planned(plan: PlanSpec) -> str:
-    """The prompts of a job, how many of them are in flight, and their lengths."""
+    """The prompts of a job, how many of them are in flight, and their lengths, or the bound on the
+    latency of requests.
+    """
+    if plan.latency is not None:
+        return f"{what_is_bounded(plan.latency)}; {count(plan.workload.global_batch)} in flight"
     if plan.job is None:
         w = plan.workload
         return f"{plural(w.global_batch, 'prompt')} of {w.prompt_length} tokens, {w.new_tokens} new"

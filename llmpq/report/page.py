@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.report import figures
+from llmpq.report.answers.answer import Answer
 from llmpq.report.answers.making import Making, making
 from llmpq.report.answers.menu import Course, menu
 from llmpq.report.answers.verdict import Verdict, verdict
+from llmpq.report.bounded_page import bounded_page
+from llmpq.report.figures import Facts, facts_of
 from llmpq.report.formatting import rate, seconds
-from llmpq.report.job_answers import Answer, job_answers, job_remarks, what_is_planned
+from llmpq.report.job_answers import job_answers, job_remarks
 from llmpq.report.pictures.curve import JobCurve, curve_of
 from llmpq.report.pictures.front import Chart, Front, front_of
 from llmpq.report.pictures.schedule import Picture, schedule_pictures
@@ -31,6 +34,7 @@ from llmpq.report.sentences import (
 )
 from planner.cluster.groups import devices_of
 from planner.explanation.explain import Explanation, StageLimits
+from planner.latency_bound.kind_fronts import KindFronts
 from planner.plan.spec import Baseline, PlanSpec
 from planner.search.tradeoffs.front import FrontPoint
 from quant.common.errors import LlmpqError
@@ -52,17 +56,6 @@ class Explained:
     limits: Sequence[StageLimits]
     changed: ChangedPlans
     not_asked: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Lines that the terminal has too, by what they are about."""
-
-    headline: str
-    predicted: str
-    searched: str
-    priced: str
-    baselines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Page:
 def report_page(
     plan: PlanSpec,
     reasons: Explanation | LlmpqError | None = None,
-    front: Sequence[FrontPoint] = (),
+    front: Sequence[FrontPoint] | KindFronts = (),
     made: Making | None = None,
 ) -> str:
     """The plan as an HTML document.
@@ -108,16 +101,20 @@ def report_page(
     Without an explanation the reasons and the schedule are missing, and the page says so, with the
     error that says why. `front`: as `planner.search.tradeoffs.front.trace_front` finds it; by
     default the plans for other thetas of the explanation. `made`: how the page is made, by default
-    now and by the command that the plan's origin tells.
+    now and by the command that the plan's origin tells. Of a plan under a bound on the latency of
+    requests it is `bounded_page`.
     """
+    if plan.latency is not None:
+        return bounded_page(plan, front if isinstance(front, KindFronts) else None, made)
+    points = () if isinstance(front, KindFronts) else front
     explanation = reasons if isinstance(reasons, Explanation) else None
-    found = front_of(plan, explanation, front)
+    found = front_of(plan, explanation, points)
     page = Page(
         plan=plan,
         whole=figures.whole(plan),
         verdict=verdict(plan),
         making=made or making(plan),
-        facts=_facts(plan),
+        facts=facts_of(plan),
         summary=bottlenecks(plan),
         choices=Choices(menu(plan), job_answers(plan), job_remarks(plan), curve_of(plan)),
         link_lines=_link_lines(plan, explanation),
@@ -128,16 +125,6 @@ def report_page(
         chart=Chart(found.points, found.present) if found and len(found.points) > 1 else None,
     )
     return render("plan.html.j2", **vars(page))
-
-
-def _facts(plan: PlanSpec) -> Facts:
-    return Facts(
-        headline=f"{what_is_planned(plan)}; micro-batches {figures.micro_batches(plan)}",
-        predicted=figures.predicted(plan),
-        searched=figures.searched(plan),
-        priced=figures.priced(plan),
-        baselines=[figures.beside(plan, b) for b in plan.baselines if b.name == "uniform"],
-    )
 
 
 def _explained(plan: PlanSpec, explanation: Explanation) -> Explained:
@@ -185,7 +172,7 @@ def write_report(
     path: str | Path,
     plan: PlanSpec,
     reasons: Explanation | LlmpqError | None = None,
-    front: Sequence[FrontPoint] = (),
+    front: Sequence[FrontPoint] | KindFronts = (),
     made: Making | None = None,
 ) -> None:
     """Write `report_page`; an existing file is replaced whole or not at all.

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING
 
-from llmpq.report import formatting, sentences
+from llmpq.report import formatting, latency, sentences
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -29,6 +29,8 @@ FILTERS = (
     formatting.size,
     formatting.size_change,
     formatting.times,
+    latency.bound,
+    latency.kind_name,
     sentences.binding,
     sentences.difference,
     sentences.search_outcome,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from llmpq.run.drift.control import Measured
 from planner.cluster.spec import ClusterSpec
+from planner.length_distribution import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
 from planner.plan.origin import FILE_OPTIONS, PlanOrigin
@@ -106,6 +107,39 @@ def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None =
             lost.stages,
             lost.devices,
         ) from error
+
+
+def reschedule_measured(plan: PlanSpec, lengths: RequestLengths) -> PlanSpec:
+    """Make another schedule for the stages of `plan` and requests of the lengths that its run has
+    measured; layers and bits stay where they are (ExeGPT section 7.6).
+
+    Raises `SpecError` where stages only prefill or decode, and what the search raises.
+    """
+    if plan.policy.followed_schedule.divides:
+        raise SpecError("stages that only prefill or decode keep their schedule while they run")
+    from planner.latency_bound.rescheduling import reschedule  # type: ignore[import-not-found, unused-ignore]
+
+    found: PlanSpec = reschedule(plan, lengths)
+    return found
+
+
+def rescheduled_text(old: PlanSpec, new: PlanSpec) -> str:
+    """One line about a schedule that takes another's place."""
+    before, now = old.policy.followed_schedule, new.policy.followed_schedule
+    if before == now:
+        return "the schedule stays the best for the lengths that were measured"
+    changes = [
+        f"{name} {getattr(before, name)} to {getattr(now, name)}"
+        for name in ("prefill_requests", "decode_requests", "decode_steps", "decode_micro_batches")
+        if getattr(before, name) != getattr(now, name)
+    ]
+    text = f"another schedule for the lengths that were measured: {', '.join(changes)}"
+    if new.latency is None:
+        return text
+    return (
+        f"{text}; predicted {new.latency.tokens_per_s:.4g} tokens/s, "
+        f"{100 * new.latency.quantile:g} % of requests within {new.latency.latency_s:.3g} s"
+    )
 
 
 def replanned_text(plan: PlanSpec) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.stage_figures import StageStats
+from llmpq.report.measured_latency import LatencyFigures
 from llmpq.run.drift.rate import planned_tokens_per_s
 from planner.plan.spec import PlanSpec
 
@@ -27,6 +28,7 @@ class RunSummary:
     generating. `resumed` as in `RunSize`. `stages` has the figures of the stages in pipeline order,
     and where several plans were run, those of `plan`, which generated most, in its `stages_s`.
     `planned_tokens_per_s`: by the plans that were run; None where they are not followed.
+    `latency`: that of the requests beside what was planned, where a bound was.
     """
 
     prompts: int
@@ -39,6 +41,7 @@ class RunSummary:
     plan: PlanSpec | None = None
     stages_s: float | None = None
     planned_tokens_per_s: float | None = None
+    latency: LatencyFigures | None = None
 
     def __str__(self) -> str:
         """The figures in one line."""
@@ -68,6 +71,7 @@ class RunSummary:
             "loading": f"{self.load_s:.2f}",
             "tokens/s": f"{self.tokens_per_s:.1f}",
             **({} if planned is None else {"planned": f"{planned:.1f}"}),
+            **({} if self.latency is None else {"latency": str(self.latency)}),
         }
 
     @property

@@ -34,7 +34,9 @@ def new_table(columns: Sequence[str], words: Sequence[int] = (0,)) -> Table:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A title, and below it the first of several tables that fits the width, else the last."""
+    """A title, and below it the first of several tables that fits the width, else the last; there
+    may be none.
+    """
 
     title: str
     tables: Sequence[Callable[[], Table]]
@@ -42,6 +44,8 @@ class Fitting:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Choose by what the tables would take without bounds."""
         yield from Notes([self.title], style="bold").__rich_console__(console, options)
+        if not self.tables:
+            return
         *wider, narrowest = self.tables
         for make in wider:
             table = make()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from rich.console import Group, RenderableType
@@ -25,9 +25,12 @@ from llmpq.report.pictures.front import front_beside
 from llmpq.report.sentences import RESOURCES
 from llmpq.tables.layout import Fitting, Notes, broken_name, new_table, stacked
 from planner.explanation.explain import StageLimits
+from planner.phases import Phase
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.tradeoffs.front import FrontPoint
 
+_SLOWEST = "* slowest stage of a phase"
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 BITS_WIDTH = 10  # of the runs of bits in a line, where the terminal is narrow
 
 
@@ -36,8 +39,22 @@ def plan_table(plan: PlanSpec, limits: Sequence[StageLimits] = ()) -> Renderable
 
     `limits`, where known, say which resource of a stage is used up.
     """
-    tables = partial(_wide, plan, limits), partial(_narrow, plan, limits)
-    return Group(Fitting(_headline(plan), tables), Notes([plain(note) for note in _notes(plan)]))
+    notes = Notes([plain(note) for note in _notes(plan)])
+    if plan.prefill_plan is None:
+        return Group(Fitting(_headline(plan), stage_tables(plan, limits)), notes)
+    return Group(
+        Fitting(_headline(plan), ()),
+        Fitting("stages that prefill:", stage_tables(plan.prefill_plan, phases=("prefill",))),
+        Fitting("stages that decode:", stage_tables(plan, phases=("decode",))),
+        notes,
+    )
+
+
+def stage_tables(
+    plan: PlanSpec, limits: Sequence[StageLimits] = (), phases: Sequence[Phase] = PHASES
+) -> tuple[Callable[[], Table], ...]:
+    """The stages as a table, a wide one and a narrow one, with their seconds in these phases."""
+    return partial(_wide, plan, limits, phases), partial(_narrow, plan, limits, phases)
 
 
 def _headline(plan: PlanSpec) -> str:
@@ -47,46 +64,51 @@ def _headline(plan: PlanSpec) -> str:
     )
 
 
-def _wide(plan: PlanSpec, limits: Sequence[StageLimits]) -> Table:
-    heads = ["stage", "device", "layers", "bits", "memory", "limit", "prefill", "decode"]
+def _wide(plan: PlanSpec, limits: Sequence[StageLimits], phases: Sequence[Phase]) -> Table:
+    heads = ["stage", "device", "layers", "bits", "memory", "limit", *phases]
     table = new_table([*heads, *(["binds"] if limits else [])], (1, 2, 3, 8))
     for stage in plan.stages:
         emulated = " (emulated)" if stage.emulated else ""
         table.add_row(
-            _number(plan, stage),
+            _number(plan, stage, phases),
             stage.label + emulated,
             f"{_span(stage)} ({len(stage.layers)})",
             " ".join(figures.bits_of(stage)),
             size_text(stage.memory_bytes),
             size_text(stage.memory_limit_bytes),
-            _seconds(stage.prefill_s),
-            _seconds(stage.decode_s),
+            *(_seconds(stage_s(stage, phase)) for phase in phases),
             *([", ".join(_binding(limits[stage.index]))] if limits else []),
         )
     return table
 
 
-def _narrow(plan: PlanSpec, limits: Sequence[StageLimits]) -> Table:
+def _narrow(plan: PlanSpec, limits: Sequence[StageLimits], phases: Sequence[Phase]) -> Table:
     """Two lines for a stage, so that 80 columns have room for its device and all its figures."""
-    heads = ["#", "device", "layers", "bits", "memory,\nlimit", "prefill", "decode"]
+    heads = ["#", "device", "layers", "bits", "memory,\nlimit", *phases]
     table = new_table([*heads, *(["binds"] if limits else [])], (1, 2, 3, 7))
     for stage in plan.stages:
         emulated = "\n(emulated)" if stage.emulated else ""
         table.add_row(
-            _number(plan, stage),
+            _number(plan, stage, phases),
             broken_name(stage.label) + emulated,
             _span(stage),
             stacked(figures.bits_of(stage), BITS_WIDTH),
             f"{size_text(stage.memory_bytes)}\n{size_text(stage.memory_limit_bytes)}",
-            _seconds(stage.prefill_s),
-            _seconds(stage.decode_s),
+            *(_seconds(stage_s(stage, phase)) for phase in phases),
             *([_stacked_binding(limits[stage.index])] if limits else []),
         )
     return table
 
 
-def _number(plan: PlanSpec, stage: StagePlan) -> str:
-    slowest = plan.predicted.prefill_bottleneck, plan.predicted.decode_bottleneck
+def stage_s(stage: StagePlan, phase: Phase) -> float:
+    """Seconds of a stage for a full micro-batch of a phase."""
+    return stage.prefill_s if phase == "prefill" else stage.decode_s
+
+
+def _number(plan: PlanSpec, stage: StagePlan, phases: Sequence[Phase]) -> str:
+    predicted = plan.predicted
+    of_phase = {"prefill": predicted.prefill_bottleneck, "decode": predicted.decode_bottleneck}
+    slowest = [of_phase[phase] for phase in phases]
     return f"{stage.index}{'*' if stage.index in slowest else ''}"
 
 
@@ -108,7 +130,7 @@ def _notes(plan: PlanSpec) -> list[str]:
     lines = [
         *(answer.text for answer in job_answers(plan)),
         *job_remarks(plan),
-        f"predicted: {figures.predicted(plan)}; * slowest stage of a phase",
+        f"predicted: {figures.predicted(plan)}; {_SLOWEST}" if plan.latency is None else _SLOWEST,
         _quality(plan),
         f"solver: {figures.searched(plan)}; {figures.priced(plan)}",
         *figures.times_from(plan),

@@ -25,7 +25,12 @@ def summary_table(plan: PlanSpec, summary: RunSummary) -> RenderableType:
     A stage that is clearly slower than planned has a line of its own.
     """
     notes = Notes(
-        [_in_all(summary), *_supervised(summary), *map(str, slow_stages(plan, summary.stages))]
+        [
+            _in_all(summary),
+            *([] if summary.latency is None else [plain(f"latency: {summary.latency}")]),
+            *_supervised(summary),
+            *map(str, slow_stages(plan, summary.stages)),
+        ]
     )
     if not summary.stages:
         return notes

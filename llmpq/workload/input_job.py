@@ -20,6 +20,7 @@ from llmpq.workload.long_rows import Cut, LongRowRule, best_cut, cut_at
 from llmpq.workload.measured_lengths import MeasuredLengths, read_measured
 from llmpq.workload.measuring import InputMeasure, MeasuredRows
 from llmpq.workload.named_rows import NamedRows, longest_row, named_rows, tokens_at
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import (
     MOST_UNSEEN,
     BoolArray,
@@ -62,6 +63,12 @@ class InputJob:
     done: int = 0
     left_out: NamedRows | None = None
     longest: str | None = None
+    requests: RequestLengths | None = None
+
+    @property
+    def prompts(self) -> int:
+        """Number of rows that are planned, long ones too."""
+        return self.ordinary.prompts + (self.long_rows.job.prompts if self.long_rows else 0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -239,6 +246,7 @@ class _InputRows:
             beyond=self._named(~rows.done & ~fits),
             done=done,
             longest=longest_row(self.source, rows, ordinary),
+            requests=self._requests(ordinary if rule.handling == LEAVE else fits, outputs),
         )
         named = self._named(above)
         if cut is None or named is None:
@@ -266,6 +274,11 @@ class _InputRows:
         if self.observed is None:
             return self.rows.limits
         return expected_outputs(self.observed, self.rows.prompts, self.rows.limits)
+
+    def _requests(self, chosen: BoolArray, outputs: IntArray) -> RequestLengths:
+        """The distributions of the lengths of the chosen rows [rows]."""
+        of_sample = LengthDistribution.of_sample
+        return RequestLengths(of_sample(self.rows.prompts[chosen]), of_sample(outputs[chosen]))
 
     def _job(self, chosen: BoolArray, outputs: IntArray) -> Job:
         """The job of the chosen rows, by lengths of those that stand for all and of the longest."""

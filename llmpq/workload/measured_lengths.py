@@ -18,6 +18,7 @@ from llmpq.jobs.formats.streams import READ_ERRORS, contradiction, reason
 from llmpq.jobs.output.job_folder import JobFolder
 from llmpq.jobs.output.result_rows import finished_rows
 from llmpq.jobs.records.disk import Disk
+from planner.length_distribution import LengthDistribution, RequestLengths
 from planner.lengths import Lengths
 from planner.profiles.csv_table import Line, read_lines
 from planner.workload import MAX_TOKENS
@@ -37,13 +38,15 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """The lengths in the file `source`: of a CSV `rows`, or of finished rows `outputs` by id.
+    """The lengths in the file `source`: of a CSV a sample, `rows`, and the distributions of all its
+    rows, `requests`; or of finished rows `outputs` by id.
 
     `done`: of a job that is not finished, `id_number` of every row that has a result, errors too.
     """
 
     source: str
     rows: Lengths | None = None
+    requests: RequestLengths | None = None
     outputs: Mapping[str, int] | None = None
     done: IdNumbers | None = None
 
@@ -59,7 +62,7 @@ def read_measured(path: str | Path) -> MeasuredLengths:
         if not found.exists() and not folder.is_dir():
             raise InputError(f"cannot read lengths {path}: no such file; {_REMEDY}")
         if found.suffix.lower() == ".csv" and found.is_file() and not _holds_results(found):
-            return MeasuredLengths(found.name, rows=_table(found))
+            return _table(found)
         done = array("Q")
         outputs = _bounded(_noted(_finished(found, folder), done))
         unfinished = _is_unfinished(folder)
@@ -96,7 +99,7 @@ def _holds_results(path: Path) -> bool:
         return b"token_ids" in file.readline(2**12)
 
 
-def _table(path: Path) -> Lengths:
+def _table(path: Path) -> MeasuredLengths:
     def check_columns(found: Sequence[str]) -> None:
         if tuple(found) != COLUMNS:
             raise SpecError(
@@ -107,7 +110,11 @@ def _table(path: Path) -> Lengths:
     rows = [_pair(line) for line in read_lines(path, check_columns, "lengths file")]
     if not rows:
         raise SpecError(f"{path}: no rows; give one line of {','.join(COLUMNS)} for each row")
-    return Lengths.of(rows, path.name)
+    prompts, outputs = zip(*rows, strict=True)
+    requests = RequestLengths(
+        LengthDistribution.of_sample(prompts), LengthDistribution.of_sample(outputs)
+    )
+    return MeasuredLengths(path.name, Lengths.of(rows, path.name), requests)
 
 
 def _pair(line: Line) -> tuple[int, int]:

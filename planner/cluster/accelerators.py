@@ -6,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -59,7 +59,7 @@ class Accelerator:
         """Whether this is the host processor."""
         return self.processor.is_cpu
 
-    @property
+    @cached_property
     def processor(self) -> Processor:
         """The properties that decide on kernels (`quant.backends.table`)."""
         return Processor(

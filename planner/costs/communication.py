@@ -25,14 +25,6 @@ def hidden_bytes(shape: ModelShape, tokens: float, dtype: str) -> float:
     return tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
-def transfer_s(
-    cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: float
-) -> float:
-    """Seconds of a hop, to all ranks of the receiver; 0 from a single device to itself."""
-    latency_s, per_byte_s = transfer_terms(cluster, sender, receiver)
-    return latency_s + payload_bytes * per_byte_s
-
-
 def transfer_terms(cluster: ClusterSpec, sender: Device, receiver: Device) -> tuple[float, float]:
     """Seconds of a hop without bytes, and those of a byte.
 
@@ -71,10 +63,10 @@ class Transfers:
         """Seconds per prefill and per decode micro-batch to the next stage (LLM-PQ eq. 7: P / f);
         hidden states have the sender's compute type.
         """
-        tokens = self.requests[0] * self.prompt_length, self.requests[1]
+        latency_s, per_byte_s = transfer_terms(self.cluster, sender, receiver)
         prefill, decode = (
-            transfer_s(self.cluster, sender, receiver, hidden_bytes(self.shape, each, dtype))
-            for each in tokens
+            latency_s + hidden_bytes(self.shape, tokens, dtype) * per_byte_s
+            for tokens in (self.requests[0] * self.prompt_length, self.requests[1])
         )
         return prefill, decode
 
@@ -83,9 +75,8 @@ class Transfers:
         each = TOKEN_ID_BYTES
         if self.head_on_first:
             each = self.shape.word_embedding_size * DTYPE_BYTES[dtype]
-        prefill, decode = (
-            transfer_s(self.cluster, last, first, requests * each) for requests in self.requests
-        )
+        latency_s, per_byte_s = transfer_terms(self.cluster, last, first)
+        prefill, decode = (latency_s + requests * each * per_byte_s for requests in self.requests)
         return prefill, decode
 
     def of_order(self, devices: Sequence[Device], dtypes: Sequence[str]) -> tuple[Vector, Vector]:

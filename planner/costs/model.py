@@ -31,6 +31,7 @@ from planner.optimiser.capacity import stages_hold
 from planner.optimiser.problem import AssignmentProblem, FloatArray, JobPasses
 from planner.options import PlanOptions, kv_bits_of
 from planner.schedule.job_passes import job_passes
+from planner.schedule.steady_cycle import SteadyCycle
 from planner.scheduling import TOKEN_POLICIES, PolicyOptions
 from planner.workload import Job, Workload
 from quant.common.errors import SpecError
@@ -44,7 +45,8 @@ class CostModel:
     `sensitivity`: omega `[layers, bitwidths of options.bits]`. `theta`: seconds that a unit of it
     is worth. Costs are of one batch of `workload`, or where there is a `job` of all its prompts,
     of which as many as a batch has are in flight. `only_bits`: the one bitwidth of
-    `options.bits` that layers may have; None for all.
+    `options.bits` that layers may have; None for all. `cycle`: by which the job's passes are
+    counted under the policy `exegpt`.
     """
 
     cluster: ClusterSpec
@@ -57,6 +59,7 @@ class CostModel:
     job: Job | None = None
     head_on_first: bool = False
     only_bits: int | None = None
+    cycle: SteadyCycle | None = None
     _rows: dict[Hashable, _StageRows] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -64,7 +67,7 @@ class CostModel:
     @cached_property
     def of_batch(self) -> CostModel:
         """The costs of the requests in flight as one batch, whose memory is that of the job."""
-        return self if self.job is None else replace(self, job=None)
+        return self if self.job is None else replace(self, job=None, cycle=None)
 
     def head_stage(self, stages: int) -> int:
         """The stage that has LM head and sampling."""
@@ -116,6 +119,8 @@ class CostModel:
         """The passes of the job on so many stages; None for a batch."""
         if self.job is None:
             return None
+        if self.cycle is not None:
+            return self.cycle.passes(sizes)
         return job_passes(self.job, self.workload.global_batch, sizes, stages)
 
     def times(self, sizes: MicroBatches, stages: int) -> MicroBatchTimes:

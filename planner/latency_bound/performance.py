@@ -16,8 +16,8 @@ class Performance:
     latency_s: float
 
     def keeps(self, bound_s: float) -> bool:
-        """Whether latency is within the bound."""
-        return self.latency_s <= bound_s
+        """Whether latency is within the bound; what has no room keeps none."""
+        return self.latency_s <= bound_s and self.latency_s < math.inf
 
 
 DOES_NOT_FIT = Performance(0.0, math.inf)

@@ -78,16 +78,19 @@ def build_plan(
     source: str,
     solution: Solution,
     sensitivity_source: str,
-    baselines: tuple[Baseline, ...],
+    baselines: tuple[Baseline, ...] = (),
+    forecast: Forecast | None = None,
 ) -> PlanSpec:
-    """The plan of `solution`; middle stages without layers drop out."""
+    """The plan of `solution`; middle stages without layers drop out. Without a `forecast` the batch
+    or the job is simulated.
+    """
     costs = solution.costs(costs)
     cluster, shape = costs.cluster, costs.shape
     first_layer, bitwidth = expanded(solution.assignment, costs.options.group)
     occupied = occupied_stages(solution.devices, first_layer)
     devices, bounds = occupied.devices, occupied.first_layer
     times = stage_times(costs.problem(devices, solution.sizes), bounds, bitwidth)
-    forecast = forecast_solution(costs, solution)
+    forecast = forecast or forecast_solution(costs, solution)
     return PlanSpec(
         version=PLAN_VERSION,
         model=PlannedModel(source, shape.name, shape.model_type, shape.layers, shape.fingerprint()),

@@ -200,21 +200,25 @@ class CandidateSearch:
 def search(costs: CostModel, clock: Callable[[], float] = time.perf_counter) -> Solution:
     """The best of every order and size of all devices, then of fewer while that is better.
 
-    The bound holds for the candidates that were looked at: all devices, and each set of devices
-    that lacks one of a set that had the best plan, or has one more.
+    The sets to begin with are searched together, so that none takes all of the time before the best
+    of them is known; later ones one by one. The bound holds for the candidates that were looked at:
+    all devices, and each set of devices that lacks one of a set that had the best plan, or has one
+    more.
     """
     runner = CandidateSearch(costs.options, clock)
     searched: list[Candidates] = []
     pending, tried = distinct_sets(first_sets(costs)), set[Hashable]()
+    gap = max(DESCENT_GAP, costs.options.relative_gap)
     while pending:
+        is_first = runner.best is None
         for devices in pending:
+            if runner.is_over:
+                break
             tried.add(cost_key(devices))
-            smaller = replace(costs, cluster=replace(costs.cluster, devices=devices))
-            try:
-                searched.append(Candidates(smaller))
-            except DoesNotFitError:
-                continue
-            runner.run(searched[-1:], max(DESCENT_GAP, costs.options.relative_gap))
+            found = _candidates(costs, devices)
+            searched += found
+            runner.run([] if is_first else found, gap)
+        runner.run(searched, gap)
         pending = untried_sets(costs, runner, tried)
         if not pending:
             runner.run(searched, costs.options.relative_gap)
@@ -237,3 +241,11 @@ def untried_sets(
         near += [(*used, added) for added in unused_devices(costs, used)]
     near = distinct_sets(near)
     return [devices for devices in near if devices and cost_key(devices) not in tried]
+
+
+def _candidates(costs: CostModel, devices: tuple[Device, ...]) -> list[Candidates]:
+    """The candidates of a set of devices; none where it does not fit."""
+    try:
+        return [Candidates(replace(costs, cluster=replace(costs.cluster, devices=devices)))]
+    except DoesNotFitError:
+        return []

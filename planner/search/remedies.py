@@ -137,7 +137,7 @@ def remedies_of_bound(
     request: PlanningRequest, error: BoundNotMetError, planner: Planner
 ) -> list[Remedy]:
     """The bound that is reachable, and the objective that follows the prediction closest."""
-    reachable = _rounded_up(error.reachable)
+    reachable = rounded_up(error.reachable)
     bounds: dict[str, float | None] = {"max_ppl_delta": None, error.option: reachable}
     tried = [Remedy(f"--{error.option} {reachable:g}", request.with_options(**bounds))]
     default = PlanOptions().objective
@@ -153,7 +153,7 @@ def _sentence(error: InfeasibleError, start: str, remedies: list[Remedy]) -> str
     return f"{error}. {start} {', or '.join(remedy.text for remedy in remedies)}"
 
 
-def _rounded_up(value: float) -> float:
+def rounded_up(value: float) -> float:
     """Round up to `DIGITS` digits."""
     if value <= 0:
         return 0.0
@@ -186,6 +186,13 @@ def _fewer_devices(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
     changed = request.with_options(keep_all_devices=False)
     if request.options.keep_all_devices and fits(changed):
         yield Remedy("no --keep_all_devices", changed)
+
+
+def _free_groups(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
+    """Try groups of any degree, and single devices, in place of one degree."""
+    changed = request.with_options(tensor_parallel=AUTO)
+    if request.options.tensor_parallel not in (1, AUTO) and fits(changed):
+        yield Remedy(f"groups of any degree, and none (--tensor_parallel {AUTO})", changed)
 
 
 def _no_margin(request: PlanningRequest, fits: Fits) -> Iterator[Remedy]:
@@ -259,6 +266,7 @@ _KINDS: tuple[Callable[[PlanningRequest, Fits], Iterator[Remedy]], ...] = (
     _other_method,
     _free_sizes,
     _fewer_devices,
+    _free_groups,
     _smaller_cache,
     _smaller_batch,
     _fewer_bits,

@@ -68,7 +68,7 @@ def find_priced_plan(
     clock: Callable[[], float] = time.perf_counter,
 ) -> PricedPlan:
     """Find the best plan as `find_plan` does, and return its cost model with it."""
-    _check_stored(shape, options)
+    check_stored(shape, options)
     request = PlanningRequest.of(cluster, shape, workload, options)
     with naming_remedies(request, REMEDY_PLANNER):
         found = _find(request, source, clock)
@@ -79,7 +79,7 @@ def find_priced_plan(
     return replace(found, plan=replace(found.plan, origin=origin, importance=importance))
 
 
-def _check_stored(shape: ModelShape, options: PlanOptions) -> None:
+def check_stored(shape: ModelShape, options: PlanOptions) -> None:
     """Refuse options of rounding where the checkpoint was rounded before."""
     if shape.stored is None:
         return

@@ -136,7 +136,7 @@ def simulate(
                 f"a pass takes {len(each.compute)} computations and {len(each.transfer)} transfers "
                 f"on {stages} stages; give one of both for each"
             )
-    return _events(workload, passes, seconds)
+    return simulate_passes(workload, passes, seconds)
 
 
 def job_schedule(
@@ -156,9 +156,10 @@ def sizes_of_policy(costs: CostModel, sizes: MicroBatches) -> Sizes:
     return policy_sizes(costs.policy(sizes), costs.workload, sizes)
 
 
-def _events(
+def simulate_passes(
     workload: Workload, passes: tuple[Pass, ...], seconds: Sequence[PassSeconds]
 ) -> Simulated:
+    """Run `passes` [M] in their order, each of which takes its `seconds` [M]."""
     stages = len(seconds[0].compute)
     clock = PipelineClock(stages)
     starts = [clock.run(each, taken) for each, taken in zip(passes, seconds, strict=True)]

@@ -20,7 +20,9 @@ def test_the_package_offers_these_names() -> None:
         "Fleet",
         "InputJob",
         "Job",
+        "LengthDistribution",
         "Plan",
+        "RequestLengths",
         "Result",
         "Results",
         "RunSummary",
@@ -28,6 +30,7 @@ def test_the_package_offers_these_names() -> None:
         "Session",
         "Workload",
         "job_of_input",
+        "request_lengths",
     }
     assert all(getattr(llmpq, name) for name in llmpq.__all__)
 

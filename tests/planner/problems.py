@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from planner.cluster.device import Device
+from planner.cluster.spec import ClusterSpec
+from planner.costs.communication import transfer_terms
 from planner.optimiser.assignment import Assignment
 from planner.optimiser.capacity import is_feasible
 from planner.optimiser.names import Objective
@@ -198,3 +201,11 @@ def check_cutoff(solve: Callable[..., Assignment], problem: AssignmentProblem) -
     assert below.bound <= least
     above = solve(problem, relative_gap=0, upper_bound=least * 1.001)
     assert above.objective == pytest.approx(least, rel=PRECISION)
+
+
+def transfer_s(
+    cluster: ClusterSpec, sender: Device, receiver: Device, payload_bytes: float
+) -> float:
+    """Seconds of a hop of so many bytes."""
+    latency_s, per_byte_s = transfer_terms(cluster, sender, receiver)
+    return latency_s + payload_bytes * per_byte_s

@@ -15,6 +15,8 @@ from planner.options import (
     KV_CHOICES,
     PROFILE_USES,
     QUALITIES,
+    QUANTILE,
+    SCHEDULES,
     PlanOptions,
 )
 from planner.scheduling import POLICY_NAMES, PREFILL_CHUNK_TOKENS
@@ -34,6 +36,8 @@ _EXAMPLES = (
     "      --input prompts.jsonl --report plan.html -o plan.json",
     "%(prog)s --model opt-30b --device_names T4 V100-32GB --device_numbers 3 1 \\\n"
     "      --global_bz 32 --s 512 --n 100",
+    "%(prog)s --model opt-13b --cluster cluster.yaml --lengths lengths.csv \\\n"
+    "      --max_request_latency_s 20 --quantile 0.99 -o plan.json",
 )
 
 
@@ -45,6 +49,7 @@ def algo_parser(prog: str | None = PROG) -> Parser:
     _add_workload(parser.group("prompts"))
     _add_cluster(parser.group("cluster"))
     _add_goals(parser.group("speed against quality"))
+    _add_bound(parser.group("latency of each request"))
     _add_output(parser.group("output"))
     _add_bits(parser.group("bits and types"))
     _add_times(parser.group("measured times"))
@@ -111,7 +116,7 @@ def _add_workload(group: OptionGroup) -> None:
         "--lengths",
         metavar="FILE",
         help="measured lengths: CSV prompt_tokens,output_tokens, or the output of llmpq run, also "
-        "of a job that is not done",
+        "of a job that is not done (this with --input)",
     )
     _add_long_rows(group)
 
@@ -204,7 +209,46 @@ def _add_goals(group: OptionGroup) -> None:
         "--max_latency_s",
         type=float,
         metavar="SECONDS",
-        help="largest allowed predicted seconds of the batch or the job; theta is found",
+        help="largest allowed predicted seconds of the whole batch or job, not of a request; theta "
+        "is found",
+    )
+
+
+def _add_bound(group: OptionGroup) -> None:
+    add, tokens = group.option, ("MEAN", "STD", "MAX")
+    add(
+        "--max_request_latency_s",
+        type=float,
+        metavar="SECONDS",
+        help="largest allowed seconds from when the prefill of a request begins to its last token "
+        "(inf: any); the schedule of the most requests per second is found, for lengths of "
+        "--lengths, --input, --prompts, or the two below",
+    )
+    add(
+        "--quantile",
+        type=float,
+        metavar="SHARE",
+        help=f"share of the requests that keep the bound (default: {QUANTILE:g})",
+    )
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help="rra: all stages prefill and decode in turns; waa-c, waa-m: some stages prefill and "
+        "others decode, divided by computing or by memory (default: auto, the best of them)",
+    )
+    add(
+        "--prompt_lengths",
+        type=float,
+        nargs=3,
+        metavar=tokens,
+        help="tokens of prompts: a normal distribution, cut to 1 to MAX",
+    )
+    add(
+        "--output_lengths",
+        type=float,
+        nargs=3,
+        metavar=tokens,
+        help="the same of answers, in place of the limits of --input too",
     )
 
 
@@ -223,8 +267,8 @@ def _add_output(group: OptionGroup) -> None:
         nargs="?",
         const="",
         metavar="FILE",
-        help="show the front of latency against quality (with --report in the page); FILE also "
-        "takes it, as .svg or .json",
+        help="show the front of latency against quality, or with --max_request_latency_s requests "
+        "per second over bounds (with --report in the page); FILE also takes it, as .svg or .json",
     )
     add("--compare", action="store_true", help="print the paper's baselines beside the plan")
     add("--json", action="store_true", help="print the plan as JSON")
@@ -292,7 +336,8 @@ def _add_schedule(group: OptionGroup) -> None:
         "--policy",
         choices=POLICY_NAMES,
         help="scheduling to plan for: micro-batches of one phase (static), or at every iteration "
-        "anew first come, first served (orca) or by predicted lengths (s3) (default: static)",
+        "anew first come, first served (orca) or by predicted lengths (s3) (default: static); "
+        "exegpt is that of --max_request_latency_s",
     )
     add(
         "--predictor",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.option_rules import Rule
-from planner.options import FRONT_RULES, PLAN_RULES
+from planner.planning_rules import FRONT_RULES, PLAN_RULES
 
 _WORKLOAD_RULES = (
     Rule(("prompts",), "--input has the prompts; give one of them", beside="input"),
@@ -22,9 +22,15 @@ _WORKLOAD_RULES = (
         )
     ),
     Rule(
-        ("in_flight", "lengths", "predictor"),
+        ("in_flight", "predictor"),
         "it is about a job of many prompts; give --input FILE or --prompts COUNT",
         without=("input", "prompts"),
+    ),
+    Rule(
+        ("lengths",),
+        "it is about a job of many prompts, or a bound on their latency; give --input FILE or "
+        "--prompts COUNT",
+        without=("input", "prompts", "max_request_latency_s"),
     ),
     Rule(
         ("prompt_length",),
@@ -37,6 +43,45 @@ _WORKLOAD_RULES = (
     ),
 )
 """Options of what is planned for that others make useless."""
+
+_BOUND_RULES = (
+    Rule(
+        ("global_batch",),
+        "a batch is done as a whole, the bound is on each request; give --prompts COUNT, --lengths "
+        "FILE or --input PATH",
+        beside="max_request_latency_s",
+    ),
+    Rule(
+        ("replicas",),
+        "the bound is kept by one pipeline, or one that prefills beside one that decodes; leave it "
+        "out",
+        beside="max_request_latency_s",
+    ),
+    Rule(
+        ("compare",),
+        "the paper's baselines are made for a batch; leave it out",
+        beside="max_request_latency_s",
+    ),
+    Rule(
+        ("long_rows", "percentile"),
+        "requests take only the room that each needs, long ones too; leave it out",
+        beside="max_request_latency_s",
+    ),
+    Rule(
+        ("prompt_lengths", "output_lengths"),
+        "it is about a bound on the latency of requests; give one (inf: any)",
+        without=("max_request_latency_s",),
+    ),
+    Rule(
+        ("prompt_lengths", "output_lengths"),
+        "the file has both; give one of them",
+        beside="lengths",
+    ),
+    Rule(("prompt_lengths",), "the input has the prompts; give one of them", beside="input"),
+    Rule(("prompt_length",), "give one of them", beside="prompt_lengths"),
+    Rule(("new_tokens",), "its MAX is the limit; give one of them", beside="output_lengths"),
+)
+"""Options that contradict a bound on the latency of requests, and those that need one."""
 
 ALGO_RULES = (
     Rule(("model_size",), "give the size of the family of --model_name", without=("model_name",)),
@@ -62,6 +107,7 @@ ALGO_RULES = (
         beside="replicas",
     ),
     Rule(("compare",), "the plan's JSON holds the baselines; leave it out", beside="json"),
+    *_BOUND_RULES,
     *_WORKLOAD_RULES,
     *FRONT_RULES,
     *PLAN_RULES,

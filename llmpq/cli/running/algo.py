@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from llmpq.cli.common import (
     EXIT_DONE,
@@ -18,8 +17,11 @@ from llmpq.cli.common import (
 )
 from llmpq.cli.options.algo import PLANNING, PROG, algo_parser
 from llmpq.cli.progress import TaskProgress
+from llmpq.cli.running.bounded import plan_bounded
 from llmpq.cli.running.plan_files import (
     PageOfRefusal,
+    searching,
+    show_stages,
     write_files,
     write_fleet_file,
     write_front_file,
@@ -28,8 +30,7 @@ from llmpq.cluster import Cluster
 from llmpq.fleet import Fleet
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
-from llmpq.profile.tables import loading_note
-from llmpq.tables import comparison_table, fleet_table, front_table, plan_table
+from llmpq.tables import comparison_table, fleet_table, front_table
 from llmpq.tokenizing.requests import tokenizer_checked
 from llmpq.workload.batch import InputBatch, batch_of_input
 from llmpq.workload.defaults import DEFAULT_WORKLOAD, SEPARATE
@@ -37,7 +38,7 @@ from llmpq.workload.input_job import InputJob, job_of_input, job_of_prompts
 from llmpq.workload.long_rows import LongRowRule
 from llmpq.workload.named_rows import naming
 from planner.cluster.spec import ClusterSpec
-from planner.options import BOUNDS, PlanOptions
+from planner.planning_rules import BOUNDS
 from planner.search.tradeoffs.front import FrontPoint, front_json
 from planner.workload import Job, Workload
 from quant.common.errors import InputError, SpecError
@@ -64,27 +65,29 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
     if "write_cluster" in options:
         _write_cluster(options, model, cluster)
     given = {name: getattr(options, name) for name in PLANNING if name in options}
+    if options.shaq_efficient:
+        given.setdefault("method", "transfer")
+    if "max_request_latency_s" in options:
+        return plan_bounded(options, cluster, model, given, command)
     with TaskProgress("measuring the prompts"):
         found = _workload(options, model)
     workload = found.workload if isinstance(found, InputBatch) else found
     longest = found.longest if isinstance(found, InputBatch) else None
     is_job = not isinstance(workload, Workload)
-    if options.shaq_efficient:
-        given.setdefault("method", "transfer")
     page = PageOfRefusal(options, cluster, model, workload, command)
     if "replicas" in options:
-        with tokenizer_checked(model), page, _searching(given, "pipelines"), naming(longest):
+        with tokenizer_checked(model), page, searching(given, "pipelines"), naming(longest):
             fleet = cluster.fleet(model, workload, options.replicas, **given)
         return _show_fleet(options, fleet)
     points: Sequence[FrontPoint] = ()
     if "pareto" in options:
         free = {name: value for name, value in given.items() if name not in _FRONT_HAS_ALL}
-        with tokenizer_checked(model), page, _searching(given, "the front"):
+        with tokenizer_checked(model), page, searching(given, "the front"):
             points = cluster.pareto(model, workload, **free)
         write_front_file(options, points, is_job)
         if "report" not in options:
             return _show_front(options, points, is_job)
-    with tokenizer_checked(model), page, _searching(given, "a plan"), naming(longest):
+    with tokenizer_checked(model), page, searching(given, "a plan"), naming(longest):
         plan = cluster.plan(model, workload, **given)
     if options.json:
         sys.stdout.write(plan.spec.to_json())
@@ -94,12 +97,6 @@ def _plan(options: argparse.Namespace, command: Sequence[str]) -> int:
             console().print(front_table(points, is_job, plan.spec))
     write_files(options, plan, points, command)
     return EXIT_DONE
-
-
-def _searching(given: Mapping[str, Any], what: str) -> TaskProgress:
-    """Show how long plans have been searched; of a front, nobody knows how many it will have."""
-    limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
-    return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
 
 
 def _check_targets(options: argparse.Namespace) -> None:
@@ -123,10 +120,7 @@ def _write_cluster(options: argparse.Namespace, model: str, cluster: Cluster) ->
 
 
 def _show_plan(options: argparse.Namespace, plan: Plan) -> None:
-    console().print(plan_table(plan.spec, plan.limits))
-    note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
-    if note is not None:
-        console().print(note, highlight=False)
+    show_stages(options, plan)
     if options.compare:
         console().print(comparison_table(plan.spec))
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmpq.cli.common import command_line, tell_written
+from llmpq.cli.common import command_line, console, tell_written
 from llmpq.cli.options.algo import PLANNING
+from llmpq.cli.progress import TaskProgress
 from llmpq.cluster import Cluster
 from llmpq.fleet import Fleet
 from llmpq.model_check import checked_shape
 from llmpq.plan import Plan
-from llmpq.report import refusal_of, write_front, write_refusal
+from llmpq.profile.tables import loading_note
+from llmpq.report import refusal_of, write_front, write_latency_front, write_refusal
+from llmpq.report.latency import lengths, what_is_bounded
+from llmpq.tables import plan_table
 from llmpq.workload.input_job import InputJob
+from llmpq.workload.request_lengths import Requests, bound_request
+from planner.latency_bound.job import job_of
+from planner.latency_bound.kind_fronts import KindFronts
+from planner.latency_bound.search import bounded_options
 from planner.options import PlanOptions
 from planner.search.remedies import PlanningRequest
 from planner.search.tradeoffs.front import FrontPoint
@@ -25,8 +34,25 @@ from quant.common.errors import InfeasibleError, SpecError
 PROMPTS, RESULTS = "prompts.jsonl", "results.jsonl"  # names for files that the user did not name
 
 
+def searching(given: Mapping[str, Any], what: str) -> TaskProgress:
+    """Show how long plans have been searched; of a front, nobody knows how many it will have."""
+    limit_s = given.get("search_time_limit", PlanOptions.search_time_limit)
+    return TaskProgress(f"searching {what}", limit_s=limit_s if what == "a plan" else None)
+
+
+def show_stages(options: argparse.Namespace, plan: Plan) -> None:
+    """Print the stages of a plan, what it predicts, and how long loading takes, where measured."""
+    console().print(plan_table(plan.spec, plan.limits))
+    note = loading_note(plan.spec, options.profiles) if "profiles" in options else None
+    if note is not None:
+        console().print(note, highlight=False)
+
+
 def write_files(
-    options: argparse.Namespace, plan: Plan, points: Sequence[FrontPoint], command: Sequence[str]
+    options: argparse.Namespace,
+    plan: Plan,
+    points: Sequence[FrontPoint] | KindFronts,
+    command: Sequence[str],
 ) -> None:
     """Write what was asked for of a plan, and say what to do with it."""
     if "output" in options:
@@ -60,6 +86,17 @@ def write_front_file(
     tell_written(options.pareto, f"{look}--theta X plans the one you like", options.json)
 
 
+def write_latency_front_file(options: argparse.Namespace, fronts: KindFronts) -> None:
+    """Write throughput over bounds on latency where a file for it was named."""
+    if not options.pareto:
+        return
+    write_latency_front(options.pareto, fronts)
+    look = "open it in a browser; " if Path(options.pareto).suffix == ".svg" else ""
+    tell_written(
+        options.pareto, f"{look}--max_request_latency_s X plans the one you like", options.json
+    )
+
+
 def _run_command(options: argparse.Namespace, plan: Plan) -> str:
     """The command that runs the plan that was written, with the files that were given."""
     inputs = options.input if "input" in options else [PROMPTS]
@@ -78,7 +115,7 @@ class PageOfRefusal:
     options: argparse.Namespace
     cluster: Cluster
     model: str
-    workload: Workload | Job | InputJob
+    workload: Workload | Job | InputJob | Requests
     command: Sequence[str]
 
     def __enter__(self) -> None:
@@ -87,12 +124,22 @@ class PageOfRefusal:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Write the page of an `InfeasibleError`, where a report was asked for."""
         if isinstance(error, InfeasibleError) and "report" in self.options:
-            write_refusal(self.options.report, refusal_of(self._request(), error, self.command))
+            request, what = self._request()
+            write_refusal(self.options.report, refusal_of(request, error, self.command, what))
             tell_written(self.options.report, "it says what would help", stderr=True)
 
-    def _request(self) -> PlanningRequest:
+    def _request(self) -> tuple[PlanningRequest, str | None]:
+        """What was to be planned, and in words what was asked, where the request does not say."""
         names = [name for name in PLANNING if name in self.options]
         chosen = PlanOptions.of({name: getattr(self.options, name) for name in names})
-        workload = self.workload
-        ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
-        return PlanningRequest.of(self.cluster.spec, checked_shape(self.model), ordinary, chosen)
+        workload, cluster = self.workload, self.cluster.spec
+        what = None
+        if isinstance(workload, Requests):
+            bound = bound_request(workload, chosen)
+            what = f"{what_is_bounded(bound)}; {lengths(bound)}"
+            chosen = bounded_options(chosen)
+            ordinary: Workload | Job = job_of(bound)
+        else:
+            ordinary = workload.ordinary if isinstance(workload, InputJob) else workload
+        request = PlanningRequest.of(cluster, checked_shape(self.model), ordinary, chosen)
+        return request, what

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from actors.latency_counts import BUCKETS
+
 JOURNAL_VERSION = 1
 
 At = Annotated[float, Field(ge=0, le=1e11)]
@@ -35,7 +37,8 @@ class PlanNote:
     """A plan as the journal keeps it.
 
     `seconds` are predicted for a job of `prompts` prompts, `tokens_per_s` for full slots; None for
-    a plan of one batch, and where the run follows no plan.
+    a plan of one batch, and where the run follows no plan. `quantile` of all requests are to take
+    `latency_s` at most, and no more than `bound_s`; None where none of these was planned.
     """
 
     fingerprint: Text
@@ -46,6 +49,9 @@ class PlanNote:
     seconds: Figure | None
     tokens_per_s: Figure | None
     stages: Annotated[tuple[PlannedStage, ...], Field(max_length=4096)]
+    quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    latency_s: Figure | None = None
+    bound_s: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +124,15 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Work:
-    """What all stages of the present plan have done, in pipeline order."""
+    """What all stages of the present plan have done, in pipeline order.
+
+    `latencies` of all requests of the session, as `actors.latency_counts.LatencyCounts.buckets`;
+    none where no latency was planned.
+    """
 
     at: At
     stages: Annotated[tuple[StageWork, ...], Field(max_length=4096)]
+    latencies: Annotated[tuple[tuple[Count, Count], ...], Field(max_length=BUCKETS)] = ()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from llmpq.jobs.journal.entries import (
     JOURNAL_VERSION,
     End,
@@ -74,6 +75,12 @@ class Session:
     def tokens(self) -> int:
         """Tokens that it has generated."""
         return self.points[-1].tokens if self.points else 0
+
+    @property
+    def latencies(self) -> LatencyCounts:
+        """Latencies of its requests, where a latency was planned."""
+        works = [part.work for part in self.parts if part.work is not None]
+        return LatencyCounts(works[-1].latencies) if works else NO_LATENCIES
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmpq.jobs.journal.entries import PlannedStage, PlanNote, StageWork
 from llmpq.jobs.journal.reader import Journal, PlanPart, Session
+from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
 
 KILLED = "killed"
 RUNNING = "running"
@@ -142,6 +143,19 @@ def planned_rate(sessions: Sequence[SessionFigures]) -> float | None:
         tokens += weight
         seconds += weight / part.plan.tokens_per_s
     return tokens / seconds
+
+
+def latency_figures(journal: Journal) -> LatencyFigures | None:
+    """The latencies of all sessions beside what the latest plan says of them; None where it says
+    nothing, or no request has ended.
+    """
+    if not journal.sessions:
+        return None
+    plan = journal.sessions[-1].parts[-1].plan
+    if plan.quantile is None or plan.latency_s is None:
+        return None
+    planned = PlannedLatency(plan.quantile, plan.latency_s, plan.bound_s)
+    return LatencyFigures.of([session.latencies for session in journal.sessions], planned)
 
 
 def planned_seconds(sessions: Sequence[SessionFigures], rows: int | None) -> float | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from llmpq.jobs.journal.error_kinds import ErrorKind
 from llmpq.jobs.overview.figures import (
     SessionFigures,
+    latency_figures,
     planned_rate,
     planned_seconds,
     session_figures,
@@ -23,6 +24,7 @@ from llmpq.jobs.overview.known_rows import (
 )
 from llmpq.jobs.overview.places import JobPlace
 from llmpq.jobs.overview.series import JobEvent, SessionSeries, job_events, session_series
+from llmpq.report.measured_latency import LatencyFigures
 from quant.common.errors import InputError
 
 JobState = Literal["running", "stopped", "done"]
@@ -35,7 +37,7 @@ class JobOverview:
     `rows` of the input, of which `done` have results, `errors` of these in error; `error_kinds` are
     of all of them, unless `error_rows_read` of the rows were read. `tokens` were generated in all,
     `tokens_per_s` of the seconds that stages generated, `now_tokens_per_s` just now. `planned_s`:
-    predicted for all rows.
+    predicted for all rows. `latency`: that of requests, where a plan says something of it.
     """
 
     output: Path
@@ -59,6 +61,7 @@ class JobOverview:
     events: tuple[JobEvent, ...]
     more_events: int
     remarks: tuple[str, ...]
+    latency: LatencyFigures | None = None
 
     @property
     def left(self) -> int | None:
@@ -121,6 +124,7 @@ def overview_of(place: JobPlace, now: float | None = None, look: bool = True) ->
         events=job_events(journal, sessions),
         more_events=sum(session.more_events for session in journal.sessions),
         remarks=_remarks(records, errors),
+        latency=latency_figures(journal),
     )
 
 

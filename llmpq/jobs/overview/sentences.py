@@ -65,6 +65,8 @@ def facts(job: JobOverview) -> Iterator[Fact]:
         yield Fact("tokens", f"{count(job.tokens)} generated")
         yield Fact("tokens/s", speed_words(job))
         yield Fact("time", time_words(job))
+    if job.latency is not None:
+        yield Fact("latency", str(job.latency))
     yield from _beside_the_plan(job)
 
 

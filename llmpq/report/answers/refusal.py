@@ -59,9 +59,14 @@ class Refusal:
 
 
 def refusal_of(
-    request: PlanningRequest, error: InfeasibleError, command: Sequence[str] = ()
+    request: PlanningRequest,
+    error: InfeasibleError,
+    command: Sequence[str] = (),
+    what: str | None = None,
 ) -> Refusal:
-    """What was asked for, what it needs, and what the error says."""
+    """What was asked for (in words `what`, or the request's prompts), what it needs, and what the
+    error says.
+    """
     w, job = request.workload, request.job
     prompts = w.global_batch if job is None else job.prompts
     lengths = f"{plural(prompts, 'prompt')} of up to {w.prompt_length:,} tokens, {w.new_tokens} new"
@@ -69,14 +74,21 @@ def refusal_of(
     return Refusal(
         model=request.shape.name,
         cluster=request.cluster.name,
-        what=f"{lengths}, {in_flight}",
+        what=what or f"{lengths}, {in_flight}",
         problem=error.problem,
-        remedies=error.remedies,
+        remedies=error.remedies or _least_bound(error),
         memory_is_short=not isinstance(error, BoundNotMetError),
         needs=_needs(request),
         offers=_offers(request),
         making=making(None, command),
     )
+
+
+def _least_bound(error: InfeasibleError) -> tuple[str, ...]:
+    """The bound that was found feasible, where one was missed."""
+    if not isinstance(error, BoundNotMetError):
+        return ()
+    return (f"--{error.option} {error.reachable:g}",)
 
 
 def _needs(request: PlanningRequest) -> list[Need]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.report.figures import expected_perplexity, whole
+from llmpq.report.figures import expected_perplexity, searched, whole
 from llmpq.report.formatting import (
     count,
     duration,
@@ -15,9 +15,13 @@ from llmpq.report.formatting import (
     number,
     per_second,
     plural,
+    seconds,
+    whole_percent,
 )
+from llmpq.report.latency import kind_name, latencies, requests_per_second, waiting
 from llmpq.report.sentences import LEAST_GAIN, search_outcome
-from planner.plan.spec import PlanSpec
+from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.spec import PlanSpec, StagePlan
 from quant.scheme import FULL_BITS
 
 NEAR_FULL_BITS = 8
@@ -93,12 +97,18 @@ def verdict(plan: PlanSpec) -> Verdict:
 
 
 def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
-    devices = plural(len(plan.stages), "device")
+    devices = plural(len(_stages(plan)), "device")
     place = f"{plan.model.name} runs on {devices} of {plan.cluster}"
     if plan.perplexity is None:
         good = f"at a quality {quality.word}"
     else:
         good = f"with {quality.word} expected"
+    if plan.latency is not None:
+        return (
+            f"{place}. It should answer {requests_per_second(plan.latency.requests_per_s)}, "
+            f"{per_second(plan.latency.tokens_per_s)} new tokens per second, {good}: "
+            f"{latencies(plan.latency)}."
+        )
     speed = f"{per_second(plan.predicted.tokens_per_s)} new tokens per second"
     if plan.job is None:
         prompts = f"a batch of {plural(plan.workload.global_batch, 'prompt')}"
@@ -109,6 +119,8 @@ def _sentence(plan: PlanSpec, quality: QualityWord) -> str:
 
 
 def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
+    if plan.latency is not None:
+        return _bounded_tiles(plan, plan.latency, quality)
     job, in_flight = plan.job, count(plan.workload.global_batch)
     took = duration(plan.predicted.latency_s) if job is None else duration(job.seconds)
     prompts = plan.workload.global_batch if job is None else job.job.prompts
@@ -122,17 +134,34 @@ def _tiles(plan: PlanSpec, quality: QualityWord) -> list[Tile]:
     return [*tiles, Tile("prompts in flight", in_flight)]
 
 
+def _bounded_tiles(plan: PlanSpec, forecast: LatencyForecast, quality: QualityWord) -> list[Tile]:
+    schedule = plan.policy.schedule
+    kind = [] if schedule is None else [Tile("schedule", kind_name(schedule.kind))]
+    return [
+        Tile("requests per second", per_second(forecast.requests_per_s)),
+        Tile("new tokens per second", per_second(forecast.tokens_per_s)),
+        Tile(f"{whole_percent(forecast.quantile)} of requests within", seconds(forecast.latency_s)),
+        Tile("quality", quality.word),
+        *kind,
+    ]
+
+
 def _times(plan: PlanSpec) -> str:
     """What the seconds rest on: stages that were measured and stages that were not."""
-    measured = [each for each in plan.stages if not _is_estimated(each.provenance)]
+    measured = [each for each in _stages(plan) if not _is_estimated(each.provenance)]
     if not measured:
         return "Seconds: estimated from datasheets for every stage, simulated; nothing is measured."
-    if len(measured) == len(plan.stages):
+    if len(measured) == len(_stages(plan)):
         return "Seconds: from measured layer times of every stage, simulated."
     return (
         f"Seconds: from measured layer times of {len(measured)} of "
-        f"{plural(len(plan.stages), 'stage')}, the others estimated from datasheets; simulated."
+        f"{plural(len(_stages(plan)), 'stage')}, the others estimated from datasheets; simulated."
     )
+
+
+def _stages(plan: PlanSpec) -> tuple[StagePlan, ...]:
+    """The stages of a plan, and those that prefill for them."""
+    return plan.stages + (plan.prefill_plan.stages if plan.prefill_plan is not None else ())
 
 
 def _is_estimated(provenance: str) -> bool:
@@ -141,6 +170,8 @@ def _is_estimated(provenance: str) -> bool:
 
 def _search(plan: PlanSpec) -> str:
     s = plan.solver
+    if plan.latency is not None:
+        return f"Search: {searched(plan)}."
     proven = f"proven to be within {gap(s.gap)} of the best plan that was looked for"
     if s.gap < LEAST_SHOWN_GAP:
         proven = "proven to be the best plan that was looked for"
@@ -150,14 +181,16 @@ def _search(plan: PlanSpec) -> str:
 def _warnings(plan: PlanSpec) -> list[str]:
     """What may make the figures wrong, or a better plan possible."""
     found: list[str] = []
-    estimated = [each for each in plan.stages if _is_estimated(each.provenance)]
+    estimated = [each for each in _stages(plan) if _is_estimated(each.provenance)]
     if estimated:
         kinds = listed(list(dict.fromkeys(each.accelerator for each in estimated)))
         found.append(
             f"Times of {kinds} are estimates from datasheets: llmpq profile measures them on the "
             "devices, and --profiles FILE plans with them."
         )
-    if plan.solver.gap >= LEAST_GAIN:
+    if plan.latency is not None:
+        found.append(f"Latency is {waiting(plan.latency)}.")
+    if plan.latency is None and plan.solver.gap >= LEAST_GAIN:
         found.append(
             f"The search ended before it had proven more: a plan up to {gap(plan.solver.gap)} "
             "better may exist; --search_time_limit S gives it more time."

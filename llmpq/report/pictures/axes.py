@@ -55,31 +55,31 @@ class Axis:
 
 @dataclass(frozen=True)
 class CountAxis:
-    """Maps counts to pixels in proportion to their logarithm."""
+    """Maps counts, or other values above 0, to pixels in proportion to their logarithm."""
 
-    low: int
-    high: int
+    low: float
+    high: float
     first: float
     last: float
 
     @classmethod
-    def over(cls, counts: Sequence[int], first: float, last: float) -> CountAxis:
+    def over(cls, counts: Sequence[float], first: float, last: float) -> CountAxis:
         """An axis from the least to the greatest count, at both ends a margin within the pixels."""
         margin = 0.06 * (last - first)
         return cls(min(counts), max(counts), first + margin, last - margin)
 
-    def at(self, count: int) -> float:
+    def at(self, count: float) -> float:
         """The pixel of a count; the middle where there is only one."""
         if self.low == self.high:
             return (self.first + self.last) / 2
         share = math.log(count / self.low) / math.log(self.high / self.low)
         return self.first + share * (self.last - self.first)
 
-    def ticks(self, counts: Sequence[int]) -> Sequence[tuple[float, str]]:
+    def ticks(self, counts: Sequence[float]) -> Sequence[tuple[float, str]]:
         """Pixels of `counts`, earlier ones before later ones, as far as their numbers have room."""
         kept: dict[float, str] = {}
         for count in counts:
             pixel = self.at(count)
             if all(abs(pixel - other) >= LABEL_WIDTH for other in kept):
-                kept[pixel] = f"{count:,}"
+                kept[pixel] = f"{count:,.6g}"
         return sorted(kept.items())

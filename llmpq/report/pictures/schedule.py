@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.report.formatting import shortened
+from planner.latency_bound.cycles import simulated_cycles
+from planner.plan.spec import PlanSpec
 from planner.simulation.gantt import GanttOptions, gantt_svg
 from planner.simulation.simulation import Simulated
 
@@ -35,6 +37,17 @@ def schedule_pictures(
     if turn is not None:
         views.append(("From prefill to decode", turn))
     return [Picture(title, gantt_svg(simulated, labels, options)) for title, options in views]
+
+
+def cycle_pictures(plan: PlanSpec) -> list[Picture]:
+    """A few cycles of the schedule of a plan under a bound on latency."""
+    cycles = simulated_cycles(plan)
+    labels = [shortened(label, LABEL_LENGTH) for label in cycles.labels]
+    options = GanttOptions(width=GANTT_WIDTH)
+    title = "Two cycles: every stage prefills, then decodes"
+    if plan.prefill_plan is not None:
+        title = "A few turns: some stages prefill, others decode meanwhile"
+    return [Picture(title, gantt_svg(cycles.simulated, labels, options))]
 
 
 def _turn(simulated: Simulated) -> GanttOptions | None:

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 
+from llmpq.report.measured_latency import PlannedLatency
 from planner.plan.simulate import time_scale
 from planner.plan.spec import PlanSpec
 
@@ -22,8 +23,36 @@ def planned_tokens_per_s(plan: PlanSpec) -> float | None:
     """
     if any(stage.emulated for stage in plan.stages) and not plan.time_scale:
         return None
-    planned = plan.predicted.tokens_per_s if plan.job is None else plan.job.tokens_per_s
+    planned = plan.predicted.tokens_per_s
+    if plan.job is not None:
+        planned = plan.job.tokens_per_s
+    elif plan.latency is not None:
+        planned = plan.latency.tokens_per_s
     return planned / time_scale(plan)
+
+
+def settled_tokens_per_s(plan: PlanSpec) -> float | None:
+    """Planned tokens per second while all slots are in use, where the plan says that, else of the
+    whole job; None as `planned_tokens_per_s`.
+    """
+    rate = planned_tokens_per_s(plan)
+    if rate is None or plan.latency is None:
+        return rate
+    return plan.latency.tokens_per_s / time_scale(plan)
+
+
+def planned_latency(plan: PlanSpec) -> PlannedLatency | None:
+    """The latency that `plan` forecasts when it is run, and its bound; None where it has none, or
+    is not followed.
+    """
+    if plan.latency is None or planned_tokens_per_s(plan) is None:
+        return None
+    scale, bound_s = time_scale(plan), plan.latency.bound_s
+    return PlannedLatency(
+        plan.latency.quantile,
+        scale * plan.latency.latency_s,
+        None if bound_s is None else scale * bound_s,
+    )
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from llmpq.jobs.journal.error_kinds import ErrorCounts, ErrorKind
 from llmpq.jobs.journal.thinning import point_cadence, work_cadence
 from llmpq.jobs.journal.writer import JournalWriter
 from llmpq.rows.results import Result
-from llmpq.run.drift.rate import planned_tokens_per_s
+from llmpq.run.drift.rate import planned_latency, planned_tokens_per_s
 from llmpq.run.monitoring.meter import INTERVAL_S, RunState
 from llmpq.run.monitoring.slow_stages import measured_s, work_of
 from llmpq.run.run import Run
@@ -89,6 +89,7 @@ class RunRecorder:
         self._part_at: float | None = None
         self._state_at = 0.0
         self._has_ended = False
+        self._has_latency = planned_latency(plan) is not None
         now = clock()
         self._points, self._work = point_cadence(now), work_cadence(now)
         note(_start(session, plan, now))
@@ -120,6 +121,7 @@ class RunRecorder:
             self._tell_work(self._state, now)
             self._state = replace(self._state, stages=())
         self._part_at = None
+        self._has_latency = planned_latency(plan) is not None
         self._note(PlanChange(now, plan_note(plan)))
 
     def tell(self, event: RecoveryEvent) -> None:
@@ -139,6 +141,8 @@ class RunRecorder:
         now, state = self._clock(), self._state
         if state is not None:
             tokens = state.tokens if run is None else max(state.tokens, run.rows.tokens)
+            if run is not None:
+                state = replace(state, latencies=run.latencies)
             self._tell_point(replace(state, tokens=tokens, time_left=None), now)
             self._tell_work(state, now)
         elif self._rows:
@@ -168,7 +172,8 @@ class RunRecorder:
             times = state.elapsed_s / passed_s if passed_s > 0 else 0.0  # shares of this plan alone
             shares = state.whole_busy_share or (0.0,) * len(state.stages)
             stages = zip(state.stages, shares, strict=False)
-            self._note(Work(now, tuple(_stage_work(each, times * share) for each, share in stages)))
+            works = tuple(_stage_work(each, times * share) for each, share in stages)
+            self._note(Work(now, works, state.latencies.buckets if self._has_latency else ()))
 
 
 @contextmanager
@@ -209,7 +214,7 @@ def recorded(run: Run, session: SessionOf | None) -> Iterator[RunRecorder]:
 def plan_note(plan: PlanSpec) -> PlanNote:
     """What the journal keeps of a plan."""
     is_followed = planned_tokens_per_s(plan) is not None
-    job = plan.job
+    job, latency = plan.job, planned_latency(plan)
     return PlanNote(
         fingerprint=blake2b(plan.to_json().encode(), digest_size=6).hexdigest(),
         model=_cut(plan.model.name),
@@ -219,6 +224,9 @@ def plan_note(plan: PlanSpec) -> PlanNote:
         seconds=job.seconds * time_scale(plan) if job is not None and is_followed else None,
         tokens_per_s=planned_tokens_per_s(plan),
         stages=tuple(_planned(plan, stage) for stage in plan.stages),
+        quantile=None if latency is None else latency.quantile,
+        latency_s=None if latency is None else latency.planned_s,
+        bound_s=None if latency is None else latency.bound_s,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.stage_figures import QueueDepth, StageStats, joined_queue, pipelines_of
 from llmpq.run.monitoring.forecast import Counts, TimeLeft, time_left
 
@@ -21,6 +22,7 @@ class RunState:
 
     `max_tokens` is what all prompts may generate at most, None where their number is not known.
     `busy_share` and `whole_busy_share` [stages] are of the last interval and of the whole run.
+    `latencies` are those of all requests that have ended.
     """
 
     elapsed_s: float
@@ -34,6 +36,7 @@ class RunState:
     queue: QueueDepth | None
     time_left: TimeLeft | None
     stages: tuple[StageStats, ...] = ()
+    latencies: LatencyCounts = NO_LATENCIES
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class RunMeter:
         self._began_s = self._loaded_s = clock()
         self._ended = self._ended_tokens = self._ended_limits = self._read = 0
         self._stages: tuple[StageStats, ...] = ()
+        self._latencies = NO_LATENCIES
         self._samples = deque([_Sample(self._began_s, 0, ())])
 
     def begin(self) -> None:
@@ -107,6 +111,8 @@ class RunMeter:
             int(_increase(now[0].prefill.requests, old[0].prefill.requests if old else 0))
             for now, old in self._pipelines(stages)
         )
+        for now, old in self._pipelines(stages):
+            self._latencies = self._latencies.plus(_new_latencies(now[0], old[0] if old else None))
         self._stages = tuple(stages)
         while len(self._samples) > 2 and self._samples[1].at_s <= at_s - WINDOW_S:
             self._samples.popleft()
@@ -134,6 +140,7 @@ class RunMeter:
             queue=joined_queue(self._stages),
             time_left=self._time_left(tokens),
             stages=self._stages,
+            latencies=self._latencies,
         )
 
     def _tokens_per_s(self) -> float:
@@ -169,6 +176,15 @@ class RunMeter:
 def generated(stage: StageStats | None) -> int:
     """Tokens that a stage's micro-batches gave."""
     return 0 if stage is None else stage.sampled_tokens
+
+
+def _new_latencies(now: StageStats, before: StageStats | None) -> LatencyCounts:
+    """Those that a first stage has counted since; all where its process was restarted."""
+    counts = NO_LATENCIES if now.queue is None else now.queue.latencies
+    earlier = NO_LATENCIES
+    if before is not None and before.queue is not None:
+        earlier = before.queue.latencies
+    return counts.since(earlier) if counts.requests >= earlier.requests else counts
 
 
 def _increase(now: float, before: float) -> float:

@@ -81,6 +81,9 @@ def monitored(
     try:
         with Monitor(meter, figures, show):
             yield figures
+        last = figures()  # what ended since the thread asked
+        if last is not None:
+            meter.add(last)
     except HeadLostError:  # the stages are lost with it
         raise
     except BaseException:

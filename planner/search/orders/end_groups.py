@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -111,7 +111,7 @@ class SizedOrders:
         self._rough: dict[bool, _RoughPrices] = {}
         kinds = range(1 + max(tree.kind_of_device))
         self._count = np.bincount(tree.kind_of_device)
-        self._examples = [devices[tree.kind_of_device.index(kind)] for kind in kinds]
+        self._examples = tuple(devices[tree.kind_of_device.index(kind)] for kind in kinds)
 
     @cached_property
     def onward_s(self) -> FloatArray:
@@ -170,14 +170,20 @@ class SizedOrders:
         return self.costs.transfers(self.sizes, len(self.devices))
 
     def _hops(self, seconds: Callable[[Device, Device, str], tuple[float, float]]) -> FloatArray:
-        kinds = range(len(self._examples))
-        found = np.zeros((2, len(kinds), len(kinds), 2))
-        for one, other, joined in itertools.product(kinds, kinds, (False, True)):
-            sender = self._examples[one]
-            node = sender.node if joined else f"not {sender.node}"
-            receiver = replace(self._examples[other], node=node, index=ELSEWHERE)
-            found[:, one, other, int(joined)] = seconds(sender, receiver, self.costs.dtype(sender))
-        return found
+        kinds = len(self._examples)
+        pairs = _pairs_of_kinds(self._examples)
+        found = [seconds(one, other, self.costs.dtype(one)) for one, other in pairs]
+        return np.array(found).reshape(kinds, kinds, 2, 2).transpose(3, 0, 1, 2)
+
+
+@lru_cache(maxsize=64)
+def _pairs_of_kinds(examples: tuple[Device, ...]) -> tuple[tuple[Device, Device], ...]:
+    """A sender and a receiver of each two kinds, on different nodes and on one."""
+    pairs = []
+    for sender, other, joined in itertools.product(examples, examples, (False, True)):
+        node = sender.node if joined else f"not {sender.node}"
+        pairs.append((sender, replace(other, node=node, index=ELSEWHERE)))
+    return tuple(pairs)
 
 
 class OrdersByEnds:

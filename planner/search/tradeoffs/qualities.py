@@ -24,7 +24,7 @@ from planner.plan.builder import Solution
 from planner.search.candidate_search import SearchTime
 from planner.search.memory_fit import searched_sizes
 from planner.search.tradeoffs.bounded import PointSolver, theta_solver
-from planner.search.tradeoffs.pareto import Point
+from planner.search.tradeoffs.pareto import PlanT, Point
 from quant.common.errors import InfeasibleError
 
 SLOWER = 0.1
@@ -97,18 +97,18 @@ def _by_quality(
         limit_s = min(point.predicted_s for point in found) / (1 - SLOWER)
         if with_high and (finest is None or finest.predicted_s > limit_s):
             found += _towards_high(solve, theta, limit_s)
-    best = _best_by_rules(found)
+    best = best_by_rules(found)
     return best if with_high else {name: best[name] for name in best if name != "high"}
 
 
-def _best_by_rules(found: Sequence[Point[Solution]]) -> Qualities:
+def best_by_rules(found: Sequence[Point[PlanT]]) -> Mapping[Quality, Point[PlanT]]:
     """The best of all that were `found` by each rule: searches rank by a closed form, so that by
     the prediction one may be beaten by what another found.
     """
     fast = min(found, key=lambda point: (point.predicted_s, point.omega))
     limit_s = fast.predicted_s / (1 - SLOWER)
 
-    def loss(point: Point[Solution]) -> float:
+    def loss(point: Point[PlanT]) -> float:
         sensitivity = point.omega / fast.omega if fast.omega > 0 else 0.0
         return point.predicted_s / fast.predicted_s + SLOWER * sensitivity
 

@@ -32,6 +32,9 @@ class Pretend:
     def inc(self, more: float, tags: dict[str, str]) -> None:
         self.counted[tuple(tags.items())] += more  # type: ignore[assignment]
 
+    def observe(self, value: float) -> None:
+        self.counted[()] += value  # type: ignore[assignment]
+
     def set(self, value: float, tags: dict[str, str] | None = None) -> None:
         self.value = value
 
@@ -68,6 +71,16 @@ def test_each_answer_is_counted_once() -> None:
     }
     assert Pretend.made["llmpq_recomputed_tokens"].counted == {(): 90}
     assert Pretend.made["llmpq_parked_tokens"].value == 0
+
+
+def test_each_latency_is_observed_once() -> None:
+    new = [[2.5, 0.5], [], [1.0]]
+    stats = StageStats(0.0, 0, 0, 0, 5, 5)
+    meter = StageMeter(TelemetryOptions())
+    publisher = MetricsPublisher(meter, lambda: stats, {}, True, lambda: new.pop(0))
+    for _ in range(3):
+        publisher.publish()
+    assert Pretend.made["llmpq_request_latency_seconds"].counted == {(): 4.0}
 
 
 def test_counts_of_several_runs_are_added_but_for_what_is_parked_now() -> None:

@@ -13,7 +13,8 @@ from llmpq.cli.options.dist import dist_parser, submit_parser
 from llmpq.cli.running import algo, dist
 from llmpq.cluster import Cluster
 from planner.option_rules import Rule, refuse_ignored
-from planner.options import FRONT_RULES, PLAN_RULES, PlanOptions
+from planner.options import PlanOptions
+from planner.planning_rules import FRONT_RULES, PLAN_RULES
 from planner.workload import Workload
 from quant.common.errors import SpecError
 from tests.llmpq.commands import exit_code
@@ -24,6 +25,7 @@ RUN = ["--plan", "p.json", "--input", "a.jsonl", "--output", "r.jsonl"]
 SUBMIT = ["--submit", "http://127.0.0.1:1"]
 MEASURE = ["--model", "m", "--calibration", "t.txt", "-o", "o.json"]
 RANDOM = ["--model", "m", "-o", "o.json", "--method", "random"]
+BOUND = [*PLAN, "--max_request_latency_s", "20"]
 TIMES = ["--model", "opt-125m", "-o", "times.csv"]
 REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
     (algo.main, [*PLAN, "--shaq_efficient", "--method", "auto"], ("--method", "--shaq_efficient")),
@@ -116,6 +118,44 @@ REFUSED: list[tuple[Main, list[str], tuple[str, ...]]] = [
         [*PLAN, "--profiles", "p.csv", "--fit", "--use_profiler_prediction"],
         ("--fit", "--use_profiler_prediction"),
     ),
+    (algo.main, [*BOUND, "--global_bz", "4"], ("--global_batch", "--max_request_latency_s")),
+    (algo.main, [*BOUND, "--policy", "orca"], ("--policy", "--max_request_latency_s", "exegpt")),
+    (algo.main, [*BOUND, "--replicas", "2"], ("--replicas", "--max_request_latency_s")),
+    (
+        algo.main,
+        [*BOUND, "--max_latency_s", "9"],
+        ("--max_latency_s", "whole batch or job", "each request"),
+    ),
+    (algo.main, [*BOUND, "--prompts", "9", "--in_flight", "4"], ("--in_flight", "the schedule")),
+    (algo.main, [*BOUND, "--decode_micro_batch", "4"], ("--decode_micro_batch", "the schedule")),
+    (algo.main, [*BOUND, "--objective", "paper"], ("--objective", "--max_request_latency_s")),
+    (algo.main, [*BOUND, "--method", "pipeedge"], ("--method", "--max_request_latency_s")),
+    (algo.main, [*BOUND, "--compare"], ("--compare", "--max_request_latency_s")),
+    (algo.main, [*BOUND, "--input", "a", "--percentile", "9"], ("--percentile",)),
+    (algo.main, [*BOUND, "--pareto", "-o", "p.json"], ("--output", "--pareto", "--report")),
+    (
+        algo.main,
+        [*BOUND, "--lengths", "l.csv", "--output_lengths", "9", "2", "20"],
+        ("--output_lengths", "--lengths"),
+    ),
+    (
+        algo.main,
+        [*BOUND, "--input", "a", "--prompt_lengths", "9", "2", "20"],
+        ("--prompt_lengths", "--input"),
+    ),
+    (
+        algo.main,
+        [*BOUND, "--n", "20", "--output_lengths", "9", "2", "20"],
+        ("--new_tokens", "--output_lengths"),
+    ),
+    (algo.main, [*PLAN, "--quantile", "0.9"], ("--quantile", "--max_request_latency_s")),
+    (algo.main, [*PLAN, "--schedule", "rra"], ("--schedule", "--max_request_latency_s")),
+    (algo.main, [*PLAN, "--policy", "exegpt"], ("--policy", "--max_request_latency_s")),
+    (
+        algo.main,
+        [*PLAN, "--prompt_lengths", "9", "2", "20"],
+        ("--prompt_lengths", "--max_request_latency_s"),
+    ),
     (dist.main, [*RUN, "--overwrite", "--retry_errors"], ("--overwrite", "--retry_errors")),
     (dist.main, [*RUN, "--overwrite", "--extend"], ("--extend", "--overwrite")),
     (dist.main, [*RUN, "--no_cache", "--cache_dir", "d"], ("--no_cache", "--cache_dir")),
@@ -173,6 +213,11 @@ ACCEPTED: list[tuple[Parser, list[str]]] = [
         [*PLAN, "--input", "a", "--lengths", "l", "--s", "9", "--long_rows", "error"],
     ),
     (algo_parser(), [*PLAN, "--prompts", "9", "--in_flight", "4", "--n", "8"]),
+    (algo_parser(), [*BOUND, "--lengths", "l.csv", "--policy", "exegpt", "--quantile", "0.9"]),
+    (algo_parser(), [*BOUND, "--lengths", "l.csv", "--n", "9", "--theta", "1", "--pareto"]),
+    (algo_parser(), [*BOUND, "--input", "a", "--lengths", "l", "--schedule", "waa-m"]),
+    (algo_parser(), [*BOUND, "--input", "a", "--output_lengths", "9", "2", "20"]),
+    (algo_parser(), [*BOUND, "--prompts", "9", "--s", "9", "--output_lengths", "9", "2", "20"]),
     (dist_parser(), [*RUN, *SUBMIT, "--address", "auto", "--no_wait"]),
     (dist_parser(), [*RUN, "--resume", "--retry_errors", "--extend"]),
     (evaluate.evaluate_parser(), ["--plan", "p", "--bits", "4", "--rounding", "nearest"]),

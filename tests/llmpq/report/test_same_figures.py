@@ -13,10 +13,11 @@ from rich.console import Console
 from llmpq import Cluster, Job, Plan, Workload
 from llmpq.cli.running import algo
 from llmpq.report import report_page
-from llmpq.tables import comparison_table, front_table, plan_table
+from llmpq.tables import comparison_table, front_table, latency_front_table, plan_table
 from planner.explanation.what_if import WhatIfOptions
 from planner.plan.spec import PerplexityForecast
 from planner.search.tradeoffs.front import FrontPoint
+from tests.llmpq.bounded_plans import FRONTS, rra_plan, waa_plan
 from tests.llmpq.jobs_of_prompts import job_plan
 from tests.llmpq.report.pages import Page, measures, numbers
 from tests.paths import DEMO_MODEL, SPECS
@@ -52,17 +53,29 @@ def told_job() -> Plan:
     return Plan(job_plan())
 
 
-@pytest.mark.parametrize(
-    "made", [demo_batch, demo_job, two_types, with_perplexity, told_job], ids=lambda f: f.__name__
-)
+def in_turns() -> Plan:
+    return Plan(rra_plan())
+
+
+def apart() -> Plan:
+    return Plan(waa_plan("waa-m"))
+
+
+MADE_BY_HAND = (told_job, in_turns, apart)
+PLANS = (demo_batch, demo_job, two_types, with_perplexity, *MADE_BY_HAND)
+
+
+@pytest.mark.parametrize("made", PLANS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("width", [80, 160])
 def test_every_number_of_the_terminal_is_on_the_page(made: Callable[[], Plan], width: int) -> None:
     plan = made()
-    explained = None if made is told_job else plan.explain(NO_QUESTIONS)
-    limits = () if made is told_job else plan.limits
+    explained = None if made in MADE_BY_HAND else plan.explain(NO_QUESTIONS)
+    limits = () if made in MADE_BY_HAND else plan.limits
     console = Console(width=width)
     with console.capture() as captured:
-        console.print(plan_table(plan.spec, limits), comparison_table(plan.spec))
+        console.print(plan_table(plan.spec, limits))
+        if plan.spec.latency is None:
+            console.print(comparison_table(plan.spec))
     terminal = " ".join(captured.get().split())
     page = Page(report_page(plan.spec, explained)).text
     assert len(numbers(terminal)) > 20
@@ -86,6 +99,18 @@ def test_a_front_that_finds_the_plan_again_shows_its_theta_and_its_seconds(
     for text in (captured.get(), page):
         assert "2.122" not in text
     assert page.count("other theta") - page.count("another theta") == 1
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_throughput_over_bounds_is_the_same_in_both(width: int) -> None:
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(latency_front_table(FRONTS))
+    page = Page(report_page(rra_plan(), None, FRONTS)).text
+    terminal = " ".join(captured.get().split())
+    assert len(numbers(terminal)) > 10
+    assert numbers(terminal) - numbers(page) == set()
+    assert measures(terminal) - measures(page) == set()
 
 
 def test_the_command_writes_what_it_prints(

@@ -14,6 +14,8 @@ from actors.messages import Finished, Request, Sampling
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_group import GroupOptions, StageGroup
 from llmpq import Plan
+from llmpq.cli.options.serve import serve_parser
+from llmpq.cli.running.serve import _run_options
 from planner.scheduling import RequestSchedule
 from quant.common.errors import SpecError
 from tests.actors.models import random_prompts, reference
@@ -58,6 +60,7 @@ def test_a_stage_that_dies_is_survived_token_for_token(
     assert all(each.mixed.micro_batches == 0 for each in stats)
     assert stats[0].queue is not None
     assert stats[0].queue.slots == group.sizes.slots == 14
+    assert stats[0].queue.latencies.requests == len(PROMPTS)
 
 
 def test_rows_of_a_run_have_their_tokens(tiny: tuple[Path, Any], exegpt: Plan) -> None:
@@ -69,6 +72,12 @@ def test_rows_of_a_run_have_their_tokens(tiny: tuple[Path, Any], exegpt: Plan) -
 def test_a_plan_without_a_schedule_is_refused_before_anything_starts(plan: Plan) -> None:
     with pytest.raises(SpecError, match=r"the plan has none; .* --max_request_latency_s"):
         plan.run([[1]], policy="exegpt")
+
+
+def test_a_server_follows_the_schedule_of_its_plan() -> None:
+    options = serve_parser().parse(["--plan", "plan.json"])
+    assert _run_options(options, "exegpt").policy == "exegpt"
+    assert _run_options(options, "static").policy == "orca"
 
 
 def test_a_schedule_has_no_other_options(exegpt: Plan) -> None:

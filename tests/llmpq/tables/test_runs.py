@@ -6,7 +6,9 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from actors.latency_counts import LatencyCounts
 from actors.stage_figures import PhaseWork, StageStats
+from llmpq.report.measured_latency import LatencyFigures, PlannedLatency
 from llmpq.run.summary import RunSummary
 from llmpq.tables import summary_table
 from tests.llmpq.tables.test_plans import eight_stages
@@ -26,7 +28,9 @@ STATS = StageStats(
 @pytest.mark.parametrize("width", [80, 120, 160])
 def test_a_run_fits(width: int) -> None:
     plan, _ = eight_stages("rack-7-of-building-2", (16, 8))
-    summary = RunSummary(1200, 2, 480_000, 12.5, 2469.0, (STATS,) * 8)
+    planned = PlannedLatency(0.99, 11.0, 20.0)
+    latency = LatencyFigures.of([LatencyCounts.of([0.5, 12.0])], planned)
+    summary = RunSummary(1200, 2, 480_000, 12.5, 2469.0, (STATS,) * 8, latency=latency)
     console = Console(width=width)
     with console.capture() as captured:
         console.print(summary_table(plan, summary))
@@ -37,5 +41,7 @@ def test_a_run_fits(width: int) -> None:
         assert f"V100-SXM2-32GB:{stage.index}" in together
     for figure in ("1234.5s", "50%", "10240", "33.00GiB", "9.00GiB"):
         assert together.count(figure) == 8, figure
+    words = "(planned 11.00 s, within the bound of 20.00 s), half within"
+    assert "".join(words.split()) in together
     assert "1200 prompts (2 with errors)" in " ".join(captured.get().split())
     assert "…" not in together

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.communication import Transfers, hidden_bytes, transfer_s
+from planner.costs.communication import Transfers, hidden_bytes
 from planner.model.finding import model_shape
+from tests.planner.problems import transfer_s
 
 SHAPE = model_shape("opt-30b")
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)

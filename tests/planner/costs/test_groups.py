@@ -11,12 +11,12 @@ from planner.cluster.groups import group_of, grouped_cluster
 from planner.cluster.links import MeasuredSum
 from planner.cluster.spec import ClusterSpec
 from planner.costs.collectives import Collectives
-from planner.costs.communication import transfer_s
 from planner.costs.group_latency import GroupLatency
 from planner.costs.roofline import RooflineLatency
 from planner.model.finding import model_shape
 from planner.model.tensor_parallel import largest_rank_shape
 from quant.common.errors import SpecError
+from tests.planner.problems import transfer_s
 
 CLUSTER = ClusterSpec.from_counts(["V100", "T4"], [4, 4])
 SHAPE = model_shape("opt-30b")

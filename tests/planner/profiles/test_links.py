@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from planner.cluster.spec import ClusterSpec
-from planner.costs.communication import transfer_s
 from planner.explanation.what_if import Question, _changed
 from planner.model.finding import model_shape
 from planner.options import PlanOptions
@@ -27,6 +26,7 @@ from planner.search.costs import cost_model
 from planner.search.search import find_plan
 from planner.workload import Workload
 from quant.common.errors import InputError, SpecError
+from tests.planner.problems import transfer_s
 
 CLUSTER = ClusterSpec.from_counts(["T4", "V100-32G"], [2, 1], internode_gbit_per_s=8)
 T4, T4_TOO, V100 = CLUSTER.devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,11 +14,13 @@ from planner.model.finding import model_shape
 from planner.options import PlanOptions
 from planner.plan.check import check_plan
 from planner.plan.spec import PlanSpec
+from planner.search.candidate_search import search
 from planner.search.costs import planning_costs
 from planner.search.groupings import first_sets, groupings, neighbours
 from planner.search.search import find_plan, find_priced_plan
 from planner.workload import Workload
-from quant.common.errors import SpecError
+from quant.common.errors import DoesNotFitError, SpecError
+from tests.paths import SPECS
 
 SHAPE = replace(model_shape("opt-13b"), layers=4, name="four layers of opt-13b")
 WORK = Workload(global_batch=8, prompt_length=128, new_tokens=16)
@@ -70,6 +73,18 @@ def test_best_grouping_is_that_of_brute_force() -> None:
     assert len({round(each, 6) for each in each_s}) > 4
 
 
+def test_auto_is_no_worse_than_any_degree_where_time_runs_out() -> None:
+    """In half a second not even the 15,120 orders of single devices can be tried."""
+    cluster = ClusterSpec.from_yaml(SPECS / "mixed_24.yaml")
+    shape, work = model_shape("opt-66b"), Workload(32, 512, 100)
+    found: dict[object, float] = {}
+    for degree in (1, 2, 4, "auto"):
+        options = PlanOptions(tensor_parallel=degree, theta=1.0, search_time_limit=0.5)
+        costs, _ = planning_costs(cluster, shape, work, options)
+        found[degree] = search(costs, time.process_time).assignment.objective
+    assert found.pop("auto") < min(found.values())
+
+
 def test_plan_with_groups_is_written_read_checked_and_explained(tmp_path) -> None:
     found = find_priced_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=2))
     plan = found.plan
@@ -92,6 +107,16 @@ def test_plan_with_groups_is_written_read_checked_and_explained(tmp_path) -> Non
 def test_what_no_node_has_is_refused(degree: object, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         find_plan(MIXED, SHAPE, "m", WORK, replace(OPTIONS, tensor_parallel=degree))
+
+
+def test_groups_that_do_not_fit_say_why_and_that_others_do() -> None:
+    """All seven devices hold the model one by one; the three V100 are in no group of four."""
+    cluster = ClusterSpec.from_counts(["T4", "V100-32GB"], [4, 3])
+    shape, work = replace(model_shape("bloom-176b"), layers=64), Workload(1, 128, 16)
+    with pytest.raises(DoesNotFitError, match=r"64 layers need .*one rank.*tensor_parallel auto"):
+        find_plan(cluster, shape, "m", work, PlanOptions(tensor_parallel=4, theta=1.0))
+    alone = planning_costs(cluster, shape, work, PlanOptions(theta=1.0))[0]
+    assert first_sets(alone) == [cluster.devices]
 
 
 def test_devices_without_a_group_of_the_degree_stay_unused() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.latency_counts import LatencyCounts
 from llmpq.jobs.job import JobOptions
 from llmpq.jobs.output.job_folder import JOURNAL
 from llmpq.jobs.output.job_output import JobOutput
@@ -160,6 +161,27 @@ def test_speed_and_predictions(tmp_path: Path, source: Path) -> None:
     assert (series.rows[-1].at_s, series.rows[-1].rows) == (30, 40)
     (span,) = series.planned
     assert (span.begins_s, span.ends_s) == (10, 30)
+
+
+def test_latencies_of_all_sessions_beside_the_bound(tmp_path: Path) -> None:
+    """Where the plan was for one: 4 of 200 requests took more than it allows."""
+    output = tmp_path / "answers"
+    output.mkdir()
+    plan = replace(START.plan, quantile=0.99, latency_s=8.0, bound_s=10.0)
+    entries = []
+    for number, slow in enumerate((1, 3)):
+        one = session(BEGAN + 100 * number, plan=plan)
+        counts = LatencyCounts.of([2.0] * (100 - slow) + [20.0] * slow)
+        entries += [*one[:-1], replace(one[-1], latencies=counts.buckets)]
+    write_journal(output, entries)
+    job = look(output)
+    assert job.latency is not None
+    assert job.latency.requests == 200
+    assert job.latency.quantile_s == pytest.approx(20.0, rel=0.011)
+    (fact,) = [fact for fact in facts(job) if fact.name == "latency"]
+    assert "above the bound" in fact.text
+    write_journal(output, session())
+    assert look(output).latency is None
 
 
 def test_sessions_and_events_lie_on_one_time_axis(tmp_path: Path, source: Path) -> None:

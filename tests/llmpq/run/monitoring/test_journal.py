@@ -9,20 +9,26 @@ from typing import Any
 
 import pytest
 
+from actors.latency_counts import NO_LATENCIES, LatencyCounts
 from actors.recovery.policy import RecoveryEvent
 from actors.stage_figures import PhaseWork, StageStats
 from llmpq import Plan
 from llmpq.jobs.journal.entries import Entry, line_of
 from llmpq.jobs.journal.reader import read_journal
+from llmpq.jobs.overview.figures import latency_figures
+from llmpq.report.formatting import plain
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.journal import MOST_EVENTS, RunRecorder, SessionOf, recorded
 from llmpq.run.monitoring.meter import RunState, TimeLeft
 from planner.plan.simulate import time_scale
+from planner.scheduling import RequestSchedule
+from tests.planner.bounded import bounded
 
 WEEK_S = 7 * 24 * 3600
 STAGE = StageStats(
     8.0, 900, 900, 90, 10, 10, prefill=PhaseWork(9, 9, 90, 0.9, 4, 0.6, 4.0, 9), decode=PhaseWork()
 )
+SCHEDULE = RequestSchedule("rra", 4, 9, 3, 3, 2, 8.0)
 SESSION = SessionOf(Path(), "llmpq run --plan plan.json", "plan.json", 1000, 10, 1)
 
 
@@ -99,6 +105,32 @@ def test_predictions_only_where_the_plan_is_followed(plan: Plan) -> None:
     assert note.stages[0].prefill_s == pytest.approx(10 * scaled.stages[0].prefill_s)
 
 
+def test_latencies_are_kept_beside_what_was_planned_of_them(plan: Plan, tmp_path: Path) -> None:
+    """In the seconds of the run, which a time scale lengthens; a plan without a bound has none."""
+    spec = replace(bounded(plan.spec, SCHEDULE), time_scale=2.0)
+    clock, entries = Clock(), list[Entry]()
+    recorder = RunRecorder(entries.append, SESSION, spec, clock)
+    seconds = [1.0] * 60 + [30.0] * 38 + [50.0, 60.0]
+    early = replace(state(1.0, 10), latencies=LatencyCounts.of(seconds[:50]))
+    recorder.see(early)
+    run: Any = SimpleNamespace(rows=SimpleNamespace(tokens=20))
+    run.latencies = LatencyCounts.of(seconds)
+    recorder.end("done", "", run)
+    path = tmp_path / "journal"
+    path.write_bytes(b"".join(map(line_of, entries)))
+    found = latency_figures(read_journal(path))
+    assert found is not None
+    assert (found.requests, found.bound_s, found.planned_s) == (100, 40.0, 24.0)
+    assert found.quantile_s == pytest.approx(50.0, rel=0.011)
+    assert "99 % within 50." in plain(str(found))
+    assert "planned 24.00 s, above the bound of 40.00 s), half within 1.00 s" in plain(str(found))
+    entries.clear()
+    recorder = RunRecorder(entries.append, SESSION, replace(plan.spec, time_scale=2.0), clock)
+    recorder.see(early)
+    path.write_bytes(b"".join(map(line_of, entries)))
+    assert latency_figures(read_journal(path)) is None
+
+
 @pytest.mark.parametrize(
     ("leave", "how", "text"),
     [
@@ -115,7 +147,7 @@ def test_how_a_session_ended(
     run: Any = SimpleNamespace(
         plan=plan.spec, on_state=[], on_plan=[], on_event=[], give_up=given_up.append, rows=None
     )
-    run.rows = SimpleNamespace(tokens=77)
+    run.rows, run.latencies = SimpleNamespace(tokens=77), NO_LATENCIES
     session = replace(SESSION, path=tmp_path / "job.journal")
 
     def leave_it() -> None:

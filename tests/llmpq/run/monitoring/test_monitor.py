@@ -9,6 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from actors.latency_counts import LatencyCounts
 from actors.stage_figures import PhaseWork, QueueDepth, StageStats
 from llmpq.rows.results import Result
 from llmpq.run.monitoring.forecast import EARLY_PROMPTS
@@ -81,6 +82,17 @@ def test_a_restarted_stage_counts_from_zero_again() -> None:
     assert state.tokens == 90
     assert state.whole_busy_share == pytest.approx((0.25,))
     assert state.tokens_per_s > 0
+
+
+def test_latencies_are_added_where_a_first_stage_counts_from_zero_again() -> None:
+    clock = Clock()
+    meter = meter_at(clock)
+    for seconds in ([1.0], [1.0, 2.0], [9.0]):
+        queue = replace(QUEUE, latencies=LatencyCounts.of(seconds))
+        meter.add([stats(1.0, queue=queue), stats(1.0)])
+    meter.begin()  # another plan's stages
+    meter.add([stats(1.0, queue=replace(QUEUE, latencies=LatencyCounts.of([5.0, 5.0])))])
+    assert meter.state().latencies == LatencyCounts.of([1.0, 2.0, 9.0, 5.0, 5.0])
 
 
 def test_time_to_go_is_told_by_tokens_where_answers_have_their_full_length() -> None:

@@ -1,0 +1,1 @@
+"""ExeGPT's experiments (section 7): throughput under bounds on latency, beside other schedulers."""

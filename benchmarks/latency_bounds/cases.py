@@ -1,0 +1,101 @@
+"""Random schedules on random pipelines, on which timelines are held against event simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.latency_bounds.random_times import random_times
+from planner.latency_bound.completions import Completions, waa_decode_requests
+from planner.latency_bound.stage_times import StageTimes
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.scheduling import RequestSchedule
+
+MOST_STAGES = 8
+MOST_IN_FLIGHT = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class RraCase:
+    """A schedule of RRA."""
+
+    times: StageTimes
+    lengths: RequestLengths
+    schedule: RequestSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class WaaCase:
+    """A schedule of WAA."""
+
+    prefill: StageTimes
+    decode: StageTimes
+    handover_s_per_token: float
+    lengths: RequestLengths
+    schedule: RequestSchedule
+
+
+def random_lengths(rng: np.random.Generator) -> RequestLengths:
+    """Lengths of a task: truncated normal ones, or those of a sample with a long tail."""
+    return RequestLengths(_random_distribution(rng, 32, 600), _random_distribution(rng, 16, 260))
+
+
+def _random_distribution(rng: np.random.Generator, low: int, high: int) -> LengthDistribution:
+    mean = float(np.exp(rng.uniform(np.log(low), np.log(high))))
+    share = rng.uniform(0.2, 0.9)
+    if rng.random() < 0.6:
+        longest = int(mean * rng.uniform(1.6, 2.8)) + 1
+        return LengthDistribution.truncated_normal(mean, share * mean, longest)
+    sample = rng.lognormal(np.log(mean) - share**2 / 2, share, size=2000)
+    return LengthDistribution.of_sample(np.clip(sample.astype(np.int64), 1, int(6 * mean)))
+
+
+def random_rra(rng: np.random.Generator) -> RraCase:
+    """A schedule of RRA on up to `MOST_STAGES` stages."""
+    stages = int(rng.integers(1, MOST_STAGES + 1))
+    groups = stages if rng.random() < 0.6 else int(rng.integers(1, 2 * stages + 1))
+    while True:
+        lengths = random_lengths(rng)
+        newcomers, steps = _log_uniform(rng, 1, 128), _log_uniform(rng, 1, 300)
+        in_flight = round(Completions(lengths.outputs, steps).decode_requests(newcomers))
+        if in_flight <= MOST_IN_FLIGHT:
+            break
+    schedule = RequestSchedule(
+        "rra",
+        newcomers,
+        max(1, in_flight),
+        steps,
+        groups,
+        _log_uniform(rng, 1, 16),
+        lengths.prompts.mean,
+    )
+    return RraCase(random_times(rng, stages), lengths, schedule)
+
+
+def random_waa(rng: np.random.Generator) -> WaaCase:
+    """A schedule of WAA on up to `MOST_STAGES` stages in all."""
+    stages = int(rng.integers(2, MOST_STAGES + 1))
+    prefill = int(rng.integers(1, max(2, stages // 2 + 1)))
+    while True:
+        lengths = random_lengths(rng)
+        newcomers = _log_uniform(rng, 1, 64)
+        in_flight = round(waa_decode_requests(lengths.outputs, newcomers))
+        if in_flight <= MOST_IN_FLIGHT:
+            break
+    schedule = RequestSchedule(
+        "waa-c" if rng.random() < 0.5 else "waa-m",
+        newcomers,
+        max(1, in_flight),
+        1,
+        int(rng.integers(1, stages - prefill + 2)),
+        _log_uniform(rng, 1, 16),
+        lengths.prompts.mean,
+    )
+    decode = random_times(rng, stages - prefill)
+    handover_s = float(np.exp(rng.uniform(np.log(1e-7), np.log(2e-5))))
+    return WaaCase(random_times(rng, prefill), decode, handover_s, lengths, schedule)
+
+
+def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    return round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))

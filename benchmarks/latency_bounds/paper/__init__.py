@@ -1,0 +1,1 @@
+"""ExeGPT's evaluation in simulation: its models, tasks and rivals, our schedules beside them."""

@@ -1,0 +1,228 @@
+"""Our WAA on equal GPUs: some prefill and others decode (ExeGPT section 4.1), branch and bound.
+
+GPUs that decode come first in the cluster, those that prefill last. Tensor-parallel groups of one
+degree are formed among those that decode first, then among the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from benchmarks.latency_bounds.paper.bounded import Bounded
+from benchmarks.latency_bounds.paper.layouts import layouts_of
+from benchmarks.latency_bounds.paper.models import BITS
+from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline, Work
+from benchmarks.latency_bounds.paper.rra_schedules import reserved_tokens
+from benchmarks.latency_bounds.paper.setting import QUANTILE, Setting
+from planner.costs.memory import kv_token_bytes, layer_weight_bytes
+from planner.latency_bound.branch_and_bound import Point
+from planner.latency_bound.completions import waa_decode_requests
+from planner.latency_bound.controls import shortest_turns
+from planner.latency_bound.performance import Performance
+from planner.latency_bound.waa import waa_timeline
+from planner.length_distribution import RequestLengths
+from planner.scheduling import RequestSchedule, ScheduleKind
+
+TURNS_UNDER_WAY = 2
+"""Turns of prompts that memory of the stages that prefill has room for: the one that runs, and the
+one whose keys and values are handed over."""
+LOADS = (1, 4, 16, 64)
+"""Newcomers of a turn for which GPUs are divided by computing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """The pipelines of both phases, and what handing over takes for each token of a prompt."""
+
+    prefill: Pipeline
+    decode: Pipeline
+
+    @cached_property
+    def handover_s_per_token(self) -> float:
+        """Seconds from the memory of a prefill stage through the hosts to a decode stage: the
+        slowest stage of either side, and the network between nodes. Stages copy side by side.
+        """
+        costs = self.prefill.costs
+        dtype = costs.dtype(self.prefill.stages[0])
+        both = [_slowest_copy_s(each) for each in (self.prefill, self.decode)]
+        token_bytes = 2 * costs.shape.layers * kv_token_bytes(costs.shape, BITS, dtype)
+        nodes = {device.node for device in self.prefill.stages}
+        apart = not nodes >= {device.node for device in self.decode.stages}
+        network_s = token_bytes / costs.cluster.internode_bytes_per_s / len(nodes)
+        return sum(both) + apart * network_s
+
+
+@dataclass(frozen=True, eq=False)
+class WaaSchedules:
+    """Schedules of WAA on one layout.
+
+    Points are (newcomers B_E,), which raises throughput and latency. Requests that decode are in as
+    many groups (B_m) as make a round shortest, which is best for both.
+    """
+
+    setting: Setting
+    kind: ScheduleKind
+    layout: Layout
+    divided: Divided
+    known: dict[Point, Performance] = field(default_factory=dict)
+
+    @property
+    def ranges(self) -> tuple[range]:
+        """The box of points."""
+        return (range(1, self._most_newcomers() + 1),)
+
+    def label(self, point: Point) -> str:
+        """The controls of a point as in table 6, and the GPUs that prefill."""
+        gpus = sum(device.degree for device in self.divided.prefill.stages)
+        groups = self.schedule(point).decode_micro_batches
+        return f"B_E={point[0]}, B_m={groups}{self.layout.label}, {gpus} prefill"
+
+    def performance(self, point: Point) -> Performance:
+        """The performance of a point; latency is infinite where requests have no room."""
+        return self.performance_of(self.schedule(point))
+
+    def performance_of(self, schedule: RequestSchedule) -> Performance:
+        """The performance of a schedule."""
+        divided, lengths = self.divided, self.setting.lengths
+        timeline = waa_timeline(
+            divided.prefill.times,
+            divided.decode.times,
+            divided.handover_s_per_token,
+            lengths,
+            schedule,
+            QUANTILE,
+        )
+        fits = waa_has_room(divided, lengths, schedule)
+        latency_s = timeline.latency_of(self.setting.bounded_output) if fits else math.inf
+        return Performance(timeline.performance.requests_per_s, latency_s)
+
+    def schedule(self, point: Point) -> RequestSchedule:
+        """The schedule of a point."""
+        (newcomers,) = point
+        lengths, decode = self.setting.lengths, self.divided.decode
+        size = shortest_turns(self.divided.prefill.times, lengths.prompts, newcomers, 1)[0]
+        decoding = max(1, round(waa_decode_requests(lengths.outputs, newcomers)))
+        groups = shortest_round(decode, lengths, decoding)
+        mean = lengths.prompts.mean
+        return RequestSchedule(self.kind, newcomers, decoding, 1, groups, size, mean)
+
+    def _most_newcomers(self) -> int:
+        lengths = self.setting.lengths
+        each = reserved_tokens(lengths, waa_decode_requests(lengths.outputs, 1.0))
+        return max(1, int(self.divided.decode.token_slots(Work(1, 1.0, 1, 1)) / each))
+
+
+def waa_has_room(divided: Divided, lengths: RequestLengths, schedule: RequestSchedule) -> bool:
+    """Whether either side has room: for requests that decode as with RRA, for turns of prompts
+    under way.
+    """
+    prompt, longest = lengths.prompts.mean, lengths.outputs.longest
+    size = schedule.prefill_micro_batch
+    turns = TURNS_UNDER_WAY * schedule.prefill_requests * prompt
+    if divided.prefill.token_slots(Work(size, prompt, 1, 1)) < turns:
+        return False
+    group = math.ceil(schedule.decode_requests / schedule.decode_micro_batches)
+    room = divided.decode.token_slots(Work(1, prompt, group, longest))
+    return room >= reserved_tokens(lengths, schedule.decode_requests)
+
+
+def waa_of(setting: Setting) -> Bounded:
+    """WAA-C and WAA-M on every layout of the model's GPUs."""
+    return Bounded(tuple(_waa_schedules(setting)))
+
+
+def _waa_schedules(setting: Setting) -> Iterator[WaaSchedules]:
+    for layout in layouts_of(setting.model, setting.model.count):
+        for gpus, kind in sorted(divisions(setting, layout.degree).items()):
+            divided = divided_of(setting, layout, gpus)
+            if divided is not None:
+                yield WaaSchedules(setting, kind, layout, divided)
+
+
+def divisions(setting: Setting, degree: int) -> dict[int, ScheduleKind]:
+    """Numbers of GPUs that prefill: by computing at several loads, and by memory. Beside the exact
+    ones there are those that keep groups of GPUs whole.
+    """
+    count = setting.model.count
+    shares: list[tuple[ScheduleKind, float]]
+    shares = [("waa-c", computing_share(setting, load)) for load in LOADS]
+    shares.append(("waa-m", memory_share(setting)))
+    found: dict[int, ScheduleKind] = {}
+    for kind, share in shares:
+        for whole in (1, degree):
+            gpus = min(count - whole, max(whole, whole * round(share * count / whole)))
+            if 0 < gpus < count:
+                found.setdefault(gpus, kind)
+    return found
+
+
+def divided_of(setting: Setting, layout: Layout, prefill_gpus: int) -> Divided | None:
+    """Both pipelines of a layout; None where the groups do not come out even between them, or one
+    has more stages than the model has layers.
+    """
+    costs, lengths = setting.model.costs, setting.lengths
+    devices, degree = costs.cluster.devices, layout.degree
+    decode_gpus = len(devices) - prefill_gpus
+    first = min(layout.grouped, decode_gpus // degree * degree)
+    if layout.grouped - first > prefill_gpus // degree * degree:
+        return None
+    decode = Pipeline.of(costs, devices[:decode_gpus], Layout(degree, first), lengths)
+    own = devices[decode_gpus:][::-1]
+    prefill = Pipeline.of(costs, own, Layout(degree, layout.grouped - first), lengths)
+    return None if decode is None or prefill is None else Divided(prefill, decode)
+
+
+def computing_share(setting: Setting, newcomers: int) -> float:
+    """The share of computing that is prefill with so many newcomers: C_E / (C_E + C_D)."""
+    costs, lengths = setting.model.costs, setting.lengths
+    device = costs.cluster.devices[0]
+    dtype = costs.dtype(device)
+    decoding = max(1, round(waa_decode_requests(lengths.outputs, newcomers)))
+    prompt, context = lengths.prompts.mean, lengths.prompts.mean + lengths.outputs.mean / 2
+    prefill_s = costs.latency.layer_prefill_s(device, BITS, newcomers, round(prompt), dtype)
+    decode_s = costs.latency.layer_decode_s(device, BITS, decoding, round(context), dtype)
+    return prefill_s / (prefill_s + decode_s)
+
+
+def memory_share(setting: Setting) -> float:
+    """The share of memory that the stages that prefill need, where all of it is in use."""
+    costs, lengths = setting.model.costs, setting.lengths
+    device = costs.cluster.devices[0]
+    shape, dtype = costs.shape, costs.dtype(device)
+    weights = shape.layers * layer_weight_bytes(shape, BITS, device, dtype)
+    token = 2 * shape.layers * kv_token_bytes(shape, BITS, dtype)
+    left = setting.model.count * costs.limit_bytes(device) - 2 * weights
+    decode = reserved_tokens(lengths, waa_decode_requests(lengths.outputs, 1.0))
+    prefill = TURNS_UNDER_WAY * lengths.prompts.mean
+    newcomers = max(0.0, left / token / (decode + prefill))
+    return (weights + newcomers * prefill * token) / (left + 2 * weights)
+
+
+def _slowest_copy_s(pipeline: Pipeline) -> float:
+    """Seconds of a token's keys and values between the memory of a stage and its host."""
+    costs, bounds = pipeline.costs, pipeline.first_layer
+    seconds = []
+    for stage, device in enumerate(pipeline.stages):
+        layers = bounds[stage + 1] - bounds[stage]
+        token = 2 * layers * kv_token_bytes(costs.shape_on(device), BITS, costs.dtype(device))
+        seconds.append(token / device.host_link_bytes_per_s)
+    return max(seconds)
+
+
+def shortest_round(decode: Pipeline, lengths: RequestLengths, requests: int) -> int:
+    """Groups (B_m) of so many requests whose round is shortest: one for each stage, so that all are
+    busy, or fewer, so that weights are read less often.
+    """
+    stages = len(decode.stages)
+    counts = {1, 2 * stages, *(-(-stages // part) for part in (1, 2, 4))}
+    context = lengths.prompts.mean + lengths.outputs.mean / 2
+
+    def round_s(groups: int) -> float:
+        size = requests / groups
+        compute_s, hop_s = decode.times.decode_s(size, context), decode.times.decode_hop_s(size)
+        return float(max(groups * max(compute_s.max(), hop_s.max()), (compute_s + hop_s).sum()))
+
+    return min(sorted(each for each in counts if each <= requests), key=round_s)

@@ -1,0 +1,126 @@
+"""A plan under a bound on the latency of requests, in words: what was asked, and how it is kept."""
+
+from __future__ import annotations
+
+from llmpq.report.answers.answer import Answer
+from llmpq.report.formatting import (
+    SPACE,
+    count,
+    duration,
+    per_second,
+    plural,
+    seconds,
+    whole_percent,
+)
+from planner.latency_bound.request import BoundRequest
+from planner.plan.latency_forecast import LatencyForecast
+from planner.plan.spec import PlanSpec
+from planner.scheduling import ScheduleKind
+
+DIVIDED_BY: dict[ScheduleKind, str] = {"waa-c": "computing", "waa-m": "memory"}
+"""By what the devices are divided among stages that prefill and stages that decode."""
+
+
+def requests_per_second(value: float) -> str:
+    """Requests per second with their unit."""
+    return f"{per_second(value)} requests/s"
+
+
+def latency_answers(plan: PlanSpec, forecast: LatencyForecast) -> list[Answer]:
+    """How many requests a second, how soon they are done, by which schedule, which wait is not
+    counted, how long all of them take, and for which lengths.
+    """
+    found = (
+        ("How many?", f"throughput: {rates(forecast)}"),
+        ("How soon?", f"latency: {latencies(forecast)}"),
+        ("How?", schedule_sentence(plan)),
+        ("What is not counted?", f"latency is {waiting(forecast)}"),
+        ("How long for all?", _all(forecast)),
+        ("For which lengths?", f"lengths: {lengths(forecast)}"),
+    )
+    return [Answer(question, text) for question, text in found if text]
+
+
+def _all(forecast: LatencyForecast) -> str:
+    """How long all requests take, where it is known how many there are."""
+    if forecast.prompts is None or forecast.seconds is None:
+        return ""
+    took = duration(forecast.seconds)
+    return f"{plural(forecast.prompts, 'request')}: about {took} in all (without loading)"
+
+
+def what_is_bounded(asked: LatencyForecast | BoundRequest) -> str:
+    """The bound that was asked for."""
+    return f"{whole_percent(asked.quantile)} of requests within {bound(asked.bound_s)}"
+
+
+def bound(bound_s: float | None) -> str:
+    """A bound as it was asked for."""
+    return "any time" if bound_s is None else f"{bound_s:.6g}{SPACE}s"
+
+
+def rates(forecast: LatencyForecast) -> str:
+    """Requests and new tokens per second."""
+    tokens = per_second(forecast.tokens_per_s)
+    return f"{requests_per_second(forecast.requests_per_s)}, {tokens} tokens/s"
+
+
+def latencies(forecast: LatencyForecast) -> str:
+    """The latency at the quantile against the bound, and the mean."""
+    return (
+        f"{whole_percent(forecast.quantile)} of requests within {seconds(forecast.latency_s)} "
+        f"({bound(forecast.bound_s)} allowed), {seconds(forecast.mean_latency_s)} in the mean"
+    )
+
+
+def waiting(forecast: LatencyForecast) -> str:
+    """The wait that the latency does not count."""
+    return (
+        "counted from when the prefill of a request begins; before it, a request waits at most "
+        f"{seconds(forecast.admission_wait_s)} for its turn where no more come than are served"
+    )
+
+
+def lengths(asked: LatencyForecast | BoundRequest) -> str:
+    """The lengths on which every figure rests."""
+    prompts, outputs = asked.lengths.prompts, asked.lengths.outputs
+    at = outputs.quantile(asked.quantile)
+    return (
+        f"prompts of {prompts.mean:,.0f} tokens in the mean, {count(prompts.longest)} at most; "
+        f"answers of {outputs.mean:,.0f} in the mean, {whole_percent(asked.quantile)} of at most "
+        f"{count(at)}, {count(outputs.longest)} at most"
+    )
+
+
+def kind_name(kind: ScheduleKind) -> str:
+    """The paper's name of a kind of schedule."""
+    return kind.upper()
+
+
+def schedule_sentence(plan: PlanSpec) -> str:
+    """What the stages do in turns, or beside each other; nothing of a plan without a schedule."""
+    schedule = plan.policy.schedule
+    if schedule is None:
+        return ""
+    newcomers = plural(schedule.prefill_requests, "request")
+    if schedule.prefill_micro_batch < schedule.prefill_requests:
+        newcomers += f" in micro-batches of up to {count(schedule.prefill_micro_batch)}"
+    decoding = plural(schedule.decode_requests, "request")
+    groups = _in_groups(schedule.decode_micro_batches)
+    name = kind_name(schedule.kind)
+    if plan.prefill_plan is None:
+        steps = plural(schedule.decode_steps, "decode step")
+        return (
+            f"{name}: every stage prefills and decodes in turns. A turn prefills {newcomers}, then "
+            f"about {decoding} make {steps}{groups}, and the next turn comes"
+        )
+    prefilling = plural(len(plan.prefill_plan.stages), "stage prefills", "stages prefill")
+    others = plural(len(plan.stages), "other one decodes", "others decode")
+    return (
+        f"{name}: {prefilling} turns of {newcomers}, one after another, and {others} about "
+        f"{decoding}{groups} all the time; devices are divided by {DIVIDED_BY[schedule.kind]}"
+    )
+
+
+def _in_groups(groups: int) -> str:
+    return "" if groups == 1 else f" in {count(groups)} groups"

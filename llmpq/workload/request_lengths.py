@@ -1,0 +1,101 @@
+"""Lengths of requests whose latency is bounded: of a file, of an input, normal, or all alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmpq.workload.input_job import InputJob
+from llmpq.workload.measured_lengths import COLUMNS, read_measured
+from planner.latency_bound.request import BoundRequest
+from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.options import PlanOptions
+from planner.workload import MAX_TOKENS, Job, Workload
+from quant.common.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests whose latency is bounded: their `lengths`, and `prompts`, how many there are (None
+    where that is not known).
+
+    `default_new_tokens`: the most that those without a limit of their own may generate; None for
+    the longest output. `notes`: sentences on rows that are not planned for.
+    """
+
+    lengths: RequestLengths
+    prompts: int | None = None
+    default_new_tokens: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def request_lengths(path: str | Path, new_tokens: int | None = None) -> RequestLengths:
+    """The distributions of all rows of the CSV `path`, with the columns
+    `prompt_tokens,output_tokens`; outputs are cut to `new_tokens`, where these are given.
+
+    Raises SpecError or `InputError` naming file and line.
+    """
+    found = read_measured(path).requests
+    if found is None:
+        raise SpecError(
+            f"lengths {path}: results do not have their prompts' lengths; give the input too "
+            f"(--input, or job_of_input), or a CSV with the columns {','.join(COLUMNS)}"
+        )
+    if new_tokens is None:
+        return found
+    return RequestLengths(found.prompts, found.outputs.at_most(new_tokens))
+
+
+def normal_lengths(name: str, given: Sequence[float]) -> LengthDistribution:
+    """The normal distribution of mean, standard deviation and longest length in tokens, cut to 1 to
+    the longest; `name` is that of the option in messages.
+    """
+    mean, deviation, longest = given
+    if not (1 <= longest <= MAX_TOKENS and longest == int(longest)):
+        raise SpecError(
+            f"{name}: the longest is {longest:g}; give a whole number of 1 to {MAX_TOKENS} tokens"
+        )
+    try:
+        return LengthDistribution.truncated_normal(mean, deviation, int(longest))
+    except SpecError as error:
+        raise SpecError(f"{name}: {error}") from error
+
+
+def same_lengths(tokens: int) -> LengthDistribution:
+    """The distribution of lengths that are all alike."""
+    return LengthDistribution((tokens,), (1.0,))
+
+
+def bound_request(requests: Requests, options: PlanOptions) -> BoundRequest:
+    """What is asked of a schedule for these requests."""
+    bound_s = options.request_bound_s
+    return BoundRequest(
+        requests.lengths,
+        None if bound_s == math.inf else bound_s,
+        options.quantile,
+        options.schedule_kinds,
+        requests.prompts,
+    )
+
+
+def requests_of(workload: Workload | Job | InputJob | Requests | RequestLengths) -> Requests:
+    """The requests of what a plan is asked for; SpecError for a batch, which is done as a whole."""
+    if isinstance(workload, Requests):
+        return workload
+    if isinstance(workload, RequestLengths):
+        return Requests(workload)
+    if isinstance(workload, Workload):
+        raise SpecError(
+            "max_request_latency_s is about requests that come and go, not about a batch; give "
+            "request_lengths(FILE), job_of_input(FILE, MODEL) or a Job"
+        )
+    if isinstance(workload, Job):
+        sample = workload.lengths
+        of_sample = LengthDistribution.of_sample
+        lengths = RequestLengths(of_sample(sample.prompt_tokens), of_sample(sample.output_tokens))
+        return Requests(lengths, workload.prompts, workload.default_new_tokens)
+    lengths = workload.requests or requests_of(workload.ordinary).lengths
+    limit = workload.ordinary.default_new_tokens
+    return Requests(lengths, workload.prompts, limit, replace(workload, long_rows=None).notes)

@@ -1,0 +1,273 @@
+"""Branch and bound over integer controls: the most throughput within a bound on latency.
+
+This is ExeGPT's Algorithm 1 for any number of controls x_1, x_2, ...: throughput and latency rise
+with each of them, up to tolerances. So no point of a block has more throughput than its upper
+corner and none has less latency than its lower corner, and a block is of no interest where the
+upper corner is no faster than the best point so far, or the lower corner is too late. For functions
+that are monotone this leaves out nothing; where they are so only within the tolerances eps_T
+(`Tolerance.throughput`) and eps_L (`Tolerance.latency`), the best point of all is at most eps_T
+above the one that is found.
+
+Slips of the printed listing that are corrected here:
+
+- line 3 takes the lower corner for T* whether or not it keeps the bound. Here T* is nothing until a
+  point keeps the bound.
+- The upper corner of the first block is never looked at, though the text ends the search where it
+  keeps the bound; line 4 queues `B`, which is B_0, without its `upp`.
+- line 4 sorts the queue "by lower bound", but line 6 takes its greatest: that is the throughput of
+  the upper corner, an upper bound.
+- line 8 says nothing of the case that neither corner keeps the bound: line 10 would always split
+  the same way. The text takes the longer side; here it is the side along which throughput falls the
+  most between the corners, which are known by then.
+- lines 11 to 14 go on splitting a block of one point for ever. It is left once it is evaluated.
+- lines 15 to 17 look for T* among the upper corners of new blocks only and forget the corners of
+  line 7 and the lower ones. Here every point that is evaluated and keeps the bound is considered.
+- line 18 keeps a block unless its upper corner is slower than T* by eps_T. That much is needed to
+  find the very best in spite of eps_T, but not to come within eps_T of it.
+
+Two additions make evaluations few. A point on the diagonal of the box begins as T*. And before a
+block is split it is cut down along each side by bisection: from the lower corner as far as latency
+allows, from the upper corner as far back as throughput exceeds T* (the reduction of monotonic
+optimisation, ExeGPT's reference [43]); the first points that this looks at are those of line 7.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from planner.latency_bound.performance import DOES_NOT_FIT, Performance
+
+Point = tuple[int, ...]
+PerformanceOf = Callable[[Point], Performance]
+"""The performance of a point. Where requests have no room, it states the throughput that they would
+have beside an infinite latency; `DOES_NOT_FIT` tells nothing of the points below."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far performance may fall, relatively, where it should rise with a control: `throughput`
+    (eps_T, by which the best point may also be better than the one found) and `latency` (eps_L).
+    """
+
+    throughput: float = 0.02
+    latency: float = 0.02
+
+
+@dataclass(frozen=True)
+class Found:
+    """The point that was found, its performance, and how many points were evaluated for it."""
+
+    point: Point
+    performance: Performance
+    evaluations: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The points from the corner `low` to the corner `high`, both included."""
+
+    low: Point
+    high: Point
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Steps between the corners along each control."""
+        return tuple(high - low for low, high in zip(self.low, self.high, strict=True))
+
+    def at(self, share: float) -> Point:
+        """The point at this share of the diagonal."""
+        steps = zip(self.low, self.widths, strict=True)
+        return tuple(low + round(share * width) for low, width in steps)
+
+    def halves(self, control: int) -> tuple[Block, Block]:
+        """Both halves along a control."""
+        middle = (self.low[control] + self.high[control]) // 2
+        below = Block(self.low, _with(self.high, control, middle))
+        return below, Block(_with(self.low, control, middle + 1), self.high)
+
+
+class Evaluations:
+    """Evaluates each point once, and keeps the best of those within the bound."""
+
+    def __init__(self, performance: PerformanceOf, bound_s: float, more_than: float = 0.0) -> None:
+        self._performance, self._bound_s = performance, bound_s
+        self._known: dict[Point, Performance] = {}
+        self.throughput = more_than
+        """Requests per second of the best point so far, or those that are to be exceeded."""
+        self.best: Point | None = None
+
+    def __call__(self, point: Point) -> Performance:
+        """The performance of a point."""
+        if point not in self._known:
+            found = self._known[point] = self._performance(point)
+            if found.keeps(self._bound_s) and found.requests_per_s > self.throughput:
+                self.throughput, self.best = found.requests_per_s, point
+        return self._known[point]
+
+    def most(self, point: Point) -> float:
+        """Requests per second that no point below is known to exceed."""
+        found = self(point)
+        return math.inf if found == DOES_NOT_FIT else found.requests_per_s
+
+    @property
+    def count(self) -> int:
+        """The points that were evaluated."""
+        return len(self._known)
+
+    @property
+    def found(self) -> Found | None:
+        """The best point so far."""
+        if self.best is None:
+            return None
+        return Found(self.best, self._known[self.best], self.count)
+
+
+def best_within(
+    ranges: Sequence[range],
+    performance: PerformanceOf,
+    bound_s: float,
+    tolerance: Tolerance = Tolerance(),
+    more_than: float = 0.0,
+) -> Found | None:
+    """The point of the box with the most throughput of those within the bound; None where no point
+    keeps it, or none has `more_than` so many requests per second.
+
+    Throughput and latency rise with the values of each of `ranges`, within the tolerance.
+    """
+    return best_evaluated(ranges, Evaluations(performance, bound_s, more_than), bound_s, tolerance)
+
+
+def best_evaluated(
+    ranges: Sequence[range],
+    evaluated: Evaluations,
+    bound_s: float,
+    tolerance: Tolerance = Tolerance(),
+) -> Found | None:
+    """Search as `best_within` does; all that it evaluates can be seen in `evaluated`."""
+    whole = whole_block(ranges)
+    if not evaluated(whole.high).keeps(bound_s):
+        _BranchAndBound(evaluated, bound_s, tolerance).run(whole)
+    return evaluated.found
+
+
+def climbed(ranges: Sequence[range], performance: PerformanceOf, bound_s: float) -> Found | None:
+    """The best point on the diagonal of the box, for few evaluations; None where none keeps the
+    bound.
+    """
+    evaluated, whole = Evaluations(performance, bound_s), whole_block(ranges)
+    if evaluated(whole.low).keeps(bound_s):
+        _climb(whole, evaluated, bound_s)
+    return evaluated.found
+
+
+def whole_block(ranges: Sequence[range]) -> Block:
+    """All points of a box."""
+    return Block(tuple(each[0] for each in ranges), tuple(each[-1] for each in ranges))
+
+
+def least_latency(ranges: Sequence[range], performance: PerformanceOf) -> Found:
+    """The point with the least latency: the lower corner, up to the tolerance."""
+    low = tuple(each[0] for each in ranges)
+    return Found(low, performance(low), 1)
+
+
+class _BranchAndBound:
+    """Takes blocks from a queue, most promising first, cuts them down and splits them."""
+
+    def __init__(self, evaluated: Evaluations, bound_s: float, tolerance: Tolerance) -> None:
+        self._evaluated = evaluated
+        self._bound_s, self._latest_s = bound_s, bound_s * (1 + tolerance.latency)
+        self._queue: list[tuple[float, int, Block]] = []
+        self._serial = itertools.count()
+
+    def run(self, whole: Block) -> None:
+        """Search `whole`, whose upper corner does not keep the bound."""
+        if not self._in_time(whole.low):
+            return
+        _climb(whole, self._evaluated, self._bound_s)
+        self._add(whole)
+        while self._queue:
+            _, _, block = heapq.heappop(self._queue)
+            if not self._is_faster(block.high):
+                return
+            cut = self._cut(block)
+            if cut is not None and cut.low != cut.high:
+                for half in cut.halves(self._side(cut)):
+                    self._add(half)
+
+    def _in_time(self, point: Point) -> bool:
+        return self._evaluated(point).keeps(self._latest_s)
+
+    def _is_faster(self, point: Point) -> bool:
+        return self._evaluated.most(point) > self._evaluated.throughput
+
+    def _add(self, block: Block) -> None:
+        """Queue a block, unless it is of no interest."""
+        if self._is_faster(block.high) and self._in_time(block.low):
+            place = -self._evaluated.most(block.high), next(self._serial)
+            heapq.heappush(self._queue, (*place, block))
+
+    def _cut(self, block: Block) -> Block | None:
+        """Cut off what is too late, then what is too slow; None where nothing is left."""
+        upward = (
+            self._steps(block.low, control, width, self._in_time)
+            for control, width in enumerate(block.widths)
+        )
+        high = tuple(low + steps for low, steps in zip(block.low, upward, strict=True))
+        if not self._is_faster(high):
+            return None
+        downward = (
+            self._steps(high, control, -width, self._is_faster)
+            for control, width in enumerate(Block(block.low, high).widths)
+        )
+        low = tuple(top - steps for top, steps in zip(high, downward, strict=True))
+        still = self._in_time(low) and self._is_faster(high)
+        return Block(low, high) if still else None
+
+    def _steps(
+        self, corner: Point, control: int, width: int, holds: Callable[[Point], bool]
+    ) -> int:
+        """Steps from a corner along a control, up or where `width` is below 0 down, for which
+        something holds.
+        """
+        sign = 1 if width >= 0 else -1
+        return _reach(
+            abs(width), lambda k: holds(_with(corner, control, corner[control] + sign * k))
+        )
+
+    def _side(self, block: Block) -> int:
+        """The control along which to split: of the corners that keep the bound with one control
+        low, that of the fastest (lines 7 to 10); without any, that of the slowest corner.
+        """
+        corners = {
+            control: _with(block.high, control, block.low[control])
+            for control, width in enumerate(block.widths)
+            if width
+        }
+        most = {control: self._evaluated.most(corner) for control, corner in corners.items()}
+        within = [each for each in corners if self._evaluated(corners[each]).keeps(self._bound_s)]
+        return max(within, key=most.__getitem__) if within else min(most, key=most.__getitem__)
+
+
+def _climb(whole: Block, evaluated: Evaluations, bound_s: float) -> None:
+    """Evaluate points of the diagonal up to the last that keeps the bound."""
+    steps = max(whole.widths)
+    _reach(steps, lambda k: evaluated(whole.at(k / steps)).keeps(bound_s))
+
+
+def _with(point: Point, control: int, value: int) -> Point:
+    return (*point[:control], value, *point[control + 1 :])
+
+
+def _reach(steps: int, holds: Callable[[int], bool]) -> int:
+    """The most steps, at most `steps`, for which something holds that holds for none and, where it
+    does for some number, for all below.
+    """
+    if steps == 0 or holds(steps):
+        return steps
+    return bisect_left(range(1, steps), True, key=lambda k: not holds(k))

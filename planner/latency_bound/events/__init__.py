@@ -1,0 +1,1 @@
+"""Simulation of schedules event by event, with lengths drawn at random."""

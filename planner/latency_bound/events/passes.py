@@ -1,0 +1,55 @@
+"""Passes of single requests through a pipeline, in a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from planner.latency_bound.events.drawn_requests import DrawnRequest
+from planner.latency_bound.stage_times import StageTimes
+from planner.latency_bound.steady_state.tandem import PassTimes, Tandem
+from planner.length_distribution import FloatArray
+from planner.simulation.simulation import near_length
+
+
+class PipelineOfRequests:
+    """A pipeline with these times. A prefill of unlike prompts takes the mean of prefills whose
+    prompts all have their lengths.
+    """
+
+    def __init__(self, times: StageTimes) -> None:
+        self._times = times
+        self._tandem = Tandem(times.stages)
+        self._steps: dict[tuple[int, int], PassTimes] = {}
+        self._prompts: dict[tuple[int, int], FloatArray] = {}
+
+    def decode(self, requests: int, context_tokens: int, at_s: float) -> float:
+        """When a decode step that is submitted at `at_s` is back; the tokens before it are those of
+        all requests.
+        """
+        size, context = requests, near_length(round(context_tokens / requests))
+        if (size, context) not in self._steps:
+            compute_s, hop_s = self._times.decode_s(size, context), self._times.decode_hop_s(size)
+            self._steps[size, context] = PassTimes.of(compute_s, hop_s)
+        return self._tandem.run(self._steps[size, context], at_s)
+
+    def prefill(self, prompts: Sequence[int], at_s: float) -> float:
+        """When a micro-batch of these prompts that is submitted at `at_s` is back."""
+        size, tokens = len(prompts), sum(prompts)
+        compute_s = np.zeros(self._times.stages)
+        for length, count in Counter(near_length(prompt) for prompt in prompts).items():
+            if (size, length) not in self._prompts:
+                self._prompts[size, length] = self._times.prefill_s(size, length)
+            compute_s += count / size * self._prompts[size, length]
+        hop_s = self._times.prefill_hop_s(size, tokens / size)
+        return self._tandem.run(PassTimes.of(compute_s, hop_s), at_s)
+
+
+def evenly_divided(requests: Sequence[DrawnRequest], most: int) -> list[Sequence[DrawnRequest]]:
+    """Micro-batches of at most `most` requests, in nearly equal numbers."""
+    parts = -(-len(requests) // most)
+    ends = [len(requests) * (part + 1) // parts for part in range(parts)]
+    return [requests[start:end] for start, end in pairwise((0, *ends))]

@@ -1,0 +1,52 @@
+"""What is asked of a schedule: lengths, the bound on latency, and the kinds it may be of."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.length_distribution import RequestLengths
+from planner.scheduling import SCHEDULE_KINDS, ScheduleKind
+from planner.workload import MOST_PROMPTS
+from quant.common.errors import SpecError
+
+QUANTILE = 0.99
+
+BOUND = "max_request_latency_s"
+"""The option's name."""
+
+
+@dataclass(frozen=True)
+class BoundRequest:
+    """The most throughput is wanted for requests of these `lengths` of which a share `quantile`
+    takes at most `bound_s` seconds, from when prefill begins to the last token (None: any time).
+
+    `kinds`: the kinds of schedule to choose from. `prompts`: those of the whole job, where there is
+    one. SpecError for numbers out of range and for unknown kinds.
+    """
+
+    lengths: RequestLengths
+    bound_s: float | None
+    quantile: float = QUANTILE
+    kinds: tuple[ScheduleKind, ...] = SCHEDULE_KINDS
+    prompts: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers and the kinds."""
+        if self.bound_s is not None and not 0 < self.bound_s < math.inf:
+            raise SpecError(f"{BOUND} is {self.bound_s}; give more than 0 seconds")
+        if not 0 < self.quantile < 1:
+            raise SpecError(f"quantile is {self.quantile}; it must be a share between 0 and 1")
+        unknown = [kind for kind in self.kinds if kind not in SCHEDULE_KINDS]
+        if unknown or not self.kinds:
+            raise SpecError(
+                f"schedule is {', '.join(unknown) or 'none'}; give one or more of "
+                f"{', '.join(SCHEDULE_KINDS)}"
+            )
+        if self.prompts is not None and not 1 <= self.prompts <= MOST_PROMPTS:
+            raise SpecError(f"prompts is {self.prompts}; it must be 1 to {MOST_PROMPTS}")
+
+    @property
+    def limit_s(self) -> float:
+        """The bound in seconds; infinite where any time will do."""
+        return math.inf if self.bound_s is None else self.bound_s

@@ -1,0 +1,1 @@
+"""Parts of the steady-state timelines: sizes of groups, turns, decode rounds, passes in a row."""

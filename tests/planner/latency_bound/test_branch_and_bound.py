@@ -1,0 +1,138 @@
+"""Branch and bound against looking at every point."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from benchmarks.latency_bounds.search_cost import Outcome, outcome_of, random_cases
+from planner.latency_bound.branch_and_bound import (
+    Found,
+    Point,
+    Tolerance,
+    best_within,
+    least_latency,
+)
+from planner.latency_bound.performance import DOES_NOT_FIT, Performance
+
+EXACT = Tolerance(0.0, 0.0)
+
+
+def _product(point: Point) -> Performance:
+    """Throughput and latency that rise with both controls, in different measure."""
+    first, second = point
+    return Performance(first * second**0.5, first**0.5 + second)
+
+
+def _best_by_looking(ranges: Sequence[range], bound_s: float) -> float:
+    every = (_product((x, y)) for x, y in itertools.product(*ranges))
+    return max(each.requests_per_s for each in every if each.keeps(bound_s))
+
+
+@pytest.mark.parametrize("bound_s", [2.0, 3.5, 7.0, 20.0, 41.5])
+def test_monotone_functions_are_searched_exactly(bound_s: float) -> None:
+    ranges = (range(1, 60), range(1, 40))
+    found = best_within(ranges, _product, bound_s, EXACT)
+    assert found is not None
+    assert found.performance.requests_per_s == _best_by_looking(ranges, bound_s)
+    assert found.performance == _product(found.point)
+
+
+def test_random_boxes_of_any_number_of_controls_are_searched_exactly() -> None:
+    generator = np.random.default_rng(3)
+    for sizes in [(7,), (9, 1), (5, 6), (4, 3, 5), (3, 4, 2, 3)] * 8:
+        throughput, latency_s = (generator.integers(0, 3, sizes).astype(float) for _ in range(2))
+        for control in range(len(sizes)):
+            throughput = np.cumsum(throughput, axis=control)
+            latency_s = np.cumsum(latency_s, axis=control)
+        bound_s = float(generator.choice(latency_s.ravel()))
+
+        def performance(
+            point: Point, rates: np.ndarray = throughput, times: np.ndarray = latency_s
+        ) -> Performance:
+            return Performance(1 + float(rates[point]), float(times[point]))
+
+        found = best_within([range(size) for size in sizes], performance, bound_s, EXACT)
+        assert found is not None
+        best = 1 + throughput[latency_s <= bound_s].max()
+        assert found.performance.requests_per_s == best
+
+
+def test_a_lower_corner_that_is_too_late_is_no_answer() -> None:
+    """The printed listing would return it."""
+    assert best_within((range(1, 9), range(1, 9)), _product, 1.5) is None
+
+
+def test_an_upper_corner_within_the_bound_is_the_answer_at_once() -> None:
+    found = best_within((range(1, 9), range(1, 9)), _product, 100.0)
+    assert found == Found((8, 8), _product((8, 8)), 1)
+
+
+def test_no_point_is_evaluated_twice() -> None:
+    seen = Counter[Point]()
+
+    def performance(point: Point) -> Performance:
+        seen[point] += 1
+        return _product(point)
+
+    found = best_within((range(1, 200), range(1, 200)), performance, 25.0)
+    assert found is not None
+    assert found.evaluations == len(seen)
+    assert set(seen.values()) == {1}
+
+
+@pytest.mark.parametrize("bound_s", [1e9, math.inf])
+@pytest.mark.parametrize("states_throughput", [True, False])
+def test_points_without_room_are_left_out(states_throughput: bool, bound_s: float) -> None:
+    evaluated = 0
+
+    def performance(point: Point) -> Performance:
+        nonlocal evaluated
+        evaluated += 1
+        whole = _product(point)
+        if point[0] * point[1] <= 300:
+            return whole
+        return Performance(whole.requests_per_s, math.inf) if states_throughput else DOES_NOT_FIT
+
+    ranges = (range(1, 60), range(1, 40))
+    found = best_within(ranges, performance, bound_s, EXACT)
+    points = (point for point in itertools.product(*ranges) if point[0] * point[1] <= 300)
+    assert found is not None
+    assert found.performance.requests_per_s == max(_product(p).requests_per_s for p in points)
+    assert evaluated < 60 * 40 / 4
+
+
+def test_only_what_is_faster_than_known_is_found() -> None:
+    ranges = (range(1, 60), range(1, 40))
+    best = _best_by_looking(ranges, 20.0)
+    assert best_within(ranges, _product, 20.0, EXACT, more_than=best) is None
+    nearly = best_within(ranges, _product, 20.0, EXACT, more_than=best * 0.999)
+    assert nearly is not None
+    assert nearly.performance.requests_per_s == best
+
+
+def test_the_least_latency_is_that_of_the_lower_corner() -> None:
+    ranges = (range(2, 9), range(3, 9))
+    least = min(_product((x, y)).latency_s for x, y in itertools.product(*ranges))
+    assert least_latency(ranges, _product).performance.latency_s == least
+
+
+def _check(outcomes: list[Outcome]) -> None:
+    """The goals: the same throughput within the tolerance for a twentieth of the evaluations."""
+    assert min(each.reached for each in outcomes) >= 1 / (1 + Tolerance().throughput)
+    assert max(each.reached for each in outcomes) <= 1
+    assert np.mean([each.evaluated for each in outcomes]) <= 0.05
+
+
+def test_random_cases_come_out_as_by_exhaustive_search() -> None:
+    _check([outcome_of(case) for case in random_cases(40, seed=1)])
+
+
+@pytest.mark.rare
+def test_three_hundred_random_cases_come_out_as_by_exhaustive_search() -> None:
+    _check([outcome_of(case) for case in random_cases(300)])
