@@ -30,8 +30,9 @@ class LiveGeneration:
 
     One thread reads `events`; any thread may call the other methods meanwhile. While suspects of
     killing stages run alone, other requests wait. Tokens of `told_every` micro-batches come
-    together, but ends at once. A request with a `host_key` and tokens goes on from what lies there
-    only while the pipeline is linked as it was then: else all of them are computed.
+    together, but a request's first ones and its end at once. One with a `host_key` and tokens goes
+    on from what lies there only while the pipeline is linked as it was then: else all of them are
+    computed.
     """
 
     def __init__(self, repair: Repair, told_every: int = 1) -> None:

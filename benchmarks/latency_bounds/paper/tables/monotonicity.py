@@ -26,7 +26,7 @@ from benchmarks.latency_bounds.paper.setting import Setting
 from benchmarks.latency_bounds.paper.tasks import TASKS
 from benchmarks.latency_bounds.paper.waa_schedules import WaaSchedules, divided_of, waa_of
 from benchmarks.planner import update_page
-from planner.latency_bound.performance import Performance
+from planner.latency_bound.performance import DOES_NOT_FIT, Performance
 from planner.length_distribution import FloatArray
 
 SECTION = "monotonicity"
@@ -118,8 +118,8 @@ def rra_swept(setting: Setting) -> Swept:
 
 
 def waa_swept(setting: Setting) -> Swept:
-    """WAA over newcomers and decode micro-batches, with half of the GPUs for prefill, on layouts
-    with fewer and fewer groups.
+    """WAA over newcomers and decode micro-batches, at most one for each stage that decodes, with
+    half of the GPUs for prefill, on layouts with fewer and fewer groups.
     """
     layers = []
     for layout in layouts_with(setting.model, DEGREE):
@@ -129,6 +129,8 @@ def waa_swept(setting: Setting) -> Swept:
         newcomers = range(1, VALUES + 1)
 
         def performance(requests: int, groups: int, own: WaaSchedules = schedules) -> Performance:
+            if groups > len(own.divided.decode.stages):
+                return DOES_NOT_FIT
             schedule = replace(own.schedule((requests,)), decode_micro_batches=groups)
             return own.performance_of(schedule)
 
