@@ -67,7 +67,11 @@ class BoundedSearch:
         search_time = SearchTime(costs.options.search_time_limit, clock)
         self._kinds = {
             kind: KindSearch(
-                PLANNERS[kind](costs, job, request, clock), job.prompts, search_time, tolerance
+                PLANNERS[kind](costs, job, request, clock),
+                job.prompts,
+                request.quantile,
+                search_time,
+                tolerance,
             )
             for kind in request.kinds
         }

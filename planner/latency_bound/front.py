@@ -75,7 +75,7 @@ def _front(
         raise nothing_fits(costs, request) from None
     least = search.least
     assert least is not None, "where a schedule was found, one has the least latency"
-    bounds = np.geomspace(least.latency_s, fastest.timeline.performance.latency_s, POINTS)
+    bounds = np.geomspace(least.latency_s, fastest.latency_s, POINTS)
     found = list(_points(search, request, bounds[:-1].tolist()))
     return _ascending([*found, _point(float(bounds[-1]), fastest, request)])
 
@@ -93,10 +93,9 @@ def _points(
 
 
 def _point(bound_s: float, found: Scheduled, request: BoundRequest) -> LatencyPoint:
-    performance = found.timeline.performance
-    rate = performance.requests_per_s
+    rate = found.requests_per_s
     tokens_per_s = rate * request.lengths.outputs.mean
-    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, performance.latency_s)
+    return LatencyPoint(bound_s, found.schedule, rate, tokens_per_s, found.latency_s)
 
 
 def _ascending(points: list[LatencyPoint]) -> tuple[LatencyPoint, ...]:

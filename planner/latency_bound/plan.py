@@ -12,7 +12,6 @@ from planner.latency_bound.placing.kind_search import Scheduled
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.placing.waa import prompts_in_flight
 from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.timeline import Timeline
 from planner.micro_batches import MicroBatches
 from planner.optimiser.problem import JobPasses
 from planner.plan.builder import build_plan
@@ -77,18 +76,19 @@ def _with_role(plan: PlanSpec, role: Role) -> tuple[StagePlan, ...]:
 
 
 def latency_forecast(
-    timeline: Timeline, request: BoundRequest, evaluations: int
+    scheduled: Scheduled, request: BoundRequest, evaluations: int
 ) -> LatencyForecast:
     """What a schedule should reach."""
-    rate = timeline.performance.requests_per_s
+    seen, timeline = scheduled.observed, scheduled.timeline
+    rate = scheduled.requests_per_s
     return LatencyForecast(
         lengths=request.lengths,
         quantile=request.quantile,
         bound_s=request.bound_s,
         requests_per_s=rate,
         tokens_per_s=rate * request.lengths.outputs.mean,
-        latency_s=timeline.performance.latency_s,
-        mean_latency_s=timeline.mean_latency_s,
+        latency_s=scheduled.latency_s,
+        mean_latency_s=timeline.mean_latency_s if seen is None else seen.mean_latency_s,
         admission_wait_s=timeline.admission_wait_s,
         evaluations=evaluations,
     )

@@ -117,7 +117,7 @@ def _found(
     forecast = perplexity_forecast(omega, scheduled.placed.omega, planned.options.max_ppl_delta)
     return replace(
         plan,
-        latency=latency_forecast(scheduled.timeline, request, search.evaluations),
+        latency=latency_forecast(scheduled, request, search.evaluations),
         perplexity=forecast,
         solver=replace(plan.solver, seconds=clock() - began),
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from planner.latency_bound.branch_and_bound import Point
+from planner.latency_bound.events.watch import Observed
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.divisions import Division
 from planner.latency_bound.placing.placement import Placement
@@ -59,14 +60,19 @@ class Placed(Protocol):
     def __call__(self, point: Point) -> Performance:
         """The estimated performance of a point; latency is infinite where requests have no room."""
 
-    def exact(self, point: Point) -> Performance:
-        """The performance of a point by its timeline, as above."""
+    def exact(self, point: Point, quantile: float) -> Performance:
+        """The performance of a point by its timeline at a quantile of the latency, as above."""
 
     def schedule(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
 
-    def timeline(self, schedule: RequestSchedule) -> Timeline:
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
+
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+        """What is seen of so many requests in a simulation of a schedule's events; None where there
+        is none of the kind.
+        """
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule."""

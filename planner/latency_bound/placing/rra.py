@@ -8,10 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
+import numpy as np
+
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
 from planner.latency_bound.controls import RraControls, rra_schedule
+from planner.latency_bound.events.rra import simulate_rra
+from planner.latency_bound.events.watch import Observed, Watch
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
@@ -37,6 +41,9 @@ NEAR = (0.5, 0.8, 1.25, 2.0)
 
 BEYOND = 1.5
 """By which each control may exceed the best point by estimates."""
+
+SETTLING = 3
+"""Times the requests in flight that begin before those which are observed."""
 
 MOST_GROUPS = 2
 """Groups for each stage: with more, throughput hardly grows."""
@@ -155,12 +162,12 @@ class RraPlaced:
         found = estimated_rra(times, lengths, schedule, request.quantile)
         return found if fits else Performance(found.requests_per_s, math.inf)
 
-    def exact(self, point: Point) -> Performance:
+    def exact(self, point: Point, quantile: float) -> Performance:
         """The performance of a point by its timeline; as above where requests have no room, since
         far beyond that the throughput of timelines falls again.
         """
         schedule, fits = self._schedule(point)
-        return self.timeline(schedule).performance if fits else self(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def around(self, point: Point) -> tuple[range, ...]:
         """The box of the controls up to somewhat more than a point."""
@@ -170,10 +177,16 @@ class RraPlaced:
         """The schedule of a point."""
         return self._schedule(point)[0]
 
-    def timeline(self, schedule: RequestSchedule) -> Timeline:
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
-        request = self.request
-        return rra_timeline(self.placement.times, request.lengths, schedule, request.quantile)
+        return rra_timeline(self.placement.times, self.request.lengths, schedule, quantile)
+
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+        """What is seen of so many requests in a simulation of a schedule's events."""
+        watch = Watch(SETTLING * schedule.decode_requests, count)
+        generator = np.random.default_rng(0)
+        times, lengths = self.placement.times, self.request.lengths
+        return simulate_rra(times, lengths, schedule, watch, generator)
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule."""

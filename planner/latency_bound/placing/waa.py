@@ -12,6 +12,7 @@ from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.controls import prefill_sizes, waa_schedule
+from planner.latency_bound.events.watch import Observed
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.placing.divisions import Division, balanced_divisions
@@ -195,12 +196,12 @@ class WaaPlaced:
         found = self._estimate(schedule)
         return found if fits else Performance(found.requests_per_s, math.inf)
 
-    def exact(self, point: Point) -> Performance:
+    def exact(self, point: Point, quantile: float) -> Performance:
         """The performance of a point by its timeline; as above where requests have no room, since
         far beyond that the throughput of timelines falls again.
         """
         schedule, fits = self._best(point)
-        return self.timeline(schedule).performance if fits else self(point)
+        return self.timeline(schedule, quantile).performance if fits else self(point)
 
     def around(self, point: Point) -> tuple[range, ...]:
         """The box of the control up to somewhat more than a point."""
@@ -211,10 +212,14 @@ class WaaPlaced:
         """The schedule of a point."""
         return self._best(point)[0]
 
-    def timeline(self, schedule: RequestSchedule) -> Timeline:
+    def timeline(self, schedule: RequestSchedule, quantile: float) -> Timeline:
         """The timeline of a schedule."""
-        request, times = self.request, (self.prefill.times, self.decode.times)
-        return waa_timeline(*times, self._handover_s, request.lengths, schedule, request.quantile)
+        times = self.prefill.times, self.decode.times
+        return waa_timeline(*times, self._handover_s, self.request.lengths, schedule, quantile)
+
+    def observed(self, schedule: RequestSchedule, count: int) -> Observed | None:
+        """Nothing: there is no simulation of events yet."""
+        return None
 
     def start(self, schedule: RequestSchedule) -> Start:
         """To place layers again for a schedule. A side that is slower than it need be to keep up
