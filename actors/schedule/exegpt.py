@@ -205,8 +205,9 @@ class RraScheduler:
 
     def _newcomers(self, group: _Group) -> int:
         """How many requests join the group, for all of whom there is memory."""
-        waiting = len(self._waiting)
-        share = waiting if group.slots else -(-waiting // max(1, self._empty_groups))
+        share = self._turns.most
+        if not group.slots:
+            share = -(-len(self._waiting) // max(1, self._empty_groups))
         first = list(islice(self._waiting, self._turns.most))
         replayed = sum(1 for _ in takewhile(lambda request: request.generated, first))
         turn = GroupTurn(len(group.slots), group.ended, group.credit, share, replayed)

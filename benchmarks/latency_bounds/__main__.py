@@ -8,9 +8,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.latency_bounds.paper.tables import monotonicity, throughput
+from benchmarks.latency_bounds.paper.tables import (
+    existing,
+    monotonicity,
+    scheduling_cost,
+    selected,
+    throughput,
+)
 
-PARTS = {"throughput": throughput, "monotonicity": monotonicity}
+PARTS = {
+    "throughput": throughput,
+    "existing": existing,
+    "selected": selected,
+    "monotonicity": monotonicity,
+    "scheduling_cost": scheduling_cost,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

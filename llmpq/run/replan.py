@@ -9,7 +9,10 @@ from itertools import groupby
 from pathlib import Path
 
 from llmpq.run.drift.control import Measured
+from llmpq.workload.bounded_plan import bounded_plan
+from llmpq.workload.request_lengths import Requests, requests_of
 from planner.cluster.spec import ClusterSpec
+from planner.latency_bound.search import BOUND
 from planner.length_distribution import RequestLengths
 from planner.model.finding import ModelShape, model_shape
 from planner.options import PlanOptions
@@ -17,7 +20,13 @@ from planner.plan.origin import FILE_OPTIONS, PlanOrigin
 from planner.plan.spec import PlanSpec, StagePlan
 from planner.search.search import find_plan
 from planner.workload import Job, Workload
-from quant.common.errors import DeviceLostError, InfeasibleError, LlmpqError, SpecError
+from quant.common.errors import (
+    BoundNotMetError,
+    DeviceLostError,
+    InfeasibleError,
+    LlmpqError,
+    SpecError,
+)
 
 Planner = Callable[[ClusterSpec, ModelShape, str, Workload | Job, PlanOptions], PlanSpec]
 """Finds the best plan, as `find_plan` does."""
@@ -86,6 +95,9 @@ def _planned(
             "folder as --model"
         )
     source = plan.model.source
+    if options.bounds_requests:
+        found = _within_bound(plan, cluster, shape, options, _requests(plan, workload))
+        return replace(found, origin=origin, importance=plan.importance)
     try:
         found = find(cluster, shape, source, workload, options)
     except InfeasibleError:
@@ -94,6 +106,37 @@ def _planned(
         found = find(cluster, shape, source, workload, replace(options, max_latency_s=None))
         _warn(f"max_latency_s {options.max_latency_s:g} cannot be kept with what is left")
     return replace(found, origin=origin, importance=plan.importance)  # the same codes again
+
+
+def _requests(plan: PlanSpec, workload: Workload | Job) -> Requests:
+    """The requests that are planned for: those of `plan`, unless `workload` is another job."""
+    if plan.latency is None or (plan.job is not None and workload != plan.job.job):
+        return requests_of(workload)
+    return Requests(plan.latency.lengths, plan.latency.prompts, plan.default_new_tokens)
+
+
+def _within_bound(
+    plan: PlanSpec,
+    cluster: ClusterSpec,
+    shape: ModelShape,
+    options: PlanOptions,
+    requests: Requests,
+) -> PlanSpec:
+    """The best plan within the bound on latency; where none keeps it, within the least bound that
+    is feasible. It says which bound was asked for.
+    """
+    source, asked = plan.model.source, options.max_request_latency_s
+    try:
+        return bounded_plan(cluster, shape, source, requests, options)
+    except BoundNotMetError as error:
+        if error.option != BOUND:
+            raise
+        _warn(f"max_request_latency_s {asked} cannot be kept with what is left: {error}")
+        options = replace(options, max_request_latency_s=error.reachable)
+    found = bounded_plan(cluster, shape, source, requests, options)
+    if found.latency is None or not isinstance(asked, float):
+        return found
+    return replace(found, latency=replace(found.latency, bound_s=asked))
 
 
 def replan_after_loss(plan: PlanSpec, lost: DeviceLostError, model: str | None = None) -> PlanSpec:

@@ -13,7 +13,8 @@ from functools import partial
 
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Tolerance
-from planner.latency_bound.placing.alternation import Alternation, Planner, Scheduled
+from planner.latency_bound.placing.kind_search import KindSearch, Scheduled
+from planner.latency_bound.placing.placed import Planner
 from planner.latency_bound.placing.rra import RraPlanner
 from planner.latency_bound.placing.waa import WaaPlanner
 from planner.latency_bound.refusals import NoScheduleError
@@ -65,7 +66,7 @@ class BoundedSearch:
         self._costs = costs
         search_time = SearchTime(costs.options.search_time_limit, clock)
         self._kinds = {
-            kind: Alternation(
+            kind: KindSearch(
                 PLANNERS[kind](costs, job, request, clock), job.prompts, search_time, tolerance
             )
             for kind in request.kinds
@@ -80,7 +81,7 @@ class BoundedSearch:
     def least(self) -> Least | None:
         """The least latency that was found; None where nothing fits."""
         found = [
-            Least(kind, each.least.timeline.performance.latency_s)
+            Least(kind, each.least.latency_s)
             for kind, each in self._kinds.items()
             if each.least is not None
         ]

@@ -17,12 +17,11 @@ monotone is no control:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, floor
 
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
-from planner.latency_bound.stage_times import StageTimes
-from planner.latency_bound.timeline import mean_prefill_s
-from planner.length_distribution import LengthDistribution, RequestLengths
+from planner.length_distribution import RequestLengths
 from planner.micro_batches import MOST_PREFILL_TOKENS
 from planner.scheduling import RequestSchedule, ScheduleKind
 
@@ -42,6 +41,16 @@ class RraControls:
             range(1, self.most_newcomers + 1),
             range(1, self.longest_steps + 1),
             range(1, self.most_groups + 1),
+        )
+
+    def up_to(self, point: Point, ratio: float) -> tuple[range, ...]:
+        """The box of points whose controls are at most `ratio` times those of a point."""
+        newcomers, frequency, groups = point
+        steps = (self.longest_steps + 1 - frequency) / ratio
+        most = ceil(newcomers * ratio), self.longest_steps + 1 - floor(steps), groups + 1
+        return tuple(
+            range(each.start, min(each.stop, end + 1))
+            for each, end in zip(self.ranges, most, strict=True)
         )
 
     @property
@@ -100,34 +109,6 @@ def waa_schedule(
         min(prefill_micro_batch, newcomers),
         lengths.prompts.mean,
     )
-
-
-def shortest_round(times: StageTimes, requests: int, context: float, most_groups: int) -> int:
-    """The number of groups, at most so many, of which a decode step of all takes the least time."""
-    return min(
-        range(1, most_groups + 1),
-        key=lambda groups: round_s(times, groups, requests / groups, context),
-    )
-
-
-def round_s(times: StageTimes, groups: int, requests: float, context: float) -> float:
-    """Seconds of a decode step of all groups of so many requests."""
-    compute_s, hop_s = times.decode_s(requests, context), times.decode_hop_s(requests)
-    busiest_s = max(compute_s.max(), hop_s.max())
-    return float(max(groups * busiest_s, compute_s.sum() + hop_s.sum()))
-
-
-def shortest_turns(
-    times: StageTimes, prompts: LengthDistribution, newcomers: int, groups: int
-) -> tuple[int, ...]:
-    """Prefill micro-batches for groups of so many newcomers, that of the shortest turn first."""
-
-    def turn_s(size: int) -> float:
-        seconds = mean_prefill_s(times, size, prompts) + times.prefill_hop_s(size, prompts.mean)
-        more = groups * -(-newcomers // size) - 1
-        return float(seconds.sum() + more * seconds.max())
-
-    return tuple(sorted(prefill_sizes(newcomers, prompts.mean), key=turn_s))
 
 
 def prefill_sizes(newcomers: int, mean_prompt: float) -> tuple[int, ...]:

@@ -49,6 +49,13 @@ _ENCODER_DECODERS = (
 )
 """Those by `model_type`, where `is_encoder_decoder` is left out."""
 
+_ENCODER_DECODER_NAMES = re.compile(
+    r"(flan-|long-?|m|um|by)?t5|((flan-)?ul2|t0(pp?)?|m?bart|pegasus|opus-mt|prophetnet)([-_]|$)"
+)
+"""Beginnings of their names, by which they are refused without asking the hub."""
+
+_NOT_RUN = "is an encoder-decoder model, which llmpq does not run; choose a decoder-only one"
+
 _REMEDY = "give a name, a folder or a hub id"
 
 _TUNED = ("-instruct", "-chat")
@@ -72,6 +79,8 @@ def model_shape(name_or_path: str | Path) -> ModelShape:
         return found
     if _looks_like_path(text):
         raise SpecError(f"model {text}: no such folder or file; {_nearest(text)}")
+    if _ENCODER_DECODER_NAMES.match(_without_owner(text.lower())):
+        raise SpecError(f"{text:.80} {_NOT_RUN}")
     if text.count("/") != 1:
         raise SpecError(f"unknown model {text!r}; {_nearest(text)}, or give a folder or a hub id")
     return shape_from_config(text, _hub_config(text))
@@ -103,10 +112,7 @@ def shape_from_config(name: str, values: Mapping[str, Any], place: str | None = 
             "plan yet; choose a dense one"
         )
     if values.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
-        raise SpecError(
-            f"{config.place}: {model_type:.40} is an encoder-decoder model, which llmpq does not "
-            "run; choose a decoder-only one"
-        )
+        raise SpecError(f"{config.place}: {model_type:.40} {_NOT_RUN}")
     if model_type not in FAMILIES:
         raise SpecError(
             f"{config.place}: model_type {model_type!r:.40} is not supported; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,10 +11,11 @@ from math import ceil
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
 from planner.latency_bound.completions import Completions
-from planner.latency_bound.controls import RraControls, rra_schedule, shortest_turns
+from planner.latency_bound.controls import RraControls, rra_schedule
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
-from planner.latency_bound.placing.alternation import Placed, Start, scaled_count
+from planner.latency_bound.placing.estimates import estimated_rra, shortest_turns
+from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
 from planner.latency_bound.rra import rra_timeline
@@ -32,6 +34,9 @@ those of placements of one bitwidth, on the best devices and on all."""
 
 NEAR = (0.5, 0.8, 1.25, 2.0)
 """Newcomers, relative to the best schedule's, for which layers are placed again."""
+
+BEYOND = 1.5
+"""By which each control may exceed the best point by estimates."""
 
 MOST_GROUPS = 2
 """Groups for each stage: with more, throughput hardly grows."""
@@ -143,10 +148,23 @@ class RraPlaced:
         return self.placement.omega
 
     def __call__(self, point: Point) -> Performance:
-        """The performance of a point; latency is infinite where requests have no room."""
+        """The estimated performance of a point; latency is infinite where requests have no room."""
         schedule, fits = self._schedule(point)
-        found = self.timeline(schedule).performance
-        return found if fits else Performance(found.requests_per_s, float("inf"))
+        request = self.request
+        times, lengths = self.placement.times, request.lengths
+        found = estimated_rra(times, lengths, schedule, request.quantile)
+        return found if fits else Performance(found.requests_per_s, math.inf)
+
+    def exact(self, point: Point) -> Performance:
+        """The performance of a point by its timeline; as above where requests have no room, since
+        far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self._schedule(point)
+        return self.timeline(schedule).performance if fits else self(point)
+
+    def around(self, point: Point) -> tuple[range, ...]:
+        """The box of the controls up to somewhat more than a point."""
+        return self._controls.up_to(point, BEYOND)
 
     def schedule(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""

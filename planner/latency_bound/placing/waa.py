@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,15 +11,22 @@ from math import ceil
 from planner.cluster.device import Device
 from planner.costs.model import CostModel
 from planner.latency_bound.branch_and_bound import Point
-from planner.latency_bound.controls import prefill_sizes, round_s, shortest_round, waa_schedule
+from planner.latency_bound.controls import prefill_sizes, waa_schedule
 from planner.latency_bound.job import cycle_of, most_in_flight, most_in_group
 from planner.latency_bound.performance import Performance
-from planner.latency_bound.placing.alternation import Placed, Start, scaled_count
 from planner.latency_bound.placing.divisions import Division, balanced_divisions
+from planner.latency_bound.placing.estimates import (
+    LEAST_STEPS,
+    estimated_waa,
+    prefill_rate,
+    round_s,
+    shortest_round,
+)
 from planner.latency_bound.placing.handover import handover_s_per_token
+from planner.latency_bound.placing.placed import Placed, Start, scaled_count
 from planner.latency_bound.placing.placement import Placement
 from planner.latency_bound.request import BoundRequest
-from planner.latency_bound.timeline import Timeline, mean_prefill_s
+from planner.latency_bound.timeline import Timeline
 from planner.latency_bound.waa import waa_timeline
 from planner.micro_batches import MicroBatches
 from planner.schedule.steady_cycle import SteadyCycle
@@ -34,6 +42,9 @@ SHARES = (0.5, 1 / 8)
 
 NEAR = (0.5, 0.8, 1.25, 2.0)
 """Requests that decode, relative to the best schedule's, for which layers are placed again."""
+
+BEYOND = 1.5
+"""By which the control may exceed the best point by estimates."""
 
 MOST_GROUPS = 2
 """Groups for each stage that are looked at."""
@@ -179,10 +190,22 @@ class WaaPlaced:
         return (range(1, min(2 * most, self.job.prompts) + 1),)
 
     def __call__(self, point: Point) -> Performance:
-        """The performance of a point; latency is infinite where requests have no room."""
+        """The estimated performance of a point; latency is infinite where requests have no room."""
         schedule, fits = self._best(point)
-        found = self.timeline(schedule).performance
-        return found if fits else Performance(found.requests_per_s, float("inf"))
+        found = self._estimate(schedule)
+        return found if fits else Performance(found.requests_per_s, math.inf)
+
+    def exact(self, point: Point) -> Performance:
+        """The performance of a point by its timeline; as above where requests have no room, since
+        far beyond that the throughput of timelines falls again.
+        """
+        schedule, fits = self._best(point)
+        return self.timeline(schedule).performance if fits else self(point)
+
+    def around(self, point: Point) -> tuple[range, ...]:
+        """The box of the control up to somewhat more than a point."""
+        whole = self.ranges[0]
+        return (range(whole.start, min(whole.stop, ceil(BEYOND * point[0]) + 1)),)
 
     def schedule(self, point: Point) -> RequestSchedule:
         """The schedule of a point."""
@@ -197,7 +220,7 @@ class WaaPlaced:
         """To place layers again for a schedule. A side that is slower than it need be to keep up
         with the other may have more bits at no cost, and counts quality more.
         """
-        rate = self.timeline(schedule).performance.requests_per_s
+        rate = self._estimate(schedule).requests_per_s
         low, high = SLACK
         prefill, decode = (min(high, max(low, each / rate)) for each in self._rates(schedule))
         return Start(schedule, free=False, division=self.division, slack=(prefill, decode))
@@ -238,8 +261,12 @@ class WaaPlaced:
         return max(roomy or tried[:1], key=self._merit), bool(roomy)
 
     def _merit(self, schedule: RequestSchedule) -> tuple[float, float]:
-        found = self.timeline(schedule).performance
+        found = self._estimate(schedule)
         return round(found.requests_per_s, 9), -found.latency_s
+
+    def _estimate(self, schedule: RequestSchedule) -> Performance:
+        request, times = self.request, (self.prefill.times, self.decode.times)
+        return estimated_waa(times, self._handover_s, request.lengths, schedule, request.quantile)
 
     def _of(self, requests: int) -> RequestSchedule:
         """The schedule of so many requests that decode, in the groups whose round is shortest."""
@@ -263,10 +290,8 @@ class WaaPlaced:
         by themselves.
         """
         size, prompts = schedule.prefill_micro_batch, self.request.lengths.prompts
-        compute_s = mean_prefill_s(self.prefill.times, size, prompts)
-        hop_s = self.prefill.times.prefill_hop_s(size, prompts.mean)
         groups, decoding = schedule.decode_micro_batches, schedule.decode_requests
         context, steps = self.job.lengths.mean_context, self.request.lengths.outputs.mean - 1
         together_s = round_s(self.decode.times, groups, decoding / groups, context)
-        prefilled = size / float(max(compute_s.max(), hop_s.max()))
-        return prefilled, decoding / max(steps, 1e-9) / together_s
+        prefilled = prefill_rate(self.prefill.times, prompts, size)
+        return prefilled, decoding / max(steps, LEAST_STEPS) / together_s

@@ -104,7 +104,7 @@ def test_another_schedule_is_followed_by_the_same_stages(
     planned: Callable[..., PlanSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By itself: nothing is loaded again, and no row waits."""
-    spec = bounded(planned(8), SCHEDULE)
+    spec = bounded(planned(8, Lengths((PROMPT,), (NEW,))), SCHEDULE)
     assert spec.latency is not None
     expected = RequestLengths(
         LengthDistribution((PROMPT,), (1.0,)), LengthDistribution((PLANNED_NEW,), (1.0,))
