@@ -64,12 +64,17 @@ class PipelineDriver:
         """Run `Scheduler.add`."""
         with self._lock:
             self._scheduler.add(requests, last)
+        self._latencies.expect(requests)
 
     def cancel(self, custom_id: str) -> None:
         """Run `Scheduler.cancel`."""
         with self._lock:
             self._scheduler.cancel(custom_id)
         self._latencies.forget(custom_id)
+
+    def take_age_s(self, custom_id: str) -> float | None:
+        """Run `LatencyRecord.take_age_s`."""
+        return self._latencies.take_age_s(custom_id)
 
     def follow(self, schedule: RequestSchedule) -> None:
         """Have the scheduler go by another schedule, where its policy has one; any thread may call

@@ -198,7 +198,8 @@ class LiveRun:
                 told.append(Progress(name, (), reason))
             else:
                 known = (logprobs[row],) if row in logprobs else ()
-                told.append(Progress(name, (token,), reason, logprobs=known))
+                age_s = None if reason is None else self._driver.take_age_s(name)
+                told.append(Progress(name, (token,), reason, logprobs=known, age_s=age_s))
             if reason is not None:
                 del self._names[slot]
         return tuple(told)

@@ -151,11 +151,12 @@ def test_an_interrupted_run_ends_soon_though_nothing_comes() -> None:
 def test_a_request_has_its_key_only_while_the_pipeline_is_linked_as_it_was() -> None:
     """What lies in host memory goes with the links; a prompt that is to be kept always is."""
     cluster = started()
-    first, seen = cluster.stages[0], list[tuple[str, bool]]()
+    first, seen, ages = cluster.stages[0], list[tuple[str, bool]](), list[float | None]()
     submit = first.submit
 
     def noting(run: int, given: Sequence[Request]) -> Reference:
         seen.extend((each.custom_id, each.host_key is not None) for each in given)
+        ages.extend(each.age_s for each in given)
         return submit(run, given)
 
     first.submit = noting  # type: ignore[method-assign]
@@ -163,7 +164,7 @@ def test_a_request_has_its_key_only_while_the_pipeline_is_linked_as_it_was() -> 
     requests = {
         "1": replace(MANY[1], generated=(100,), max_new_tokens=9, host_key=HostKey(5, present)),
         "2": replace(MANY[2], generated=(200,), max_new_tokens=9, host_key=HostKey(6, present - 1)),
-        "3": replace(MANY[3], max_new_tokens=9, host_key=HostKey(7)),
+        "3": replace(MANY[3], max_new_tokens=9, host_key=HostKey(7), age_s=2.0),
     }
     live = LiveGeneration(cluster.repair)
     for each in requests.values():
@@ -178,4 +179,5 @@ def test_a_request_has_its_key_only_while_the_pipeline_is_linked_as_it_was() -> 
     assert cluster.pipeline.epoch == present + 1
     assert seen[:3] == [("1", True), ("2", False), ("3", True)]
     assert seen[3:] == [("1", False), ("2", False), ("3", False)], "the last one has tokens by now"
+    assert ages == [None, None, 2.0, None, None, None], "it is older when it comes again"
     assert tokens == {name: tokens_of(each) for name, each in requests.items()}

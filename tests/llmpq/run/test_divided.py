@@ -107,6 +107,9 @@ def test_every_stage_does_one_phase_and_tokens_are_those_of_generate(
     figures = group.observer.figures()
     assert figures is not None
     assert [each.queue is not None for each in figures] == [True, False, True, False]
+    counted = [each.queue.latencies.requests for each in figures if each.queue is not None]
+    alone = sum(len(tokens) == 1 for tokens in found.values())
+    assert counted == [alone, COUNT - alone], "each request where it ends"
 
 
 def test_a_run_that_is_left_gives_all_back_and_the_next_one_is_right(
