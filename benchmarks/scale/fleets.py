@@ -115,12 +115,12 @@ def _omega(fleet: FleetSpec) -> float:
 
 def table(found: Sequence[Compared]) -> Iterator[str]:
     """Yield the lines of the table; sensitivities in brackets."""
-    yield f"| cluster | model | {' | '.join(WAYS)} | best / one | ceiling | pipelines |"
+    yield f"| cluster | model | {' | '.join(WAYS)} | replicas / one | ceiling | pipelines |"
     yield "|---" * 9 + "|"
     for each in found:
         pairs = zip(each.tokens_per_s, each.sensitivity, strict=True)
         cells = [f"{speed:,.0f} ({omega:.2g})" if speed else "–" for speed, omega in pairs]
-        one = max(each.tokens_per_s[:1])
+        one = max(each.tokens_per_s[:2])
         ratio = f"{max(each.tokens_per_s[2:]) / one:.2f}" if one else "–"
         cells += [ratio, f"{each.ceiling:,.0f}", each.make_up]
         yield f"| {each.cluster} | {each.model} | {' | '.join(cells)} |"
