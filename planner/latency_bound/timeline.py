@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtr
 
 from planner.latency_bound.performance import Performance
 from planner.latency_bound.stage_times import StageTimes
@@ -50,6 +49,8 @@ def mixed_quantile(
     """The value that such a share does not exceed of normal distributions with these means and
     deviations, each of which has its chance.
     """
+    from scipy.special import ndtr  # takes a tenth of a second, which commands do not wait for
+
     spread = np.maximum(deviations, 1e-9 * float(means.max()))
     low, high = float((means - 9 * spread).min()), float((means + 9 * spread).max())
     for _ in range(40):

@@ -7,7 +7,6 @@ from functools import cache
 from math import floor
 
 import numpy as np
-from scipy.special import gammaln
 
 from planner.length_distribution import FloatArray
 from planner.lengths import IntArray
@@ -120,4 +119,6 @@ def _times_log(count: IntArray, log: float) -> FloatArray:
 
 @cache
 def _log_factorials(highest: int) -> FloatArray:
+    from scipy.special import gammaln  # takes a tenth of a second, which commands do not wait for
+
     return np.asarray(gammaln(np.arange(highest + 1) + 1.0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln
 
 from planner.latency_bound.stage_times import StageTimes
 from planner.latency_bound.steady_state.phases import Phases
@@ -65,6 +64,8 @@ def _expected_s(
     """Mean seconds of rounds in which each of `groups` groups has requests with chance `reached`,
     and `surely` more have.
     """
+    from scipy.special import gammaln  # takes a tenth of a second, which commands do not wait for
+
     count = np.arange(groups + 1)[None, :]
     chance = np.clip(reached, 0.0, 1.0)[:, None]
     ways = np.exp(gammaln(groups + 1) - gammaln(count + 1) - gammaln(groups - count + 1))
