@@ -31,7 +31,7 @@ from actors.stage_group import GroupOptions, StageGroup
 from planner.model.finding import model_shape
 from planner.plan.divided import all_stages, parts_of, undivided
 from planner.plan.spec import PlanSpec
-from planner.scheduling import STATIC, PolicyOptions
+from planner.scheduling import PolicyOptions
 from quant.common.errors import DeviceError, SpecError
 from quant.importance.store import ImportanceStore
 
@@ -69,9 +69,10 @@ class DividedGroup:
         self._options = replace(options, importance=options.importance or ImportanceStore())
         self._telling = Lock()
         self._reservation: Reservation | None = None
-        self.prefill = self._group(prefill, PolicyOptions(STATIC), 0)
+        self.prefill = self._group(prefill, plan.policy, 0)
         self.decode = self._group(plan, plan.policy, len(prefill.stages))
-        self._pace = PrefillPace(schedule, self.prefill.sizes, self.decode.sizes)
+        sizes = self.prefill.sizes, self.decode.sizes
+        self._pace = PrefillPace(schedule, len(prefill.stages), *sizes)
         self._check_host_memory()
         self._transfer: Transfer | None = None
         self._numbers = count(1)  # of keys: never the same in two runs

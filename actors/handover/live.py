@@ -172,10 +172,10 @@ class DividedLive:
             turn = self._ledger.begin()
             if not turn.prefill and not turn.decode:
                 break
-            for request in turn.prefill:
-                self._prefill.submit(request)
-            for request in turn.decode:
-                self._decode.submit(request)
+            if turn.prefill:
+                self._prefill.submit_all(turn.prefill)
+            if turn.decode:
+                self._decode.submit_all(turn.decode)
         if self._closed and not self._ledger.has_any("waiting"):
             self._prefill.close()
             if not self._ledger.has_any("prefilling", "moving"):
@@ -202,8 +202,8 @@ class DividedLive:
                 self._on_lost(len(moving.numbers) - len(arrived))
             with self._changed:
                 requests = self._ledger.moved(names, arrived, moving.epoch)
-                for request in requests:
-                    self._decode.submit(request)
+                if requests:
+                    self._decode.submit_all(requests)
                 self._go_on()
             wanted = {request.host_key.number for request in requests if request.host_key}
             self._transfer.forget_arrived([each for each in arrived if each not in wanted])

@@ -43,16 +43,18 @@ class PrefillPace:
     A turn has `prefill_requests`. It begins when at most `decode_requests` are decoding, those
     counted that will by then, and is smaller where there would be more than the tolerance allows.
     Prompts are taken in their order, so many that they have the tokens of as many of the mean.
-    The stages that prefill have one turn more than their slots, so that they never wait; nothing
-    begins for which there is no room in host memory, or in the token slots of those that decode.
+    There is a turn for each of the `stages` that prefill, and one that waits. Nothing begins for
+    which there is no room in host memory, or in the token slots of the stages that decode.
 
     `prefill_tokens`, `decode_tokens`: the most tokens of a request on either kind of stages.
     """
 
-    def __init__(self, schedule: RequestSchedule, prefill: QueueSizes, decode: QueueSizes) -> None:
+    def __init__(
+        self, schedule: RequestSchedule, stages: int, prefill: QueueSizes, decode: QueueSizes
+    ) -> None:
         self._schedule = schedule
         self._most = most_requests(schedule)
-        self._most_prefilling = prefill.slots + schedule.prefill_requests
+        self._most_prefilling = (stages + 1) * schedule.prefill_requests
         self._host_tokens = min(prefill.parked_tokens, decode.parked_tokens)
         self._kv_tokens = decode.n_slots or decode.kv_tokens
         self.prefill_tokens, self.decode_tokens = prefill.slot_tokens, decode.slot_tokens

@@ -57,13 +57,18 @@ class LiveGeneration:
         Raises `SpecError` for one that is under way. What else is wrong with it becomes an event
         with an error.
         """
+        self.submit_all((request,))
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Submit several requests, which come together: none is scheduled before the others."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("a live generation takes no requests after close()")
-            if request.custom_id in self._tokens:
-                raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
-            self._tokens[request.custom_id] = list(request.generated)
-            self._queue[request.custom_id] = request
+            for request in requests:
+                if request.custom_id in self._tokens:
+                    raise SpecError(f"custom_id {request.custom_id!r:.80} is in the run twice")
+                self._tokens[request.custom_id] = list(request.generated)
+                self._queue[request.custom_id] = request
             self._feed()
 
     def cancel(self, custom_id: str) -> None:

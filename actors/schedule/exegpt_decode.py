@@ -210,8 +210,7 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
     """The sizes for stages of `plan` that decode by a schedule that divides the phases: as many
     requests as its tolerance allows, in its groups.
     """
-    schedule, workload = options.schedule, plan.workload
-    assert schedule is not None, "the policy has one"
+    schedule, workload = options.followed_schedule, plan.workload
     most = most_requests(schedule)
     return QueueSizes(
         slots=most,
@@ -223,6 +222,7 @@ def decode_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
         n_slots=workload.reservable_tokens,
         parked_tokens=host_tokens(plan),
         schedule=schedule,
+        role="decode",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from actors.messages import Finished, MicroBatch, Request, Sampled, TokenIds
 from actors.stage_figures import Supervision
 from actors.transport.message_limits import Limits
-from planner.plan.spec import PlanSpec
+from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import PolicyName, RequestSchedule
 from quant.common.errors import SpecError
 
@@ -22,7 +22,8 @@ class QueueSizes:
 
     `kv_tokens`: the token slots of the KV cache, of which requests may reserve `n_slots` (0: all;
     holes that are left spare moves); 0 where all requests have as many. `schedule` is that of the
-    policy `exegpt`, whose groups have `decode_micro_batch` requests at most.
+    policy `exegpt`, whose groups have `decode_micro_batch` requests at most; `role` is the phase
+    that these stages have, where others have the other one.
 
     The other fields are for policies whose micro-batches mix the phases; those that do not leave
     them 0. `max_batch_size`: most requests in a micro-batch;
@@ -30,7 +31,7 @@ class QueueSizes:
     `prefill_chunk_tokens` are given in parts of that many tokens (0: none are). A request that is
     preempted with at least `park_tokens_from` tokens has its keys and values copied to host memory
     (0: none has), where at most `parked_tokens` of all requests lie on each stage; those of others
-    are computed again.
+    are computed again. On stages of one phase, what is handed over lies there too.
     """
 
     slots: int
@@ -46,6 +47,7 @@ class QueueSizes:
     park_tokens_from: int = 0
     parked_tokens: int = 0
     schedule: RequestSchedule | None = None
+    role: Role = "both"
 
     @classmethod
     def of(cls, plan: PlanSpec) -> QueueSizes:

@@ -8,24 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from actors.messages import (
-    Admission,
-    Finished,
-    MicroBatch,
-    Park,
-    Request,
-    Sampled,
-    TokenIds,
-    TokenRange,
-)
+from actors.messages import Admission, Finished, MicroBatch, Request, Sampled, TokenIds, TokenRange
 from actors.schedule.scheduler import QueueSizes
 from actors.stage_figures import NO_SUPERVISION, Supervision
-from planner.plan.parking import host_tokens
-from planner.plan.spec import PlanSpec
 from planner.schedule.static import UNDER_WAY_PER_STAGE, refill_from
 
 
@@ -56,15 +45,13 @@ class StaticScheduler:
     as all of its requests have their first token, and again as soon as its last step came back.
     Finished requests leave, the next ones of the queue take their slots, are prefilled while the
     groups decode, and join their group's next step. As long as there are both, prefills of
-    newcomers and decode steps take turns. Keys and values of prompts that have a `host_key` are
-    kept in host memory. The order depends neither on time nor, where chunks fill
+    newcomers and decode steps take turns. The order depends neither on time nor, where chunks fill
     the slots at least, on the chunks in which requests are added.
     """
 
     def __init__(self, sizes: QueueSizes, stages: int) -> None:
         slots = sizes.slots
         self._slot_tokens = sizes.slot_tokens
-        self._parked_tokens = sizes.parked_tokens
         self._prefill_micro_batch = sizes.prefill_micro_batch
         self._decode_micro_batch = sizes.decode_micro_batch
         self._refill_from = refill_from(slots, sizes.prefill_micro_batch, stages)
@@ -189,17 +176,7 @@ class StaticScheduler:
         self._prompt[slot_array] = counts - self._given[slot_array]
         for slot, request in zip(slots, requests, strict=True):
             self._tokens[slot, : len(request.generated)] = request.generated
-        batch = self._batch(slot_array, np.zeros_like(slot_array), counts, admitted)
-        return replace(batch, keeps=self._keeps(requests, batch)), tokens
-
-    def _keeps(self, requests: Sequence[Request], prefill: MicroBatch) -> tuple[Park, ...]:
-        """The requests of a prefill whose keys and values other stages will want."""
-        rows = zip(requests, prefill.begins.tolist(), prefill.counts.tolist(), strict=True)
-        return tuple(
-            Park(request.host_key.number, begin, tokens)
-            for request, begin, tokens in rows
-            if request.host_key is not None and tokens <= self._parked_tokens
-        )
+        return self._batch(slot_array, np.zeros_like(slot_array), counts, admitted), tokens
 
     def _decode(self, group: _Group) -> tuple[MicroBatch, TokenIds]:
         self._ready.remove(group)
@@ -266,13 +243,3 @@ class StaticScheduler:
 
     def _group_of(self, slot: int) -> _Group:
         return self._groups[slot // self._decode_micro_batch]
-
-
-def static_sizes(plan: PlanSpec) -> QueueSizes:
-    """The sizes that `plan` asks for. Where its stages prefill for others, keys and values lie in
-    host memory until those have them.
-    """
-    sizes = QueueSizes.of(plan)
-    if plan.stages[0].role != "prefill":
-        return sizes
-    return replace(sizes, parked_tokens=host_tokens(plan))

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from actors.schedule.exegpt import RraScheduler, exegpt_sizes
 from actors.schedule.exegpt_decode import DecodeScheduler, decode_sizes
+from actors.schedule.exegpt_prefill import PrefillScheduler, prefill_sizes
 from actors.schedule.orca import OrcaScheduler, orca_sizes
 from actors.schedule.s3 import S3Scheduler, s3_sizes
 from actors.schedule.scheduler import QueueSizes, Scheduler
-from actors.schedule.static import StaticScheduler, static_sizes
-from planner.plan.spec import PlanSpec
+from actors.schedule.static import StaticScheduler
+from planner.plan.spec import PlanSpec, Role
 from planner.scheduling import PolicyName, PolicyOptions
 
 
@@ -24,22 +25,22 @@ class Policy(NamedTuple):
     sizes: Callable[[PlanSpec, PolicyOptions], QueueSizes]
 
 
-def _bounded_scheduler(sizes: QueueSizes, stages: int) -> Scheduler:
-    """That of stages which do both phases in turns, or only decode."""
-    divides = sizes.schedule is not None and sizes.schedule.divides
-    return (DecodeScheduler if divides else RraScheduler)(sizes, stages)
-
-
-def _bounded_sizes(plan: PlanSpec, options: PolicyOptions) -> QueueSizes:
-    divides = options.schedule is not None and options.schedule.divides
-    return (decode_sizes if divides else exegpt_sizes)(plan, options)
+BOUNDED_POLICIES: Mapping[Role, Policy] = {
+    "both": Policy(RraScheduler, exegpt_sizes),
+    "prefill": Policy(PrefillScheduler, prefill_sizes),
+    "decode": Policy(DecodeScheduler, decode_sizes),
+}
+"""Those of `exegpt` by the phase that the stages have."""
 
 
 POLICIES: Mapping[PolicyName, Policy] = {
-    "static": Policy(StaticScheduler, lambda plan, _: static_sizes(plan)),
+    "static": Policy(StaticScheduler, lambda plan, _: QueueSizes.of(plan)),
     "orca": Policy(OrcaScheduler, orca_sizes),
     "s3": Policy(S3Scheduler, s3_sizes),
-    "exegpt": Policy(_bounded_scheduler, _bounded_sizes),
+    "exegpt": Policy(
+        lambda sizes, stages: BOUNDED_POLICIES[sizes.role].scheduler(sizes, stages),
+        lambda plan, options: BOUNDED_POLICIES[plan.stages[0].role].sizes(plan, options),
+    ),
 }
 
 

@@ -30,7 +30,7 @@ def first(name: str, token: int = 9, reason: FinishReason = "length") -> Progres
 
 def begun(*requests: Request) -> DividedLedger:
     """A ledger whose requests were all begun."""
-    ledger = DividedLedger(PrefillPace(SCHEDULE, PREFILL, DECODE), count(100))
+    ledger = DividedLedger(PrefillPace(SCHEDULE, 2, PREFILL, DECODE), count(100))
     for each in requests:
         ledger.add(each)
     while any(ledger.begin()):
@@ -40,7 +40,7 @@ def begun(*requests: Request) -> DividedLedger:
 
 
 def test_a_request_is_prefilled_for_one_token_and_goes_on_with_it() -> None:
-    ledger = DividedLedger(PrefillPace(SCHEDULE, PREFILL, DECODE), count(100))
+    ledger = DividedLedger(PrefillPace(SCHEDULE, 2, PREFILL, DECODE), count(100))
     ledger.add(request("a"))
     (sent,) = ledger.begin().prefill
     expected = replace(request("a"), max_new_tokens=1, expected_tokens=None, host_key=HostKey(100))
@@ -91,7 +91,7 @@ def test_a_request_may_end_with_its_first_token() -> None:
 def test_what_the_stages_that_prefill_cannot_do_goes_to_the_others_as_it_is(
     other: Request,
 ) -> None:
-    ledger = DividedLedger(PrefillPace(SCHEDULE, PREFILL, DECODE), count())
+    ledger = DividedLedger(PrefillPace(SCHEDULE, 2, PREFILL, DECODE), count())
     ledger.add(other)
     assert ledger.begin() == ((), (other,))
     assert ledger.load().decoding == 1
@@ -130,7 +130,7 @@ def test_those_who_left_while_one_was_prefilled_are_expected_to_leave_again() ->
 
 def test_the_stages_that_decode_are_told_how_long_ago_a_prefill_began() -> None:
     now_s = [100.0]
-    pace = PrefillPace(SCHEDULE, PREFILL, DECODE)
+    pace = PrefillPace(SCHEDULE, 2, PREFILL, DECODE)
     ledger = DividedLedger(pace, count(), clock=lambda: now_s[0])
     for name in ("known", "not"):
         ledger.add(request(name))

@@ -24,12 +24,12 @@ IDLE = Load()
 def pace_of(
     turn: int = 4,
     decoding: int = 40,
+    stages: int = 2,
     prefill: QueueSizes = PREFILL,
     decode: QueueSizes = DECODE,
 ) -> PrefillPace:
-    return PrefillPace(
-        RequestSchedule("waa-c", turn, decoding, 1, 2, 2, 16.0, tolerance=0.1), prefill, decode
-    )
+    schedule = RequestSchedule("waa-c", turn, decoding, 1, 2, 2, 16.0, tolerance=0.1)
+    return PrefillPace(schedule, stages, prefill, decode)
 
 
 def requests(prompts: Sequence[int], new_tokens: int = 20) -> list[Request]:
@@ -58,7 +58,7 @@ def requests(prompts: Sequence[int], new_tokens: int = 20) -> list[Request]:
 def test_a_turn_begins_unless_too_many_would_decode_or_wait_for_being_prefilled(
     load: Load, begins: int
 ) -> None:
-    """44 may decode; the stages that prefill have 8 slots, and one turn more waits there."""
+    """44 may decode; two stages prefill a turn each, and one more waits there."""
     assert pace_of().turn(requests([16] * 20), load) == begins
 
 
@@ -114,9 +114,9 @@ def test_in_the_steady_state_the_planned_number_decodes(passes: int, steps: int)
     end, each of which takes so many passes; then they decode for 1 to `2 * steps - 1` rounds.
     """
     random, turn, planned = Random(1), 4, 4 * steps
-    prefill = replace(PREFILL, slots=turn * passes, parked_tokens=10**6)
+    prefill = replace(PREFILL, parked_tokens=10**6)
     decode = replace(DECODE, kv_tokens=10**6, parked_tokens=10**6)
-    ledger = DividedLedger(pace_of(turn, planned, prefill, decode), count())
+    ledger = DividedLedger(pace_of(turn, planned, passes, prefill, decode), count())
     numbers, queue, counts = count(), deque[str](), list[int]()
     under_way: deque[list[str]] = deque([] for _ in range(passes))
     left: dict[str, int] = {}

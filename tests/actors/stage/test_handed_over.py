@@ -13,8 +13,8 @@ import torch
 from actors.attention.kv_cache import CacheForm, CacheShape, KVCache
 from actors.messages import HostKey, KvPart, Park, Request, Sampling
 from actors.schedule.exegpt_decode import DecodeScheduler
+from actors.schedule.exegpt_prefill import PrefillScheduler
 from actors.schedule.scheduler import QueueSizes
-from actors.schedule.static import StaticScheduler
 from actors.stage.handed_over import HeldKeysValues
 from actors.stage.stage import Stage
 from tests.actors.batches import batch_in_ranges
@@ -53,8 +53,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def prefilled(stages: Sequence[Stage], requests: Sequence[Request]) -> list[Request]:
     """The requests with their first tokens."""
-    sizes = QueueSizes(4, 2, 2, LONGEST, parked_tokens=MOST_PARKED)
-    scheduler = StaticScheduler(sizes, len(stages))
+    sizes = QueueSizes(
+        12, 2, 2, LONGEST, "exegpt", kv_tokens=4 * LONGEST, parked_tokens=MOST_PARKED
+    )
+    scheduler = PrefillScheduler(sizes, len(stages))
     scheduler.add([replace(each, max_new_tokens=1) for each in requests], last=True)
     ended = [each for some in drive(scheduler, LocalPipeline(stages)) for each in some]
     firsts = {each.custom_id: each.token_ids for each in ended}
