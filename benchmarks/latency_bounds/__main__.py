@@ -1,6 +1,13 @@
 """Schedules under a bound on latency: ExeGPT's evaluation (section 7), and runs of our own.
 
-python -m benchmarks.latency_bounds throughput   # FT, DSI, ORCA, vLLM and ours on the paper's models
+python -m benchmarks.latency_bounds PART [--help]; parts of the paper's evaluation, simulated:
+
+throughput         FT, DSI, ORCA, vLLM and ours on the paper's models and tasks (fig. 6 and 8)
+existing           the rivals on OPT 13B, all tasks (fig. 7)
+selected           the schedules of OPT 13B and task S (table 6)
+monotonicity       where throughput and latency fall as a control rises (table 5)
+changed_lengths    outputs unlike those that a schedule is for (fig. 11)
+scheduling_cost    evaluations and CPU seconds beside exhaustive search (section 7.7)
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks.latency_bounds.paper.tables import (
+    changed_lengths,
     existing,
     monotonicity,
     scheduling_cost,
@@ -21,6 +29,7 @@ PARTS = {
     "existing": existing,
     "selected": selected,
     "monotonicity": monotonicity,
+    "changed_lengths": changed_lengths,
     "scheduling_cost": scheduling_cost,
 }
 

@@ -63,7 +63,9 @@ class Passes:
     @classmethod
     def of(cls, rounds: Sequence[_Round]) -> Passes:
         """The passes of successive rounds."""
-        decodes, context, newcomers, prompts = (np.array(each) for each in zip(*rounds, strict=True))
+        decodes, context, newcomers, prompts = (
+            np.array(each) for each in zip(*rounds, strict=True)
+        )
         return cls(decodes, context, newcomers, prompts)
 
 
@@ -192,17 +194,16 @@ def _by_kind(
     return found[0][place].reshape(shape), found[1][place].reshape(shape)
 
 
-def _clocked(
-    seconds: FloatArray, hops: FloatArray, host_s: float
-) -> tuple[FloatArray, FloatArray]:
+def _clocked(seconds: FloatArray, hops: FloatArray, host_s: float) -> tuple[FloatArray, FloatArray]:
     """When passes begin and are back [rounds, groups]: stages and links serve first come, first
     served, and a group's next pass waits for the one before, and for the host.
     """
     rounds, groups, stages = seconds.shape
     stage_free_s, link_free_s, ready_s = [0.0] * stages, [0.0] * stages, [0.0] * groups
     began_s, back_s = np.zeros((rounds, groups)), np.zeros((rounds, groups))
-    for number, (of_round, hops_of_round) in enumerate(zip(seconds.tolist(), hops.tolist())):
-        for group, (computes, sends) in enumerate(zip(of_round, hops_of_round)):
+    pairs = zip(seconds.tolist(), hops.tolist(), strict=True)
+    for number, (of_round, hops_of_round) in enumerate(pairs):
+        for group, (computes, sends) in enumerate(zip(of_round, hops_of_round, strict=True)):
             at_s = max(ready_s[group], stage_free_s[0])
             began_s[number, group] = at_s
             for j in range(stages):

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.latency_bounds.paper.layouts import layouts_with
 from benchmarks.latency_bounds.paper.models import MODELS
-from benchmarks.latency_bounds.paper.pipelines import Layout, Pipeline
+from benchmarks.latency_bounds.paper.pipelines import Pipeline
 from benchmarks.latency_bounds.paper.rra_schedules import RraSchedules, rra_of
 from benchmarks.latency_bounds.paper.setting import Setting
 from benchmarks.latency_bounds.paper.tasks import TASKS
@@ -131,7 +131,7 @@ def waa_swept(setting: Setting) -> Swept:
         def performance(requests: int, groups: int, own: WaaSchedules = schedules) -> Performance:
             if groups > len(own.divided.decode.stages):
                 return DOES_NOT_FIT
-            schedule = replace(own.schedule((requests,)), decode_micro_batches=groups)
+            schedule = replace(own.schedule_at((requests,)), decode_micro_batches=groups)
             return own.performance_of(schedule)
 
         layers.append(grid((newcomers, GROUPS[::-1]), performance))

@@ -1,6 +1,6 @@
 """The schedules that are chosen for OPT 13B and task S, beside those of the paper (table 6).
 
-    python -m benchmarks.latency_bounds selected [--update docs/latency_bounds.md]
+python -m benchmarks.latency_bounds selected [--update docs/latency_bounds.md]
 """
 
 from __future__ import annotations
