@@ -7,7 +7,9 @@ existing           the rivals on OPT 13B, all tasks (fig. 7)
 selected           the schedules of OPT 13B and task S (table 6)
 monotonicity       where throughput and latency fall as a control rises (table 5)
 changed_lengths    outputs unlike those that a schedule is for (fig. 11)
+recorded           recorded lengths (fig. 10)
 scheduling_cost    evaluations and CPU seconds beside exhaustive search (section 7.7)
+variance           seconds from turn to turn and from step to step (table 7)
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from benchmarks.latency_bounds.paper.tables import (
     changed_lengths,
     existing,
     monotonicity,
+    recorded,
     scheduling_cost,
     selected,
     throughput,
+    variance,
 )
 
 PARTS = {
@@ -30,7 +34,9 @@ PARTS = {
     "selected": selected,
     "monotonicity": monotonicity,
     "changed_lengths": changed_lengths,
+    "recorded": recorded,
     "scheduling_cost": scheduling_cost,
+    "variance": variance,
 }
 
 
